@@ -1,0 +1,149 @@
+"""What may happen to the scheduler. `now` is the driver's monotonic clock, in seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from cluster.decoding.policies import PolicyName
+from paceline.sampling import SequenceSpec
+
+
+class StopScanner(Protocol):
+    """Finds stop strings in a sequence's output. Handed in, since it needs a detokeniser."""
+
+    def first_stop(self, token_ids: Sequence[int]) -> int | None:
+        """Append committed tokens; how many of them, when one completes a stop string, up to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A sequence to decode. `spec.prompt_length` equals the length of `prompt_token_ids`."""
+
+    sequence_id: int
+    prompt_token_ids: tuple[int, ...]
+    spec: SequenceSpec
+    max_tokens: int
+    policy: PolicyName
+    window: int
+    stop_scanner: StopScanner | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request came in. It must fit the target's context and block pool (`Scheduler.check_fits`)."""
+
+    now: float
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The caller went away."""
+
+    now: float
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Candidates, each continuing the one before, under the first `base_length` tokens."""
+
+    sequence_id: int
+    base_length: int
+    base_hash: int
+    token_ids: tuple[int, ...]
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Proposed:
+    """One message of a drafter."""
+
+    now: float
+    drafter: str
+    proposals: tuple[Proposal, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDeclined:
+    """A drafter will not draft for this sequence."""
+
+    now: float
+    drafter: str
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceVerdict:
+    """The target's answer for one sequence: accepted candidates and the token after them."""
+
+    sequence_id: int
+    num_accepted: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """Rank 0 answered a step."""
+
+    now: float
+    step: int
+    verdicts: tuple[SequenceVerdict, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterJoined:
+    """A drafter can be used. It drafts no token at or beyond `max_position`."""
+
+    now: float
+    drafter: str
+    max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLost:
+    """A drafter's stream broke. It may join again under the same name."""
+
+    now: float
+    drafter: str
+
+
+@dataclass(frozen=True, slots=True)
+class TargetJoined:
+    """The target can step: a fresh stream to every shard. KV blocks are empty."""
+
+    now: float
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLost:
+    """A shard's stream broke; the step in flight will not be answered."""
+
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """The time that a WakeAt asked for has come."""
+
+    now: float
+
+
+Event = (
+    Admitted
+    | Cancelled
+    | Proposed
+    | DraftDeclined
+    | StepDone
+    | DrafterJoined
+    | DrafterLost
+    | TargetJoined
+    | TargetLost
+    | Tick
+)

@@ -1,0 +1,102 @@
+"""The error tree of Paceline. Every error says what was expected, what came, and what to do.
+
+PacelineError
+├── InvalidRequestError       a field of a request is wrong; names it
+│   └── PromptTooLongError    it can never fit the context
+├── ConfigError               the configuration is wrong; names the key
+├── CheckpointError           a checkpoint folder is absent, broken or not supported
+├── VocabularyMismatchError   drafter and target have different vocabularies
+├── ModelFetchError           a demo model could not be fetched
+├── ProtocolError             a peer broke the contract of proto/paceline/v1
+├── OverloadedError           a queue is full; try again later
+├── UnavailableError          no server, cluster or worker could be reached or started
+│   └── WorkerLostError       a worker that was in use went away
+└── InternalError             a defect of ours
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class PacelineError(Exception):
+    """Base of all errors that Paceline raises on purpose."""
+
+
+class InvalidRequestError(PacelineError):
+    """A field of a request is wrong. `field` is its name in the public schema."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt can never fit the context."""
+
+
+class ConfigError(PacelineError):
+    """The configuration is wrong."""
+
+
+class CheckpointError(PacelineError):
+    """A checkpoint is absent, broken or of an unsupported kind."""
+
+
+class VocabularyMismatchError(PacelineError):
+    """Drafter and target do not share a vocabulary."""
+
+
+class ModelFetchError(PacelineError):
+    """A model could not be fetched into the cache."""
+
+
+class ProtocolError(PacelineError):
+    """A peer broke the wire contract."""
+
+
+class OverloadedError(PacelineError):
+    """A queue is full."""
+
+
+class UnavailableError(PacelineError):
+    """Something that is needed could not be reached or started."""
+
+
+class WorkerLostError(UnavailableError):
+    """A worker went away while it was in use."""
+
+
+class InternalError(PacelineError):
+    """A defect of Paceline itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outward:
+    """How an error is told outside: gRPC status name, HTTP status, exit code of the command."""
+
+    grpc_code: str
+    http_status: int
+    exit_code: int
+
+
+_TABLE: dict[type[PacelineError], Outward] = {
+    InvalidRequestError: Outward("INVALID_ARGUMENT", 400, 2),
+    ConfigError: Outward("FAILED_PRECONDITION", 500, 2),
+    CheckpointError: Outward("FAILED_PRECONDITION", 500, 2),
+    VocabularyMismatchError: Outward("FAILED_PRECONDITION", 500, 2),
+    ModelFetchError: Outward("UNAVAILABLE", 503, 3),
+    ProtocolError: Outward("INVALID_ARGUMENT", 400, 1),
+    OverloadedError: Outward("RESOURCE_EXHAUSTED", 429, 1),
+    UnavailableError: Outward("UNAVAILABLE", 503, 3),
+    InternalError: Outward("INTERNAL", 500, 1),
+}
+
+
+def outward(error: PacelineError | type[PacelineError]) -> Outward:
+    """The row of the table for an error: its own, or that of its nearest ancestor."""
+    kind = error if isinstance(error, type) else type(error)
+    for ancestor in kind.__mro__:
+        if ancestor in _TABLE:
+            return _TABLE[ancestor]
+    return _TABLE[InternalError]

@@ -1,0 +1,89 @@
+"""Sampling parameters and what a worker must know of a sequence, as plain frozen values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from paceline.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the distribution at a position is made from logits (order: see types.proto).
+
+    The defaults leave the model's distribution as it is; temperature 0 is greedy.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the choice is the plain argmax."""
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the distribution depends on the tokens before it."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+        )
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise InvalidRequestError naming the first field that is out of range."""
+
+        def require(ok: bool, name: str, expected: str) -> None:
+            if not ok:
+                raise InvalidRequestError(name, f"expected {expected}, got {getattr(self, name)}")
+
+        require(
+            math.isfinite(self.temperature) and self.temperature >= 0,
+            "temperature",
+            "a finite number of at least 0",
+        )
+        require(self.top_k >= 0, "top_k", "an integer of at least 0 (0: all tokens)")
+        require(0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        require(0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
+        require(
+            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            "repetition_penalty",
+            "a finite number above 0",
+        )
+        require(-2 <= self.presence_penalty <= 2, "presence_penalty", "a number from -2 to 2")
+        require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "a number from -2 to 2")
+        require(self.min_tokens >= 0, "min_tokens", "an integer of at least 0")
+        for token_id, bias in self.logit_bias.items():
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    "logit_bias", f"token id {token_id} is not in the vocabulary of {vocab_size}"
+                )
+            if not math.isfinite(bias):
+                raise InvalidRequestError(
+                    "logit_bias", f"the bias of token {token_id} is {bias}, not a finite number"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """All that a worker must know of a sequence besides its token ids (types.proto, SequenceSpec).
+
+    `seed` is a 64-bit key. Tokens before `prompt_length` are prompt. `end_token_ids` end the
+    sequence, and are masked until the output holds `sampling.min_tokens` tokens.
+    """
+
+    sampling: SamplingParams
+    seed: int
+    prompt_length: int
+    sample_index: int = 0
+    end_token_ids: tuple[int, ...] = ()
