@@ -1,0 +1,1 @@
+"""Wire types and service stubs of package paceline.v1, generated from proto/ by `make proto`."""
