@@ -1,0 +1,172 @@
+"""From logits to the distribution at one position, in the order of ALGORITHMS.md section 1.
+
+Everything here is a function of one row: the same row gives the same bits in any window or batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import InternalError
+from paceline.sampling import SamplingParams, SequenceSpec
+
+_FLOAT32 = np.finfo(np.float32)
+
+# Top-k and top-p look at tokens within so many nats of the likeliest first, and widen the reach
+# only when those cannot hold the answer. Any list that ends in infinity gives the same result.
+_REACHES = (3.0, 6.0, 10.0, 15.0, math.inf)
+
+# A sum that exceeds what top-p asks for by this factor does so in any order of summation
+# (rounding in float64 is below V * 2^-53 = 1e-11 for any V below 90,000, 1e-10 below 900,000).
+_CLEAR_MARGIN = 1 + 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """The N tokens that can be chosen, and the logs of their probabilities up to a constant.
+
+    `token_ids` ascends; None means the whole vocabulary. The largest of `log_weights` is 0.
+    """
+
+    token_ids: NDArray[np.int64] | None
+    log_weights: NDArray[np.float32]
+
+    def where(self, kept_N: NDArray[np.bool_]) -> Distribution:
+        """Only the tokens that the mask keeps."""
+        return self.at(np.flatnonzero(kept_N))
+
+    def at(self, indices: NDArray[np.int64]) -> Distribution:
+        """Only the tokens at these ascending indices."""
+        ids = indices if self.token_ids is None else self.token_ids[indices]
+        return Distribution(ids, self.log_weights[indices])
+
+
+def depends_on_tokens(sampling: SamplingParams) -> bool:
+    """Whether adjusted_logits reads the prefix's token ids, not just their number."""
+    return sampling.has_penalties
+
+
+def adjusted_logits(
+    logits_V: NDArray[np.float32],
+    spec: SequenceSpec,
+    position: int,
+    prefix_ids_P: NDArray[np.int64],
+) -> NDArray[np.float32]:
+    """Logits after bias, penalties and min_tokens; the very array where none of them applies.
+
+    `position` is the number of tokens before; `prefix_ids_P` are those tokens, and may be empty
+    where depends_on_tokens is false.
+    """
+    sampling = spec.sampling
+    too_short = position - spec.prompt_length < sampling.min_tokens and bool(spec.end_token_ids)
+    if not (sampling.logit_bias or sampling.has_penalties or too_short):
+        return logits_V
+    adjusted_V = logits_V.copy()
+    with np.errstate(over="ignore"):  # what leaves float32 is capped by _put, or is a mask
+        if sampling.logit_bias:
+            ids = np.fromiter(sampling.logit_bias.keys(), dtype=np.int64)
+            bias = np.fromiter(sampling.logit_bias.values(), dtype=np.float64)
+            _put(adjusted_V, ids, adjusted_V[ids] + bias.astype(np.float32))
+        if sampling.has_penalties:
+            _penalise(adjusted_V, sampling, prefix_ids_P, spec.prompt_length)
+    if too_short:
+        end_ids = np.array(spec.end_token_ids, dtype=np.int64)
+        adjusted_V[end_ids[end_ids < adjusted_V.size]] = -np.inf
+    return adjusted_V
+
+
+def _penalise(
+    logits_V: NDArray[np.float32],
+    sampling: SamplingParams,
+    prefix_ids_P: NDArray[np.int64],
+    prompt_length: int,
+) -> None:
+    """Repetition over prompt and output, then presence and frequency over the output, in place."""
+    if sampling.repetition_penalty != 1.0:
+        penalty = np.float32(sampling.repetition_penalty)
+        seen = logits_V[prefix_ids_P]
+        # A token that occurs twice is written twice, with the same value.
+        _put(logits_V, prefix_ids_P, np.where(seen < 0, seen * penalty, seen / penalty))
+    if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
+        ids, counts = np.unique(prefix_ids_P[prompt_length:], return_counts=True)
+        penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
+        _put(logits_V, ids, logits_V[ids] - penalties.astype(np.float32))
+
+
+def _put(
+    logits_V: NDArray[np.float32], ids: NDArray[np.int64], values: NDArray[np.float32]
+) -> None:
+    """Write values, capped at the largest float32: a huge bias must not become an infinity."""
+    logits_V[ids] = np.minimum(values, _FLOAT32.max)
+
+
+def likeliest_token(logits_V: NDArray[np.float32]) -> int:
+    """The argmax, the lowest id where several tie. Raises InternalError where there is none."""
+    token_id = int(logits_V.argmax())
+    largest = float(logits_V[token_id])  # argmax stops at a NaN, so one check sees every case
+    if math.isfinite(largest):
+        return token_id
+    if math.isnan(largest) or largest > 0:
+        raise InternalError(
+            f"expected finite logits, got {largest} for token {token_id}: the model's step went "
+            "wrong (check the checkpoint's weights and dtype)"
+        )
+    raise InternalError(
+        f"expected a token that can be chosen, got {logits_V.size} masked tokens: the request's "
+        "logit bias and min_tokens, or the model, rule out the whole vocabulary"
+    )
+
+
+def distribution_of(logits_V: NDArray[np.float32], sampling: SamplingParams) -> Distribution:
+    """Temperature (above 0), top-k, top-p and min-p of adjusted logits.
+
+    Raises InternalError where a logit is NaN or +inf, or all are -inf.
+    """
+    # Less the largest first: then no temperature, however small, overflows, and the sums with the
+    # noise keep its digits however large the logits are.
+    with np.errstate(over="ignore"):  # to -inf: such a token cannot win
+        log_weights_V = logits_V - logits_V[likeliest_token(logits_V)]
+        if sampling.temperature != 1.0:
+            log_weights_V /= np.maximum(np.float32(sampling.temperature), _FLOAT32.tiny)
+    kept = Distribution(None, log_weights_V)
+    if 0 < sampling.top_k < log_weights_V.size:
+        kept = _top_k(kept, sampling.top_k)
+    if sampling.top_p < 1.0:
+        kept = _top_p(kept, sampling.top_p)
+    if sampling.min_p > 0.0:
+        kept = kept.where(kept.log_weights >= np.float32(math.log(sampling.min_p)))
+    return kept
+
+
+def _top_k(before: Distribution, top_k: int) -> Distribution:
+    """The tokens at least as likely as the k-th: more than k where several tie with it."""
+    weights_N = before.log_weights
+    for reach in _REACHES:
+        near = weights_N[weights_N >= -reach]
+        if near.size >= top_k:
+            break
+    kth = np.partition(near, near.size - top_k)[near.size - top_k]
+    return before.where(weights_N >= kth)
+
+
+def _top_p(before: Distribution, top_p: float) -> Distribution:
+    """The fewest likeliest tokens whose probabilities sum to top_p; of tied ones the lowest ids."""
+    weights_N = np.exp(before.log_weights)
+    wanted = top_p * float(weights_N.sum(dtype=np.float64))
+    for reach in _REACHES:
+        near = np.flatnonzero(before.log_weights >= -reach)
+        near_weights = weights_N[near]
+        if float(near_weights.sum(dtype=np.float64)) >= wanted * _CLEAR_MARGIN:
+            break
+    descending = np.sort(near_weights)[::-1]
+    sums = np.cumsum(descending, dtype=np.float64)
+    num_kept = min(int(np.searchsorted(sums, wanted)) + 1, near.size)
+    smallest = descending[num_kept - 1]
+    kept = near_weights > smallest
+    ties = np.flatnonzero(near_weights == smallest)
+    kept[ties[: num_kept - int(np.count_nonzero(kept))]] = True
+    return before.at(near[kept])
