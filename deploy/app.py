@@ -1,0 +1,31 @@
+"""The command tree of `paceline`. Each module of deploy/commands adds its commands to it.
+
+A module imports what is heavy (torch, ray, transformers) inside its commands, so that `--help`
+and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import typer
+
+from deploy.commands import models
+
+
+def build_app(environ: Mapping[str, str]) -> typer.Typer:
+    """All commands. `environ` is read here and in the commands, and nowhere below."""
+    app = typer.Typer(
+        name="paceline",
+        help="Pipelined speculative decoding of language models across devices.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback()
+    def root() -> None:
+        pass
+
+    models.add_commands(app, environ)
+    return app

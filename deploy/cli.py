@@ -1,0 +1,38 @@
+"""The `paceline` command: checks that the server's packages are there, then runs deploy.app."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.util import find_spec
+
+from paceline.errors import PacelineError, outward
+
+# One package of each kind that the commands need; `pip install paceline` brings none of them.
+_SERVER_PACKAGES = ("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray")
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line. Every error is one line on stderr; exit codes as DESIGN.md has them."""
+    missing = [name for name in _SERVER_PACKAGES if find_spec(name) is None]
+    if missing:
+        print(
+            f"paceline: this command needs {', '.join(missing)}, and only the client is "
+            f"installed: pip install 'paceline[server]'",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+    from deploy.app import build_app
+
+    try:
+        build_app(os.environ)()
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        sys.exit(outward(error).exit_code)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

