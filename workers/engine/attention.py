@@ -1,0 +1,124 @@
+"""Attention over paged KV, as a Hugging Face attention function named "paceline".
+
+A query row attends to chunks of 128 positions that lie at fixed, absolute places, one by one; the
+chunks' results are merged in order of position, weighted by log-sum-exp. A chunk that a row may not
+see gets weight 0 exactly. So a row's bits depend on its own prefix alone, not on the window, the
+batch or how the prompt was split (DESIGN.md section 3).
+
+Shapes: B slices of a group, C chunks, H key/value heads, R query rows, D head size (step_plan.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
+
+from workers.engine.kv_cache import LayerCache
+from workers.engine.step_plan import Group, StepPlan
+
+NAME = "paceline"
+
+
+class StepContext:
+    """Hands a step's plan and the KV buffers through Hugging Face's code to our attention."""
+
+    __slots__ = ("layers", "plan")
+
+    def __init__(self, plan: StepPlan, layers: list[LayerCache]) -> None:
+        self.plan = plan
+        self.layers = layers
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    paceline_step: StepContext,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Store the step's keys and values [1, H, T, D], attend, return [1, T, query heads, D]."""
+    plan = paceline_step.plan
+    layer = paceline_step.layers[module.layer_idx]  # type: ignore[index]
+    _write(layer, plan, key, value)
+    num_fed, head_size = query.shape[2], query.shape[3]
+    query_rows = query.transpose(1, 2).reshape(-1, head_size)
+    outputs = [_attend(group, query_rows, layer, scaling) for group in plan.groups]
+    rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return rows.index_select(0, plan.scatter).view(1, num_fed, -1, head_size), None
+
+
+def _write(layer: LayerCache, plan: StepPlan, key: Tensor, value: Tensor) -> None:
+    count = plan.num_tokens
+    key_HTD, value_HTD = key[0, :, :count], value[0, :, :count]
+    if plan.slot_run is not None:
+        layer.keys_HSD.narrow(1, plan.slot_run, count).copy_(key_HTD)
+        layer.values_HSD.narrow(1, plan.slot_run, count).copy_(value_HTD)
+    else:
+        layer.keys_HSD.index_copy_(1, plan.slots_T, key_HTD)
+        layer.values_HSD.index_copy_(1, plan.slots_T, value_HTD)
+
+
+def _attend(group: Group, query_rows: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+    """Attention of a group's rows: [B x H x R, D]."""
+    num_heads, head_size = layer.keys_HSD.shape[0], query_rows.shape[1]
+    query_BHRD = query_rows.index_select(0, group.gather).view(
+        group.num_slices, num_heads, group.num_rows, head_size
+    )
+    parts: list[Tensor] = []
+    weights: list[Tensor] = []
+    for run in group.runs:
+        first, end = run.first_block, run.first_block + run.count
+        part_CHRD, lse_CHR = torch._scaled_dot_product_flash_attention_for_cpu(
+            query_BHRD[run.slice_index].expand(run.count, -1, -1, -1),
+            layer.keys_NHBD[first:end],
+            layer.values_NHBD[first:end],
+            0.0,
+            False,
+            attn_mask=run.mask_CR,
+            scale=scaling,
+        )
+        parts.append(part_CHRD)
+        weights.append(lse_CHR)
+    parts_CHRD = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if group.max_chunks == 1:
+        return parts_CHRD.reshape(-1, head_size)
+    lse_all = weights[0] if len(weights) == 1 else torch.cat(weights)
+    merged_BHRD = _merge(group, parts_CHRD, lse_all)
+    return merged_BHRD.to(query_rows.dtype).view(-1, head_size)
+
+
+def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:
+    """Merge the chunks of each slice in order of position: [B, H, R, D]."""
+    shape = (group.num_slices, group.max_chunks)
+    if group.spread is not None:
+        parts_CHRD = parts_CHRD.index_select(0, group.spread)
+        lse_BCHR = lse_CHR.index_select(0, group.spread).unflatten(0, shape) + group.absent_BC
+    else:
+        lse_BCHR = lse_CHR.unflatten(0, shape)
+    weight_BCHR = (lse_BCHR - lse_BCHR.amax(dim=1, keepdim=True)).exp_()
+    # A running sum adds in order; a plain sum may add pairwise, depending on the count.
+    total_B1HR = weight_BCHR.cumsum(dim=1)[:, -1:]
+    share_BCHR1 = (weight_BCHR / total_B1HR).unsqueeze(-1)
+    weighted_BCHRD = parts_CHRD.unflatten(0, shape) * share_BCHR1
+    merged_BHRD = weighted_BCHRD[:, 0].contiguous()
+    for chunk in range(1, group.max_chunks):
+        merged_BHRD += weighted_BCHRD[:, chunk]
+    return merged_BHRD
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    """Hugging Face's mask is not used: the plan carries ours."""
+
+
+def register() -> None:
+    """Make the name "paceline" known to transformers. May be called again."""
+    AttentionInterface.register(NAME, paged_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)

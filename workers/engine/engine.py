@@ -1,0 +1,118 @@
+"""The engine: a model and its KV blocks on one device, and the step that runs them.
+
+It knows token ids, positions and blocks. What is a sequence, who owns a block and which token is
+chosen is decided elsewhere. CPU only so far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.errors import ConfigError
+from workers.engine.attention import StepContext
+from workers.engine.block_pool import blocks_for
+from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes
+from workers.engine.linears import WeightForm
+from workers.engine.model import load_model
+from workers.engine.self_test import rows_are_invariant
+from workers.engine.step_plan import Slice, make_plan
+
+__all__ = ["Engine", "Slice"]
+
+
+class Engine:
+    """A loaded checkpoint with its KV memory. One per process: it sets torch's thread count."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        weights: WeightForm = "float32",
+        threads: int,
+        kv_memory_bytes: int,
+        max_model_len: int | None = None,
+    ) -> None:
+        """Load and test. Raises CheckpointError; ConfigError when the KV memory is too small.
+
+        `max_model_len` may lower the checkpoint's own. `threads` CPU threads compute a step.
+        """
+        torch.set_num_threads(threads)
+        self.info = inspect_checkpoint(folder)
+        self.max_model_len = _choose_length(max_model_len, self.info.max_model_len)
+        model = load_model(folder, weights)
+        self._adopt(model, kv_memory_bytes)
+        self.batch_invariant = rows_are_invariant(self)
+
+    def _adopt(self, model: PreTrainedModel, kv_memory_bytes: int) -> None:
+        config = model.config
+        self._model = model
+        self._num_query_heads = int(config.num_attention_heads)
+        self._num_kv_heads = int(
+            getattr(config, "num_key_value_heads", None) or self._num_query_heads
+        )
+        head_size = int(
+            getattr(config, "head_dim", None) or config.hidden_size // self._num_query_heads
+        )
+        sizes = {
+            "num_layers": int(config.num_hidden_layers),
+            "num_heads": self._num_kv_heads,
+            "head_size": head_size,
+        }
+        per_block = block_bytes(**sizes, dtype=model.dtype)
+        num_blocks = kv_memory_bytes // per_block
+        needed = blocks_for(self.max_model_len, BLOCK_SIZE)
+        if num_blocks < needed:
+            raise ConfigError(
+                f"kv_memory of {kv_memory_bytes} bytes holds {num_blocks} blocks of {per_block} "
+                f"bytes, but one sequence of max_model_len {self.max_model_len} takes {needed}: "
+                f"give at least {needed * per_block} bytes, or lower max_model_len"
+            )
+        self._cache = KVCache(**sizes, num_blocks=num_blocks, dtype=model.dtype)
+        self.forward_seconds = 0.0
+
+    @property
+    def block_size(self) -> int:
+        """Positions of a KV block."""
+        return BLOCK_SIZE
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there are; ids go from 0 to this less 1."""
+        return self._cache.num_blocks
+
+    @torch.inference_mode()
+    def step(self, slices: Sequence[Slice]) -> Tensor:
+        """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
+
+        Rows: for each slice in order, those after its last `num_logits` fed tokens. Slices must not
+        be empty, and no two may write the same block.
+        """
+        plan = make_plan(
+            slices, num_query_heads=self._num_query_heads, num_kv_heads=self._num_kv_heads
+        )
+        began = time.perf_counter()
+        result = self._model(
+            input_ids=plan.token_ids_1T,
+            position_ids=plan.position_ids_1T,
+            use_cache=False,
+            logits_to_keep=plan.logit_rows,
+            paceline_step=StepContext(plan, self._cache.layers),
+        )
+        logits_TV: Tensor = result.logits[0].float()
+        self.forward_seconds = time.perf_counter() - began
+        return logits_TV
+
+
+def _choose_length(asked: int | None, own: int) -> int:
+    if asked is None:
+        return own
+    if not 0 < asked <= own:
+        raise ConfigError(f"max_model_len must be from 1 to the checkpoint's {own}, got {asked}")
+    return asked

@@ -1,0 +1,54 @@
+"""The tensors that hold keys and values, in blocks of 128 positions, head-major.
+
+Shapes: L layers, H key/value heads, N blocks, D head size, S = N x 128 slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK_SIZE = 128
+"""Positions of a block, and of an attention chunk."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values: the same memory seen by slot and by block."""
+
+    keys_HSD: Tensor
+    values_HSD: Tensor
+    keys_NHBD: Tensor
+    values_NHBD: Tensor
+
+
+class KVCache:
+    """Buffers for `num_blocks` blocks, allocated once. Zeroed: masked slots must hold numbers."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_size: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.layers = [self._make_layer(num_heads, head_size, dtype) for _ in range(num_layers)]
+
+    def _make_layer(self, num_heads: int, head_size: int, dtype: torch.dtype) -> LayerCache:
+        shape = (num_heads, self.num_blocks * BLOCK_SIZE, head_size)
+        keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        return LayerCache(keys, values, self._by_block(keys), self._by_block(values))
+
+    @staticmethod
+    def _by_block(slots_HSD: Tensor) -> Tensor:
+        return slots_HSD.unflatten(1, (-1, BLOCK_SIZE)).transpose(0, 1)
+
+
+def block_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one block takes over all layers, keys and values."""
+    return 2 * num_layers * num_heads * head_size * BLOCK_SIZE * dtype.itemsize

@@ -1,0 +1,110 @@
+"""The start-up self-test: is a row of logits bit-equal in whatever company it is computed?
+
+It proves on the machine at hand, with its kernels and thread count, what DESIGN.md section 3
+promises. It uses the engine's own blocks, before any sequence exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from workers.engine.block_pool import blocks_for
+from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.step_plan import Slice
+
+
+class Steppable(Protocol):
+    """What the self-test needs of an engine."""
+
+    info: CheckpointInfo
+    max_model_len: int
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def step(self, slices: Sequence[Slice]) -> Tensor: ...
+
+
+_LENGTH = 150
+"""Tokens of the longer sequence: two chunks of attention."""
+_TAIL = 30
+"""Last rows that are compared; they lie in both chunks."""
+_WINDOWS = (1, 2, 3, 5, 9, 10)
+"""How the tail is cut when it is fed in pieces; sums to _TAIL."""
+
+
+def rows_are_invariant(engine: Steppable) -> bool:
+    """Whether several ways to compute the same rows give the same bits. Some 15 steps.
+
+    Ways: the prompt at once, in two parts into blocks that are no neighbours, the tail in windows,
+    the tail beside another sequence of another length and, where torch has several threads, all of
+    it with one thread. Blocks are overwritten: call it before any sequence exists.
+    """
+    length = min(_LENGTH, engine.max_model_len, engine.num_blocks * engine.block_size // 2)
+    tail = min(_TAIL, length - 2)
+    if tail < 2:
+        return False
+    generator = torch.Generator().manual_seed(20)
+    token_ids = torch.randint(engine.info.vocab_size, (length,), generator=generator).tolist()
+    needed = blocks_for(length, engine.block_size)
+    first = list(range(needed))
+    second = list(range(needed, engine.num_blocks))[::-1][:needed]
+    trial = _Trial(engine, token_ids, length - tail)
+    expected = trial.at_once(first)
+    return (
+        torch.equal(trial.in_windows(first), expected)
+        and (len(second) < needed or torch.equal(trial.in_company(first, second), expected))
+        and torch.equal(trial.on_one_thread(first), expected)
+    )
+
+
+class _Trial:
+    """The ways to compute the rows from `tail_start` on."""
+
+    def __init__(self, engine: Steppable, token_ids: list[int], tail_start: int) -> None:
+        self.engine = engine
+        self.token_ids = token_ids
+        self.tail_start = tail_start
+
+    def piece(self, table: Sequence[int], start: int, end: int, num_logits: int) -> Slice:
+        return Slice(table, start, self.token_ids[start:end], num_logits)
+
+    def at_once(self, table: Sequence[int]) -> Tensor:
+        end = len(self.token_ids)
+        return self.engine.step([self.piece(table, 0, end, end - self.tail_start)])
+
+    def in_windows(self, table: Sequence[int]) -> Tensor:
+        """Over the KV that `at_once` left before the tail."""
+        rows: list[Tensor] = []
+        start = self.tail_start
+        for width in _WINDOWS:
+            end = min(start + width, len(self.token_ids))
+            if end > start:
+                rows.append(self.engine.step([self.piece(table, start, end, end - start)]))
+            start = end
+        return torch.cat(rows)
+
+    def in_company(self, first: Sequence[int], second: Sequence[int]) -> Tensor:
+        """The prompt in two parts in other blocks, each step shared with a slice of the first."""
+        middle, end = self.tail_start // 2, len(self.token_ids)
+        self.engine.step([self.piece(second, 0, middle, 0), self.piece(first, 0, 1, 1)])
+        step = [self.piece(first, 1, 8, 3), self.piece(second, middle, end, end - self.tail_start)]
+        return self.engine.step(step)[3:]
+
+    def on_one_thread(self, table: Sequence[int]) -> Tensor:
+        """In two steps with one thread; the number of threads is put back."""
+        threads, half = torch.get_num_threads(), (self.tail_start + len(self.token_ids)) // 2
+        torch.set_num_threads(1)
+        try:
+            rows = self.engine.step([self.piece(table, 0, half, half - self.tail_start)])
+            end = len(self.token_ids)
+            return torch.cat([rows, self.engine.step([self.piece(table, half, end, end - half)])])
+        finally:
+            torch.set_num_threads(threads)

@@ -1,0 +1,224 @@
+"""What a step needs to know besides weights and KV, computed once and used by every layer.
+
+The slices of a step are packed as one row of T tokens. For attention they are sorted into groups of
+equal width, so that a group's queries are one tensor [B, H, R, D]: B slices, H key/value heads,
+R query rows (tokens x query heads that share a key head, padded to a multiple of 4), D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.engine.block_pool import blocks_for
+from workers.engine.kv_cache import BLOCK_SIZE
+
+_ROW_MULTIPLE = 4
+"""The attention kernel rounds otherwise in tiles of fewer than 4 query rows."""
+_MIN_TOKENS = 2
+"""Fed tokens are padded to this, so that every linear gets the 2 rows it needs (linears.py)."""
+_WIDE = 16
+"""Slices up to this width are padded to a common width; wider ones make groups of their own."""
+HIDDEN = -1e30
+"""Added to scores of positions that a row may not see. Finite, so that no row is all -inf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Tokens of one sequence to feed in a step.
+
+    `token_ids` go to positions `start`, `start` + 1, ...; KV of all positions before `start` is
+    in the blocks of `block_table`, which also has room for the fed ones. Logits are wanted for the
+    last `num_logits` fed tokens.
+    """
+
+    block_table: Sequence[int]
+    start: int
+    token_ids: Sequence[int]
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks of one slice: `count` blocks from `first_block` on."""
+
+    slice_index: int
+    first_block: int
+    count: int
+    mask_CR: Tensor
+    """[count, 1, R, 128]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Slices whose attention is computed together."""
+
+    num_slices: int
+    num_rows: int
+    max_chunks: int
+    gather: Tensor
+    """[B x H x R] rows of the step's queries, seen as [T x query heads, D]."""
+    runs: tuple[Run, ...]
+    spread: Tensor | None
+    """Where slices differ in chunks: for each of B x max_chunks the computed chunk, else any."""
+    absent_BC: Tensor | None
+    """Beside `spread`: HIDDEN for chunks that a slice does not have, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step, ready to run."""
+
+    token_ids_1T: Tensor
+    position_ids_1T: Tensor
+    num_tokens: int
+    """Tokens fed; the tensors may hold padding after them."""
+    slot_run: int | None
+    """First slot, where the step writes consecutive slots."""
+    slots_T: Tensor | None
+    """Else the slot of each token."""
+    groups: tuple[Group, ...]
+    scatter: Tensor
+    """For each row of the result, seen as [T x query heads, D], its row in the groups' outputs."""
+    logit_rows: Tensor
+
+
+def make_plan(slices: Sequence[Slice], *, num_query_heads: int, num_kv_heads: int) -> StepPlan:
+    """Plan a step over `slices`, none of them empty."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    logit_rows: list[int] = []
+    offsets: list[int] = []
+    for piece in slices:
+        offsets.append(len(token_ids))
+        token_ids.extend(piece.token_ids)
+        end = piece.start + len(piece.token_ids)
+        positions.extend(range(piece.start, end))
+        for position in range(piece.start, end):
+            block = piece.block_table[position // BLOCK_SIZE]
+            slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+        logit_rows.extend(range(len(token_ids) - piece.num_logits, len(token_ids)))
+    num_tokens = len(token_ids)
+    padding = max(0, _MIN_TOKENS - num_tokens)
+    in_a_run = slots[-1] - slots[0] == num_tokens - 1 and slots == list(
+        range(slots[0], slots[0] + num_tokens)
+    )
+    groups, scatter = _make_groups(
+        slices, offsets, num_tokens + padding, num_query_heads, num_kv_heads
+    )
+    return StepPlan(
+        token_ids_1T=torch.tensor([token_ids + token_ids[-1:] * padding]),
+        position_ids_1T=torch.tensor([positions + positions[-1:] * padding]),
+        num_tokens=num_tokens,
+        slot_run=slots[0] if in_a_run else None,
+        slots_T=None if in_a_run else torch.tensor(slots),
+        groups=groups,
+        scatter=scatter,
+        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+    )
+
+
+def _make_groups(
+    slices: Sequence[Slice],
+    offsets: Sequence[int],
+    num_fed: int,
+    num_query_heads: int,
+    num_kv_heads: int,
+) -> tuple[tuple[Group, ...], Tensor]:
+    narrow = [i for i, piece in enumerate(slices) if len(piece.token_ids) <= _WIDE]
+    wide = [[i] for i, piece in enumerate(slices) if len(piece.token_ids) > _WIDE]
+    groups: list[Group] = []
+    scatter_TH = torch.zeros(num_fed, num_query_heads, dtype=torch.int64)
+    first_row = 0
+    for members in ([narrow] if narrow else []) + wide:
+        pieces = [slices[i] for i in members]
+        rows = _Rows(pieces, [offsets[i] for i in members], num_query_heads, num_kv_heads)
+        groups.append(_make_group(pieces, rows))
+        for index, piece in enumerate(pieces):
+            offset = offsets[members[index]]
+            rows.scatter_into(scatter_TH[offset : offset + len(piece.token_ids)], index, first_row)
+        first_row += len(pieces) * num_kv_heads * rows.count
+    return tuple(groups), scatter_TH.view(-1)
+
+
+class _Rows:
+    """The query rows of a group: row r of head h is token r // share, query head h * share + r % share."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Slice],
+        offsets: Sequence[int],
+        num_query_heads: int,
+        num_kv_heads: int,
+    ) -> None:
+        self.share = num_query_heads // num_kv_heads
+        self.num_kv_heads = num_kv_heads
+        self.num_query_heads = num_query_heads
+        self.width = max(len(piece.token_ids) for piece in pieces)
+        self.count = -(-self.width * self.share // _ROW_MULTIPLE) * _ROW_MULTIPLE
+        row_R = torch.arange(self.count)
+        last_B1 = torch.tensor([[len(piece.token_ids) - 1] for piece in pieces])
+        self.token_BR = torch.minimum(row_R[None] // self.share, last_B1)
+        head_HR = torch.arange(num_kv_heads)[:, None] * self.share + row_R[None] % self.share
+        token_B1R = (self.token_BR + torch.tensor(offsets)[:, None])[:, None]
+        self.gather = (token_B1R * num_query_heads + head_HR).reshape(-1)
+
+    def scatter_into(self, target_TH: Tensor, index: int, first_row: int) -> None:
+        """Tell each (token, query head) of the group's slice `index` where its result lies."""
+        heads = torch.arange(self.num_query_heads)
+        tokens_T1 = torch.arange(target_TH.shape[0])[:, None]
+        base = first_row + (index * self.num_kv_heads + heads // self.share) * self.count
+        target_TH.copy_(base + tokens_T1 * self.share + heads % self.share)
+
+
+def _make_group(pieces: Sequence[Slice], rows: _Rows) -> Group:
+    chunks = [blocks_for(piece.start + len(piece.token_ids), BLOCK_SIZE) for piece in pieces]
+    max_chunks = max(chunks)
+    position_BR = rows.token_BR + torch.tensor([[piece.start] for piece in pieces])
+    slot_CK = torch.arange(max_chunks * BLOCK_SIZE).view(max_chunks, 1, 1, BLOCK_SIZE)
+    hidden = slot_CK > position_BR[:, None, None, :, None]
+    mask_BC = torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
+    runs: list[Run] = []
+    for index, piece in enumerate(pieces):
+        done = 0
+        for first_block, count in _consecutive(piece.block_table, chunks[index]):
+            runs.append(Run(index, first_block, count, mask_BC[index, done : done + count]))
+            done += count
+    spread = absent_BC = None
+    if min(chunks) != max_chunks:
+        spread, absent_BC = _spread_chunks(chunks, max_chunks)
+    return Group(
+        num_slices=len(pieces),
+        num_rows=rows.count,
+        max_chunks=max_chunks,
+        gather=rows.gather,
+        runs=tuple(runs),
+        spread=spread,
+        absent_BC=absent_BC,
+    )
+
+
+def _consecutive(block_table: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """The first `count` blocks as (first block, length) of runs of neighbours."""
+    runs: list[tuple[int, int]] = []
+    for block in block_table[:count]:
+        if runs and block == runs[-1][0] + runs[-1][1]:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((block, 1))
+    return runs
+
+
+def _spread_chunks(chunks: Sequence[int], max_chunks: int) -> tuple[Tensor, Tensor]:
+    spread: list[int] = []
+    absent: list[list[float]] = []
+    first = 0
+    for count in chunks:
+        spread.extend([*range(first, first + count), *([first] * (max_chunks - count))])
+        absent.append([0.0] * count + [HIDDEN] * (max_chunks - count))
+        first += count
+    return torch.tensor(spread), torch.tensor(absent)[:, :, None, None]
