@@ -1,0 +1,206 @@
+"""What a caller asks and what comes back, as plain frozen values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.errors import InternalError
+from paceline.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled"]
+Origin = Literal["draft", "target"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat. `role` is "system", "user" or "assistant"."""
+
+    role: str
+    content: str
+
+
+GenerateInput = str | Sequence[int] | Sequence[Message]
+"""Text to continue, token ids to continue, or a chat to answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """How to decode. What is None or empty is left to the server, which asks the checkpoint.
+
+    Ranges are those of `SamplingParams` and of inference.proto, GenerateRequest. `policy` is "off",
+    "lockstep" or "chain"; `rule` is "coupled".
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    policy: str | None = None
+    rule: str | None = None
+    window: int | None = None
+    request_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """First on every stream. `seed` is the effective one."""
+
+    request_id: str
+    seed: int
+    prompt_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Committed tokens. `offset` output tokens came before it.
+
+    `text` is what became certain with these tokens; `pieces`, one a token, concatenate to it unless
+    the chunk holds no tokens (the rest of the text, at the very end).
+    """
+
+    offset: int
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    text: str
+    pieces: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStats:
+    """Counts of one request; durations are seconds from admission."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    acceptance_length: float
+    seconds: float
+    ttft_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Last on a stream that ends well."""
+
+    reason: FinishReason
+    stats: RequestStats
+
+
+GenerateEvent = Started | Chunk | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. `token_ids` include the token that ended it, `text` does not."""
+
+    request_id: str
+    seed: int
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    origins: tuple[Origin, ...]
+    text: str
+    finish_reason: FinishReason
+    stats: RequestStats
+
+
+class CompletionBuilder:
+    """Puts the events of one stream together."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._finished: Finished | None = None
+        self._token_ids: list[int] = []
+        self._origins: list[Origin] = []
+        self._texts: list[str] = []
+
+    def add(self, event: GenerateEvent) -> None:
+        """Take the next event of the stream."""
+        match event:
+            case Started():
+                self._started = event
+            case Chunk():
+                self._token_ids.extend(event.token_ids)
+                self._origins.extend(event.origins)
+                self._texts.append(event.text)
+            case Finished():
+                self._finished = event
+
+    def extend(self, events: Iterable[GenerateEvent]) -> CompletionBuilder:
+        """Take all of them."""
+        for event in events:
+            self.add(event)
+        return self
+
+    def build(self) -> Completion:
+        """The completion. Raises InternalError when the stream ended without `Finished`."""
+        if self._started is None or self._finished is None:
+            raise InternalError(
+                "expected the stream to begin with Started and to end with Finished, but it ended "
+                f"after {len(self._token_ids)} tokens without; please report this"
+            )
+        return Completion(
+            request_id=self._started.request_id,
+            seed=self._started.seed,
+            prompt_token_ids=self._started.prompt_token_ids,
+            token_ids=tuple(self._token_ids),
+            origins=tuple(self._origins),
+            text="".join(self._texts),
+            finish_reason=self._finished.reason,
+            stats=self._finished.stats,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStats:
+    """One worker since the driver began. `kind` is "target", "model" or "ngram"."""
+
+    name: str
+    kind: str
+    address: str
+    pid: int
+    connected: bool
+    busy_seconds: float
+    passes: int
+    tokens: int
+    reconnects: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Counters since the server began; see inference.proto, StatsResponse."""
+
+    uptime_seconds: float
+    steps: int
+    committed_tokens: int
+    drafted: int
+    accepted: int
+    requests_finished: int
+    sequences_running: int
+    sequences_waiting: int
+    gap_ms_p50: float
+    workers: tuple[WorkerStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What is served; see inference.proto, DescribeModelResponse."""
+
+    model: str
+    vocab_size: int
+    max_model_len: int
+    end_token_ids: tuple[int, ...]
+    default_sampling: SamplingParams
+    policies: tuple[str, ...]
+    default_policy: str
+    default_window: int

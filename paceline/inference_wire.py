@@ -1,0 +1,280 @@
+"""Between the wire of InferenceService (inference.proto) and plain values (paceline.generation)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.convert import sampling_from_wire, sampling_to_wire
+from paceline.errors import InternalError, InvalidRequestError
+from paceline.generation import (
+    Chunk,
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    GenerateInput,
+    GenerateOptions,
+    Message,
+    ModelDescription,
+    Origin,
+    RequestStats,
+    Started,
+    Stats,
+    WorkerStats,
+)
+from paceline.v1 import inference_pb2, types_pb2
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+# Enum numbers have a type of their own in the stubs for each use; Any stands for all of them.
+_POLICIES: dict[str, Any] = {
+    "off": inference_pb2.LOOKAHEAD_POLICY_OFF,
+    "lockstep": inference_pb2.LOOKAHEAD_POLICY_LOCKSTEP,
+    "chain": inference_pb2.LOOKAHEAD_POLICY_CHAIN,
+}
+_POLICY_NAMES: dict[int, str] = {number: name for name, number in _POLICIES.items()}
+_RULES: dict[str, Any] = {"coupled": types_pb2.VERIFICATION_RULE_COUPLED}
+_RULE_NAMES: dict[int, str] = {number: name for name, number in _RULES.items()}
+_REASONS: dict[FinishReason, Any] = {
+    "stop": inference_pb2.FINISH_REASON_STOP,
+    "length": inference_pb2.FINISH_REASON_LENGTH,
+    "cancelled": inference_pb2.FINISH_REASON_CANCELLED,
+}
+_REASON_NAMES: dict[int, FinishReason] = {number: name for name, number in _REASONS.items()}
+_ORIGINS: dict[Origin, Any] = {
+    "target": types_pb2.TOKEN_ORIGIN_TARGET,
+    "draft": types_pb2.TOKEN_ORIGIN_DRAFT,
+}
+_ORIGIN_NAMES: dict[int, Origin] = {number: name for name, number in _ORIGINS.items()}
+
+
+def request_to_wire(
+    generate_input: GenerateInput, options: GenerateOptions
+) -> inference_pb2.GenerateRequest:
+    """The message of a request.
+
+    Raises InvalidRequestError naming the field when a value cannot be told on the wire at all.
+    """
+    request = inference_pb2.GenerateRequest(ignore_eos=options.ignore_eos)
+    _input_to_wire(generate_input, request)
+    for name in _SAMPLING_FIELDS:
+        _set(request.sampling, name, getattr(options, name))
+    _attempt("logit_bias", lambda: request.sampling.logit_bias.update(options.logit_bias))
+    for name in ("request_id", "seed", "max_tokens", "window"):
+        _set(request, name, getattr(options, name))
+    if isinstance(options.stop, str):
+        raise InvalidRequestError("stop", "expected a list of strings, got a string; put it in one")
+    _attempt("stop", lambda: request.stop.extend(options.stop))
+    _attempt("stop_token_ids", lambda: request.stop_token_ids.extend(options.stop_token_ids))
+    if options.policy is not None:
+        request.policy = _look_up(_POLICIES, options.policy, "policy")
+    if options.rule is not None:
+        request.rule = _look_up(_RULES, options.rule, "rule")
+    return request
+
+
+def request_from_wire(
+    request: inference_pb2.GenerateRequest,
+) -> tuple[GenerateInput, GenerateOptions]:
+    """Input and options of a message. Raises InvalidRequestError for a missing input or enum."""
+
+    def given(message: Any, name: str) -> Any:
+        return getattr(message, name) if message.HasField(name) else None
+
+    sampling = request.sampling
+    options = GenerateOptions(
+        **{name: given(sampling, name) for name in _SAMPLING_FIELDS},
+        logit_bias=dict(sampling.logit_bias),
+        seed=given(request, "seed"),
+        max_tokens=given(request, "max_tokens"),
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        policy=_name_of(_POLICY_NAMES, request.policy, "policy"),
+        rule=_name_of(_RULE_NAMES, request.rule, "rule"),
+        window=given(request, "window"),
+        request_id=request.request_id or None,
+    )
+    return _input_from_wire(request), options
+
+
+def event_to_wire(event: GenerateEvent) -> inference_pb2.GenerateResponse:
+    """The message of one event of a stream."""
+    match event:
+        case Chunk():
+            chunk = inference_pb2.Chunk(
+                offset=event.offset,
+                token_ids=event.token_ids,
+                origins=[_ORIGINS[origin] for origin in event.origins],
+                text=event.text,
+                pieces=event.pieces,
+            )
+            return inference_pb2.GenerateResponse(chunk=chunk)
+        case Started():
+            started = inference_pb2.Started(
+                request_id=event.request_id,
+                seed=event.seed,
+                prompt_token_ids=event.prompt_token_ids,
+            )
+            return inference_pb2.GenerateResponse(started=started)
+        case Finished():
+            stats = inference_pb2.RequestStats(
+                steps=event.stats.steps,
+                drafted=event.stats.drafted,
+                accepted=event.stats.accepted,
+                acceptance_length=event.stats.acceptance_length,
+                seconds=event.stats.seconds,
+                ttft_seconds=event.stats.ttft_seconds,
+            )
+            finished = inference_pb2.Finished(reason=_REASONS[event.reason], stats=stats)
+            return inference_pb2.GenerateResponse(finished=finished)
+
+
+def event_from_wire(response: inference_pb2.GenerateResponse) -> GenerateEvent:
+    """The event of a message. Raises InternalError for a kind that this version does not know."""
+    match response.WhichOneof("message"):
+        case "chunk":
+            chunk = response.chunk
+            return Chunk(
+                offset=chunk.offset,
+                token_ids=tuple(chunk.token_ids),
+                origins=tuple(_ORIGIN_NAMES.get(origin, "target") for origin in chunk.origins),
+                text=chunk.text,
+                pieces=tuple(chunk.pieces),
+            )
+        case "started":
+            started = response.started
+            return Started(started.request_id, started.seed, tuple(started.prompt_token_ids))
+        case "finished":
+            stats = response.finished.stats
+            return Finished(
+                reason=_REASON_NAMES.get(response.finished.reason, "stop"),
+                stats=RequestStats(
+                    steps=stats.steps,
+                    drafted=stats.drafted,
+                    accepted=stats.accepted,
+                    acceptance_length=stats.acceptance_length,
+                    seconds=stats.seconds,
+                    ttft_seconds=stats.ttft_seconds,
+                ),
+            )
+        case other:
+            raise InternalError(f"expected started, chunk or finished from the server, got {other}")
+
+
+def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:
+    """The message of the server's counters."""
+    response = inference_pb2.StatsResponse()
+    for name in Stats.__dataclass_fields__.keys() - {"workers"}:
+        setattr(response, name, getattr(stats, name))
+    for worker in stats.workers:
+        message = response.workers.add()
+        for name in WorkerStats.__dataclass_fields__:
+            setattr(message, name, getattr(worker, name))
+    return response
+
+
+def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
+    """The server's counters of a message."""
+    counters = {
+        name: getattr(response, name) for name in Stats.__dataclass_fields__ if name != "workers"
+    }
+    workers = tuple(
+        WorkerStats(**{name: getattr(worker, name) for name in WorkerStats.__dataclass_fields__})
+        for worker in response.workers
+    )
+    return Stats(**counters, workers=workers)
+
+
+def description_to_wire(description: ModelDescription) -> inference_pb2.DescribeModelResponse:
+    """The message of what is served."""
+    return inference_pb2.DescribeModelResponse(
+        model=description.model,
+        vocab_size=description.vocab_size,
+        max_model_len=description.max_model_len,
+        end_token_ids=description.end_token_ids,
+        default_sampling=sampling_to_wire(description.default_sampling),
+        policies=[_POLICIES[name] for name in description.policies],
+        default_policy=_POLICIES[description.default_policy],
+        default_window=description.default_window,
+    )
+
+
+def description_from_wire(response: inference_pb2.DescribeModelResponse) -> ModelDescription:
+    """What is served, of a message. Policies that this version does not know are left out."""
+    return ModelDescription(
+        model=response.model,
+        vocab_size=response.vocab_size,
+        max_model_len=response.max_model_len,
+        end_token_ids=tuple(response.end_token_ids),
+        default_sampling=sampling_from_wire(response.default_sampling),
+        policies=tuple(_POLICY_NAMES[p] for p in response.policies if p in _POLICY_NAMES),
+        default_policy=_POLICY_NAMES.get(response.default_policy, str(response.default_policy)),
+        default_window=response.default_window,
+    )
+
+
+def _input_to_wire(generate_input: GenerateInput, request: inference_pb2.GenerateRequest) -> None:
+    if isinstance(generate_input, str):
+        _set(request, "prompt", generate_input)
+        return
+    items: list[Any] = list(generate_input)
+    if not items:
+        raise InvalidRequestError("prompt", "expected text, token ids or messages, got none")
+    if all(isinstance(item, Message) for item in items):
+        for item in items:
+            message = request.messages.messages.add()
+            _set(message, "role", item.role, field="messages")
+            _set(message, "content", item.content, field="messages")
+        return
+    _attempt("prompt_token_ids", lambda: request.prompt_token_ids.token_ids.extend(items))
+
+
+def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:
+    match request.WhichOneof("input"):
+        case "prompt":
+            return request.prompt
+        case "prompt_token_ids":
+            return tuple(request.prompt_token_ids.token_ids)
+        case "messages":
+            return tuple(Message(m.role, m.content) for m in request.messages.messages)
+        case _:
+            raise InvalidRequestError(
+                "input", "expected one of prompt, prompt_token_ids and messages, got none"
+            )
+
+
+def _set(message: Any, name: str, value: object, *, field: str | None = None) -> None:
+    if value is not None:
+        _attempt(field or name, lambda: setattr(message, name, value))
+
+
+def _attempt(field: str, assign: Any) -> None:
+    """Let protobuf check type and range of a value."""
+    try:
+        assign()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(field, f"{error}; see inference.proto for its range") from error
+
+
+def _look_up(numbers: dict[str, Any], name: str, field: str) -> Any:
+    if name not in numbers:
+        raise InvalidRequestError(field, f"expected one of {', '.join(numbers)}, got {name!r}")
+    return numbers[name]
+
+
+def _name_of(names: dict[int, str], number: int, field: str) -> str | None:
+    if number == 0:
+        return None
+    if number not in names:
+        raise InvalidRequestError(
+            field, f"expected one of {', '.join(names.values())}, got the unknown number {number}"
+        )
+    return names[number]

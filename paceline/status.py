@@ -1,0 +1,75 @@
+"""Between the error tree and gRPC statuses: what a server tells, and what a client makes of it.
+
+The status code is that of `paceline.errors.outward`. Trailing metadata names the class of the error
+and, for a wrong request, the field, so that a client raises what the server raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+
+from paceline import errors
+from paceline.errors import (
+    InternalError,
+    InvalidRequestError,
+    OverloadedError,
+    PacelineError,
+    UnavailableError,
+    outward,
+)
+
+FIELD_KEY = "paceline-field"
+ERROR_KEY = "paceline-error"
+
+_BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: UnavailableError,
+    grpc.StatusCode.CANCELLED: UnavailableError,
+    grpc.StatusCode.UNIMPLEMENTED: UnavailableError,
+}
+
+
+def status_of(error: PacelineError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """Code, details and trailing metadata by which a server tells `error`."""
+    metadata = [(ERROR_KEY, type(error).__name__)]
+    if isinstance(error, InvalidRequestError):
+        metadata.append((FIELD_KEY, error.field))
+    return grpc.StatusCode[outward(error).grpc_code], str(error), tuple(metadata)
+
+
+def error_of(error: grpc.RpcError, address: str) -> PacelineError:
+    """The error of ours that a failed call to `address` means."""
+    call: Any = error
+    code: grpc.StatusCode = call.code()
+    details = call.details() or code.name
+    metadata = _as_dict(call.trailing_metadata())
+    kind = getattr(errors, metadata.get(ERROR_KEY, ""), None)
+    if FIELD_KEY in metadata:
+        field = metadata[FIELD_KEY]
+        too_long = kind is errors.PromptTooLongError
+        invalid = errors.PromptTooLongError if too_long else InvalidRequestError
+        return invalid(field, details.removeprefix(f"{field}: "))
+    if isinstance(kind, type) and issubclass(kind, PacelineError):
+        return kind(details)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequestError("request", details)
+    return _BY_CODE.get(code, InternalError)(
+        f"the server at {address} answered {code.name}: {details}"
+    )
+
+
+def unreachable(address: str, seconds: float, reason: str) -> UnavailableError:
+    """No connection to `address` could be made."""
+    return UnavailableError(
+        f"no server could be reached at {address} within {seconds:g} s ({reason}); "
+        "check the address and that the server is up"
+    )
+
+
+def _as_dict(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
+    pairs = metadata or ()
+    return {key: value if isinstance(value, str) else value.decode() for key, value in pairs}
