@@ -1,0 +1,236 @@
+"""The tokenizer's side of a request: text to token ids, and committed tokens back to text.
+
+A sequence's `TextStream` turns tokens into text as they are committed. Text that later tokens could
+still change is held back: bytes of an unfinished character, and the begin of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from paceline.errors import CheckpointError, InvalidRequestError
+from paceline.generation import Message
+
+ROLES = ("system", "user", "assistant")
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character has at most four bytes, so at most three can be there without the last.
+_MAX_UNFINISHED = 3
+# The decoding window: at its limit it is cut to the tokens that it keeps, which must cover what is
+# unfinished (three replacement characters may stand for nine bytes) and a byte run before it.
+_WINDOW_LIMIT = 48
+_WINDOW_KEPT = 16
+
+
+class TextCodec:
+    """A checkpoint's tokenizer and chat template. Encoding takes time: call it off the loop."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load from `folder`. Raises CheckpointError."""
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers raises many kinds
+            raise CheckpointError(f"cannot load a tokenizer from {folder}: {error}") from error
+        if not isinstance(loaded, PreTrainedTokenizerFast):
+            raise CheckpointError(
+                f"{folder} has no fast tokenizer: expected tokenizer.json, got "
+                f"{type(loaded).__name__}"
+            )
+        self._loaded = loaded
+        self._raw: Tokenizer = loaded.backend_tokenizer
+        self._special = frozenset(
+            token_id
+            for token_id, token in self._raw.get_added_tokens_decoder().items()
+            if token.special
+        )
+        vocabulary = self._raw.get_vocab(with_added_tokens=False)
+        self._byte_tokens = frozenset(
+            vocabulary[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary
+        )
+        self.anchor = next(
+            (
+                token_id
+                for token_id in sorted(vocabulary.values())
+                if self.decode([token_id]) == "a"
+            ),
+            None,
+        )
+        """A token with the text "a" to decode others behind, if there is one."""
+
+    def encode_prompt(self, prompt: str) -> tuple[int, ...]:
+        """Token ids of text, with the special tokens that the tokenizer puts around it."""
+        if not prompt:
+            raise InvalidRequestError("prompt", "expected text, got an empty string")
+        token_ids = tuple(self._raw.encode(prompt).ids)
+        if not token_ids:
+            raise InvalidRequestError("prompt", "expected text, but it has no tokens")
+        return token_ids
+
+    def encode_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a chat in the checkpoint's template, up to where the answer begins."""
+        if not messages:
+            raise InvalidRequestError("messages", "expected at least one message, got none")
+        for message in messages:
+            if message.role not in ROLES:
+                raise InvalidRequestError(
+                    "messages", f"expected a role of {', '.join(ROLES)}, got {message.role!r}"
+                )
+        if self._loaded.chat_template is None:
+            raise InvalidRequestError(
+                "messages", "this model has no chat template: send a prompt instead"
+            )
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._loaded.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template may raise what it likes
+            raise InvalidRequestError(
+                "messages", f"the model's chat template refuses them: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return tuple(self._raw.encode(text, add_special_tokens=False).ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a whole output, special tokens left out."""
+        return self._raw.decode(list(token_ids), skip_special_tokens=True)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token has no text."""
+        return token_id in self._special
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is a single byte of a character that has no token (`<0xE6>`)."""
+        return token_id in self._byte_tokens
+
+
+class IncrementalDecoder:
+    """Decodes one token at a time; what it returns, `flush` included, concatenates to the whole.
+
+    It decodes a short window of the last tokens and gives what is new. Characters that are not
+    complete show as replacement characters at the end, which are held back. A run of byte tokens
+    is decoded character by character, while a tokenizer makes nothing of a run with one wrong byte.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._window: list[int] = []
+        self._emitted = 0  # characters of the window's text
+
+    def push(self, token_id: int) -> str:
+        """The text that is certain now and was not before."""
+        if self._codec.is_special(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._codec.decode(self._window)
+        trailing = len(text) - len(text.rstrip(_REPLACEMENT))
+        certain = len(text) - min(trailing, _MAX_UNFINISHED)
+        new = text[self._emitted : certain]
+        self._emitted = max(self._emitted, certain)
+        if trailing == 0 and self._codec.is_byte(token_id):
+            self._forget_bytes()
+        elif len(self._window) >= _WINDOW_LIMIT:
+            # The begin of the shorter window may decode otherwise; its end does not. So count back.
+            unfinished = len(text) - self._emitted
+            self._window = self._window[-_WINDOW_KEPT:]
+            self._emitted = len(self._codec.decode(self._window)) - unfinished
+        return new
+
+    def _forget_bytes(self) -> None:
+        """Keep a complete character apart from the bytes that follow it."""
+        while self._window and self._codec.is_byte(self._window[-1]):
+            self._window.pop()
+        if not self._window and self._codec.anchor is not None:
+            self._window.append(self._codec.anchor)
+        self._emitted = len(self._codec.decode(self._window))
+
+    def flush(self) -> str:
+        """What was held back. The decoder is at its end then."""
+        text = self._codec.decode(self._window)[self._emitted :]
+        self._window = []
+        self._emitted = 0
+        return text
+
+
+class TextStream:
+    """Text of one sequence's output, which ends before a stop string and before an end token.
+
+    It is also the scheduler's `StopScanner`. Each committed token goes through it once: by
+    `first_stop` where there are stop strings, else by `take`.
+    """
+
+    def __init__(
+        self, codec: TextCodec, *, stop: Sequence[str] = (), end_token_ids: Collection[int] = ()
+    ) -> None:
+        self._decoder = IncrementalDecoder(codec)
+        self._stop = tuple(stop)
+        self._end_token_ids = frozenset(end_token_ids)
+        self._held = ""  # may become a stop string
+        self._ended = False
+        self._ready: deque[str] = deque()  # pieces of tokens that were scanned and not taken
+
+    def first_stop(self, token_ids: Sequence[int]) -> int | None:
+        """Append tokens; how many of them, when one completes a stop string, up to it."""
+        for count, token_id in enumerate(token_ids, start=1):
+            was_ended = self._ended
+            piece, stopped = self._push(token_id)
+            self._ready.append(piece)
+            if stopped and not was_ended:
+                return count
+        return None
+
+    def take(self, token_ids: Sequence[int], *, last: bool) -> tuple[list[str], str]:
+        """The pieces of the next tokens, and what is left over; `last`: no token follows.
+
+        The left-over text is empty unless `last`, and belongs to the last piece.
+        """
+        if not self._stop:
+            pieces = [self._push(token_id)[0] for token_id in token_ids]
+        else:
+            pieces = [self._ready.popleft() for _ in token_ids]
+        return pieces, self._end() if last else ""
+
+    def _push(self, token_id: int) -> tuple[str, bool]:
+        """The text that is certain with one more token, and whether it completes a stop string."""
+        if self._ended:
+            return "", False
+        if token_id in self._end_token_ids:
+            return self._end(), False
+        return self._release(self._decoder.push(token_id))
+
+    def _end(self) -> str:
+        if self._ended:
+            return ""
+        released, stopped = self._release(self._decoder.flush())
+        if not stopped:
+            released += self._held
+        self._held = ""
+        self._ended = True
+        return released
+
+    def _release(self, new: str) -> tuple[str, bool]:
+        """Of the text held back and what is new: what can go out, and whether a stop was found."""
+        if not self._stop:
+            return new, False
+        text = self._held + new
+        found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
+        if found:
+            self._held = ""
+            self._ended = True
+            return text[: min(found)], True
+        kept = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept], False
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper begin of `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
