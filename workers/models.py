@@ -7,13 +7,13 @@ $PACELINE_HOME/models/.<folder>.lock      held by who fetches (workers/model_fet
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from paceline.errors import CheckpointError
+from paceline.text import did_you_mean
 from workers import checkpoint_manifest
 from workers.model_fetch import Progress, Source, fetch, no_progress
 
@@ -116,9 +116,7 @@ def resolve_model(
             f"model {name_or_path!r} is a file; expected a checkpoint folder, or one of the names "
             f"{', '.join(catalogue)}"
         )
-    nearest = difflib.get_close_matches(name_or_path, catalogue, n=1, cutoff=0.5)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     raise CheckpointError(
         f"model {name_or_path!r} is neither a folder nor a name: known names are "
-        f"{', '.join(catalogue)}{hint}"
+        f"{', '.join(catalogue)}{did_you_mean(name_or_path, catalogue)}"
     )

@@ -1,0 +1,164 @@
+"""The configuration of a deployment: one TOML file, overridden by the environment.
+
+`load_config` is the only reader. An empty file, or none, is the local demo. Environment variables
+PACELINE_SECTION__KEY override keys (PACELINE_DRAFTERS__0__COUNT that of the first drafter); their
+values are TOML values, and plain text where they are not.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from cluster.config_model import (
+    Config,
+    DrafterConfig,
+    ServerConfig,
+    SpeculationConfig,
+    TargetConfig,
+)
+from paceline.errors import ConfigError
+from paceline.text import did_you_mean
+
+__all__ = [
+    "Config",
+    "DrafterConfig",
+    "ServerConfig",
+    "SpeculationConfig",
+    "TargetConfig",
+    "load_config",
+]
+
+_PREFIX = "PACELINE_"
+_SEPARATOR = "__"
+_SECTIONS = tuple(Config.model_fields)
+_PLAIN_WORDS = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "a valid integer": "a whole number",
+    "a valid string": "a text in quotes",
+    "a valid tuple": "a list of tables",
+}
+
+_Place = tuple[str | int, ...]
+
+
+def load_config(path: Path | None, environ: Mapping[str, str]) -> Config:
+    """The configuration of the file at `path` (None: all defaults), overridden by `environ`.
+
+    Raises ConfigError naming the file or variable and the key.
+    """
+    tables = {} if path is None else _read_toml(path)
+    variables = _overrides(tables, environ)
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as error:
+        source = "the configuration" if path is None else str(path)
+        raise ConfigError(_explain(error, source, variables)) from None
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            return tomllib.load(stream)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: there is no such file; name a TOML file (an empty one is the local demo)"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
+def _overrides(tables: dict[str, Any], environ: Mapping[str, str]) -> dict[_Place, str]:
+    """Put the variables' values into `tables`; return which variable set which key."""
+    variables: dict[_Place, str] = {}
+    for variable in sorted(environ):
+        if not variable.startswith(_PREFIX) or _SEPARATOR not in variable:
+            continue
+        section, *rest = variable.removeprefix(_PREFIX).lower().split(_SEPARATOR)
+        if section not in _SECTIONS:
+            raise ConfigError(
+                f"{variable}: there is no section {section!r}; expected one of "
+                f"{', '.join(_SECTIONS)}{did_you_mean(section, _SECTIONS)}"
+            )
+        value = _toml_value(environ[variable])
+        if section == "drafters":
+            place = _override_drafter(tables, variable, rest, value)
+        else:
+            place = (section, _SEPARATOR.join(rest))
+            table = tables.setdefault(section, {})
+            if isinstance(table, dict):
+                table[place[1]] = value
+        variables[place] = variable
+    return variables
+
+
+def _override_drafter(
+    tables: dict[str, Any], variable: str, rest: list[str], value: object
+) -> _Place:
+    drafters = tables.setdefault("drafters", [{}])
+    count = len(drafters) if isinstance(drafters, list) else 0
+    if len(rest) != 2 or not rest[0].isdecimal() or int(rest[0]) >= count:
+        raise ConfigError(
+            f"{variable}: expected PACELINE_DRAFTERS__<NUMBER>__<KEY> with a number below {count}, "
+            f"the count of [[drafters]]; add drafters in the file"
+        )
+    index, key = int(rest[0]), rest[1]
+    if isinstance(drafters[index], dict):
+        drafters[index][key] = value
+    return ("drafters", index, key)
+
+
+def _toml_value(text: str) -> object:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str]) -> str:
+    """The first complaint in one line."""
+    complaint = error.errors(include_url=False)[0]
+    place = complaint["loc"]
+    where = variables.get(place, source)
+    key = _spell(place)
+    if complaint["type"] == "extra_forbidden":
+        known = _keys_beside(place)
+        hint = did_you_mean(str(place[-1]), known)
+        return f"{where}: unknown key {key}; expected one of {', '.join(known)}{hint}"
+    message = complaint["msg"]
+    if complaint["type"] == "paceline":
+        return f"{where}: {key}: {message}"
+    if complaint["type"] == "model_type":
+        message = "expected a table"
+    message = message.replace("Input should be", "expected")
+    for technical, plain in _PLAIN_WORDS.items():
+        message = message.replace(technical, plain)
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {complaint['input']!r}"
+
+
+def _spell(place: _Place) -> str:
+    spelled = ""
+    for part in place:
+        spelled += f"[{part}]" if isinstance(part, int) else f".{part}" if spelled else part
+    return spelled
+
+
+def _keys_beside(place: _Place) -> list[str]:
+    model: type[BaseModel] = Config
+    if place[0] == "drafters" and len(place) > 1:
+        model = DrafterConfig
+    elif len(place) > 1:
+        section = Config.model_fields[str(place[0])].annotation
+        assert isinstance(section, type)
+        assert issubclass(section, BaseModel)
+        model = section
+    return list(model.model_fields)

@@ -1,0 +1,193 @@
+"""The keys of a configuration: frozen, closed, every one with a default.
+
+All defaults together are the local demo. cluster/config.py reads files into these.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from paceline.text import did_you_mean
+
+_BYTE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def _refusal(message: str) -> PydanticCustomError:
+    # Braces would be taken for the template's own.
+    return PydanticCustomError("paceline", "{message}", {"message": message})
+
+
+def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
+    """One of `available`; `later` are values that DESIGN.md names and this version refuses."""
+
+    def check(value: object) -> object:
+        if value in available:
+            return value
+        names = ", ".join(available)
+        if isinstance(value, str) and value in later:
+            raise _refusal(f"{value!r} is not in this version; available: {names}")
+        hint = did_you_mean(value, available) if isinstance(value, str) else ""
+        raise _refusal(f"expected one of {names}, got {value!r}{hint}")
+
+    return BeforeValidator(check)
+
+
+def _one_for_now(value: object) -> object:
+    if isinstance(value, int) and value > 1:
+        raise _refusal(f"{value} is not in this version; available: 1")
+    return value
+
+
+def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
+    """ "auto", or what `read` turns into a positive number."""
+
+    def check(value: object) -> object:
+        if value == "auto":
+            return value
+        number = None if isinstance(value, bool) else read(value)
+        if number is None or number < 1:
+            raise _refusal(f'expected "auto" or {expected}, got {value!r}')
+        return number
+
+    return BeforeValidator(check)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _bytes(value: object) -> int | None:
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
+    unit = _BYTE_UNITS.get(match[2].upper()) if match else None
+    return None if match is None or unit is None else int(float(match[1]) * unit)
+
+
+AutoCount = Annotated[int | Literal["auto"], _auto_or(_whole, "a whole number of at least 1")]
+AutoBytes = Annotated[
+    int | Literal["auto"], _auto_or(_bytes, 'a number of bytes such as 2147483648 or "2GiB"')
+]
+OneForNow = Annotated[int, BeforeValidator(_one_for_now), Field(ge=1)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TargetConfig(_Closed):
+    """The model whose text is served."""
+
+    model: Text = "demo"
+    tensor_parallel: OneForNow = 1
+    groups: OneForNow = 1
+    dtype: Annotated[
+        Literal["auto", "float32"], _choice("auto", "float32", later=("bfloat16", "float16"))
+    ] = "auto"
+    resources: Annotated[Literal["auto"], _choice("auto")] = "auto"
+    # CPU threads of a worker.
+    threads: AutoCount = "auto"
+    max_model_len: AutoCount = "auto"
+    max_num_seqs: Annotated[int, Field(ge=1)] = 64
+    # Bytes of KV blocks.
+    kv_memory: AutoBytes = "auto"
+
+
+class DrafterConfig(_Closed):
+    """`count` drafters of one kind. `model` is of kind "model" alone."""
+
+    kind: Annotated[
+        Literal["model", "ngram"],
+        _choice("model", "ngram", later=("recycling", "suffix", "heads", "mixed")),
+    ] = "model"
+    model: Text | None = None
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    threads: AutoCount = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_of_kind(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("kind", "model") != "model":
+            return given
+        return {"model": "demo-draft"} | given
+
+    @model_validator(mode="after")
+    def _model_fits_kind(self) -> DrafterConfig:
+        if self.kind == "ngram" and self.model is not None:
+            raise _refusal('a drafter of kind "ngram" has no model; remove the key "model"')
+        return self
+
+
+class SpeculationConfig(_Closed):
+    """What a request gets that does not say; none of it belongs to the deployment."""
+
+    policy: Annotated[
+        Literal["off", "lockstep", "chain"],
+        _choice(
+            "off", "lockstep", "chain", later=("pearl", "fanout", "spread", "replicas", "auto")
+        ),
+    ] = "chain"
+    verification: Annotated[
+        Literal["coupled"],
+        _choice("coupled", later=("rejection", "kseq", "recursive", "one-hot")),
+    ] = "coupled"
+    # Most candidates of a sequence that a step verifies.
+    window: Annotated[int, Field(ge=1, le=64)] = 8
+    stopping: Annotated[
+        Literal["fixed"], _choice("fixed", later=("adaedl", "confidence", "cost"))
+    ] = "fixed"
+    # Longest time that a step of policy "lockstep" waits for its drafter.
+    wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
+
+
+class ServerConfig(_Closed):
+    """Where the deployment is reached, and how much may wait. Port 0 is any free one."""
+
+    host: Text = "127.0.0.1"
+    http_port: Port = 8000
+    grpc_port: Port = 8001
+    # Requests in the queue beyond target.max_num_seqs; the next is refused as overload.
+    max_waiting: Annotated[int, Field(ge=0)] = 256
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> ServerConfig:
+        if self.http_port == self.grpc_port != 0:
+            raise _refusal(f"http_port and grpc_port are both {self.grpc_port}; give each its own")
+        return self
+
+
+class Config(_Closed):
+    """A deployment. `drafters = []` is plain decoding."""
+
+    target: TargetConfig = TargetConfig()
+    drafters: Annotated[tuple[DrafterConfig, ...], Field(strict=False)] = (
+        DrafterConfig(model="demo-draft"),
+    )
+    speculation: SpeculationConfig = SpeculationConfig()
+    server: ServerConfig = ServerConfig()
+
+    def deployment_digest(self) -> str:
+        """Hex SHA-256 of what the workers are: target and drafters.
+
+        Policy, rule and window are fields of a request and ports say only where, so two
+        configurations that differ in those have one digest.
+        """
+        parts = self.model_dump(mode="json", include={"target", "drafters"})
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

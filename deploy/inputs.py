@@ -1,0 +1,152 @@
+"""Input files: JSON lines, a prompt a row, in the format of Spec-Bench, HumanEval and GSM8K.
+
+A row has one of `prompt` (text to continue), `question` (one chat message), `messages` (a chat as
+OpenAI's) and `turns` (user turns, of which the first is used). Keys beside these are left alone.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from paceline.errors import InvalidRequestError
+from paceline.generation import Message
+
+Kind = Literal["prompt", "question", "messages", "turns"]
+
+DEFAULT_INPUT = Path(__file__).parent / "prompts" / "default.jsonl"
+"""The prompts that are used where no input is named."""
+
+_KINDS: tuple[Kind, ...] = get_args(Kind)
+_ROLES = ("system", "user", "assistant")
+
+
+@dataclass(frozen=True, slots=True)
+class InputRow:
+    """A row to decode: text to continue, or a chat to answer.
+
+    `index` counts the file's rows from 0, malformed ones included; `line` its lines from 1.
+    """
+
+    index: int
+    line: int
+    id: str | int | None
+    kind: Kind
+    input: str | tuple[Message, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A malformed row. `message` names its line and what is wrong."""
+
+    index: int
+    line: int
+    id: str | int | None
+    message: str
+
+
+class _RowError(Exception):
+    """What is wrong with a row."""
+
+
+def read_rows(path: Path, *, limit: int | None = None) -> list[InputRow | BadRow]:
+    """The rows of a file in order, malformed ones as such; blank lines are no rows.
+
+    `limit` cuts to the first rows. Raises InvalidRequestError where the file cannot be read or
+    holds no row.
+    """
+    try:
+        lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    except OSError as error:
+        raise InvalidRequestError(
+            "input", f"cannot read {path}: {error.strerror}; name a file of JSON lines"
+        ) from None
+    rows: list[InputRow | BadRow] = []
+    for number, line in enumerate(lines, start=1):
+        if limit is not None and len(rows) == limit:
+            break
+        if line.strip():
+            rows.append(_read_row(path, line, index=len(rows), number=number))
+    if not rows and limit != 0:
+        raise InvalidRequestError("input", f"{path} holds no row; expected a JSON object a line")
+    return rows
+
+
+def _read_row(path: Path, line: bytes, *, index: int, number: int) -> InputRow | BadRow:
+    row_id: str | int | None = None
+    try:
+        row = _parse(line)
+        row_id = _id_of(row)
+        kind = _kind_of(row)
+        content = _READERS[kind](row[kind], kind)
+        return InputRow(index, number, row_id, kind, content)
+    except _RowError as error:
+        return BadRow(index, number, row_id, f"{path.name}, line {number}: {error}")
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _RowError(f"is not UTF-8 (byte {error.start})") from None
+    except json.JSONDecodeError as error:
+        raise _RowError(f"is not JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise _RowError(f"is not JSON that can be read: {error}") from None
+    if not isinstance(row, dict):
+        raise _RowError(f"expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _id_of(row: dict[str, Any]) -> str | int | None:
+    row_id = row.get("id")
+    if isinstance(row_id, bool) or not isinstance(row_id, str | int | None):
+        raise _RowError(f"id: expected a text or a whole number, got {row_id!r}")
+    return row_id
+
+
+def _kind_of(row: dict[str, Any]) -> Kind:
+    kinds = [kind for kind in _KINDS if kind in row]
+    if len(kinds) != 1:
+        came = " and ".join(kinds) or ", ".join(row) or "none"
+        raise _RowError(f"expected one of {', '.join(_KINDS)}; it has {came}")
+    return kinds[0]
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise _RowError(f"{name}: expected a text, got {type(value).__name__}")
+    if not value:
+        raise _RowError(f"{name}: is empty; write at least one character")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _RowError(f"{name}: holds half a surrogate pair, which is no character") from None
+    return value
+
+
+def _chat(value: object, name: str) -> tuple[Message, ...]:
+    return (Message("user", _text(value, name)),)
+
+
+def _first_turn(value: object, name: str) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise _RowError(f"{name}: expected a list of at least one text")
+    return _chat(value[0], f"{name}[0]")
+
+
+def _messages(value: object, name: str) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise _RowError(f"{name}: expected a list of at least one message")
+    messages = []
+    for number, message in enumerate(value):
+        where = f"{name}[{number}]"
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise _RowError(f"{where}: expected an object with a role of {', '.join(_ROLES)}")
+        messages.append(Message(message["role"], _text(message.get("content"), where + ".content")))
+    return tuple(messages)
+
+
+_READERS = {"prompt": _text, "question": _chat, "messages": _messages, "turns": _first_turn}
