@@ -1,0 +1,47 @@
+"""gRPC options of every client and server of ours, in one place (figures: DESIGN.md section 7).
+
+Clients ping each second, so that a peer which is gone is noticed within about 1.5 s even when no
+call is running. A server with gRPC's defaults would end such a connection after five seconds
+(`too_many_pings`), therefore ours allow it.
+"""
+
+from __future__ import annotations
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+"""Largest message that either side takes or sends."""
+
+KEEPALIVE_MS = 1000
+"""Time between two pings, and time to wait for an answer to one."""
+
+Options = list[tuple[str, int]]
+
+
+def client_options() -> Options:
+    """Options of a channel."""
+    return [
+        *_common_options(),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
+    ]
+
+
+def server_options() -> Options:
+    """Options of a server. A port that another process listens on is refused, not shared."""
+    return [
+        *_common_options(),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _common_options() -> Options:
+    return [
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

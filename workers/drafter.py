@@ -1,0 +1,284 @@
+"""A drafter: the gRPC servicer of drafting.proto around a desk of open sequences.
+
+One event loop does everything. Each stream has a task that reads its messages and one that writes
+its answers; a single task drafts for all streams. A pass runs on the loop itself; after it the loop
+turns until the messages that have arrived are handled, so that an outcome cuts work early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import grpc
+
+from paceline.convert import ANY_VOCABULARY, spec_from_wire
+from paceline.errors import (
+    ConfigError,
+    InternalError,
+    InvalidRequestError,
+    PacelineError,
+    ProtocolError,
+)
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc, types_pb2
+from workers.cores import pin_cores
+from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
+from workers.drafting.model import ModelProposer
+from workers.drafting.ngram import NgramProposer
+from workers.drafting.proposer import Proposer
+from workers.engine.linears import WeightForm
+from workers.loading import load_engine
+from workers.server import RunningServer, start_server, status_code
+
+SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
+DrafterKind = Literal["model", "ngram"]
+QUIET_SECONDS = 0.0001
+"""After a message, the next one is waited for so long before a pass begins: gRPC hands messages
+over one by one, and an outcome usually comes with a grant."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterOptions:
+    """What a drafter loads, and where it computes.
+
+    `folder`, `weights` ("float32" or "int8"), `threads` and `kv_memory_bytes` are for kind "model"
+    alone. `max_sequences`: of all streams together. `cores` None: wherever the system puts it.
+    """
+
+    kind: DrafterKind
+    folder: Path | None = None
+    weights: WeightForm = "int8"
+    threads: int = 1
+    kv_memory_bytes: int = 256 * 1024 * 1024
+    max_sequences: int = 64
+    cores: tuple[int, ...] | None = None
+
+
+class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
+    """Answers UNAVAILABLE until `begin`."""
+
+    def __init__(self) -> None:
+        self._desk: DraftingDesk | None = None
+        self._outboxes: dict[DraftingSession, _Outbox] = {}
+        self._woken = asyncio.Event()
+        self._handled = 0
+        self._drafting: asyncio.Task[None] | None = None
+
+    def begin(self, desk: DraftingDesk) -> None:
+        """Start drafting."""
+        self._desk = desk
+        self._drafting = asyncio.create_task(self._draft(desk))
+
+    async def end(self) -> None:
+        """Stop drafting."""
+        if self._drafting is not None:
+            self._drafting.cancel()
+            await asyncio.gather(self._drafting, return_exceptions=True)
+
+    async def DescribeDrafter(
+        self, request: drafting_pb2.DescribeDrafterRequest, context: _Context
+    ) -> drafting_pb2.DescribeDrafterResponse:
+        info = (await self._loaded(context)).info
+        return drafting_pb2.DescribeDrafterResponse(
+            kind=info.kind,
+            model=info.model,
+            vocab_size=info.vocab_size,
+            vocabulary_digest=info.vocabulary_digest,
+            max_position=info.max_position,
+            pid=os.getpid(),
+        )
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: _Context
+    ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+        desk = await self._loaded(context)
+        session = desk.open_session()
+        outbox: _Outbox = asyncio.Queue()
+        self._outboxes[session] = outbox
+        reader = asyncio.create_task(self._read(request_iterator, session, outbox))
+        try:
+            while (answer := await outbox.get()) is not None:
+                if isinstance(answer, PacelineError):
+                    await context.abort(status_code(answer), str(answer))
+                yield answer
+        finally:
+            reader.cancel()
+            del self._outboxes[session]
+            desk.close_session(session)
+
+    async def _loaded(self, context: _Context) -> DraftingDesk:
+        if self._desk is None:
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, "the drafter is still being loaded; try again"
+            )
+        assert self._desk is not None
+        return self._desk
+
+    async def _read(
+        self,
+        requests: AsyncIterator[drafting_pb2.DraftRequest],
+        session: DraftingSession,
+        outbox: _Outbox,
+    ) -> None:
+        """Handle a stream's messages until it ends; then let its writer end too."""
+        try:
+            async for request in requests:
+                declined = _handle(session, request)
+                if declined is not None:
+                    outbox.put_nowait(drafting_pb2.DraftResponse(declined=declined))
+                self._handled += 1
+                self._woken.set()
+        except PacelineError as error:
+            outbox.put_nowait(error)
+        else:
+            outbox.put_nowait(None)
+
+    async def _draft(self, desk: DraftingDesk) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            while desk.has_work:
+                try:
+                    self._run_pass(desk)
+                except Exception as error:
+                    _log.exception("a drafting pass failed; all streams are ended")
+                    self._fail_all(desk, InternalError(f"a drafting pass failed: {error!r}"))
+                await self._catch_up()
+
+    def _run_pass(self, desk: DraftingDesk) -> None:
+        begin = time.perf_counter()
+        news = desk.run_pass()
+        pass_seconds = time.perf_counter() - begin
+        for item in news:
+            for answer in _answers(item, pass_seconds):
+                self._outboxes[item.session].put_nowait(answer)
+
+    def _fail_all(self, desk: DraftingDesk, error: InternalError) -> None:
+        for session, outbox in self._outboxes.items():
+            for sequence_id in list(session.paths):
+                session.close(sequence_id)
+            outbox.put_nowait(error)
+
+    async def _catch_up(self) -> None:
+        """Let answers go out and messages that have arrived be handled.
+
+        Two turns of the loop start the writes and resume the readers. When a message was handled,
+        more may be waiting inside gRPC: go on until none came for QUIET_SECONDS.
+        """
+        handled = self._handled
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        while self._handled != handled:
+            handled = self._handled
+            quiet_at = time.perf_counter() + QUIET_SECONDS
+            while self._handled == handled and time.perf_counter() < quiet_at:
+                await asyncio.sleep(0)
+
+
+_Outbox = asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None]
+"""Answers in order; an error aborts the stream, None ends it."""
+
+
+def _handle(
+    session: DraftingSession, request: drafting_pb2.DraftRequest
+) -> drafting_pb2.Declined | None:
+    """Apply one message. Raises ProtocolError naming the field that is wrong."""
+    kind = request.WhichOneof("message")
+    if kind == "outcome":
+        outcome = request.outcome
+        session.outcome(outcome.sequence_id, outcome.position, list(outcome.token_ids))
+    elif kind == "grant":
+        grant = request.grant
+        session.grant(grant.sequence_id, grant.until_position, grant.branches)
+    elif kind == "open":
+        return _open(session, request.open)
+    elif kind == "close":
+        session.close(request.close.sequence_id)
+    else:
+        raise ProtocolError("message: expected open, outcome, grant or close, got none")
+    return None
+
+
+def _open(
+    session: DraftingSession, message: drafting_pb2.OpenSequence
+) -> drafting_pb2.Declined | None:
+    try:
+        spec = spec_from_wire(message.spec, vocab_size=session.vocab_size or ANY_VOCABULARY)
+    except InvalidRequestError as error:
+        raise ProtocolError(f"open.spec.{error}") from error
+    reason = session.open(message.sequence_id, spec, list(message.token_ids))
+    if reason is None:
+        return None
+    return drafting_pb2.Declined(sequence_id=message.sequence_id, reason=reason)
+
+
+def _answers(news: SessionNews, pass_seconds: float) -> list[drafting_pb2.DraftResponse]:
+    batch = drafting_pb2.ProposalBatch(
+        proposals=[
+            drafting_pb2.Proposal(
+                sequence_id=proposal.sequence_id,
+                base=types_pb2.Base(length=proposal.base_length, hash=proposal.base_hash),
+                token_ids=proposal.token_ids,
+                last=proposal.last,
+            )
+            for proposal in news.proposals
+        ],
+        pass_seconds=pass_seconds,
+        tokens_fed=news.tokens_fed,
+    )
+    declined = [
+        drafting_pb2.DraftResponse(
+            declined=drafting_pb2.Declined(sequence_id=sequence_id, reason=reason)
+        )
+        for sequence_id, reason in news.declined
+    ]
+    return [drafting_pb2.DraftResponse(proposals=batch), *declined]
+
+
+async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) -> RunningServer:
+    """Listen, load the checkpoint (if any) in a thread, then report SERVING.
+
+    Raises UnavailableError when the port cannot be bound (before anything is loaded), ConfigError
+    for options that do not fit, CheckpointError when the checkpoint cannot be used.
+    """
+    if options.cores is not None:
+        pin_cores(options.cores)
+    drafter = Drafter()
+
+    def add(server: grpc.aio.Server) -> tuple[str]:
+        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(drafter, server)
+        return (SERVICE_NAME,)
+
+    server = await start_server(add, host=host, port=port, serving=False)
+    server.on_stop(drafter.end)
+    try:
+        proposer = await _make_proposer(options)
+        drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
+        await server.report_serving()
+    except BaseException:
+        await server.stop()
+        raise
+    return server
+
+
+async def _make_proposer(options: DrafterOptions) -> Proposer:
+    if options.kind == "ngram":
+        return NgramProposer()
+    if options.folder is None:
+        raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
+    engine = await load_engine(
+        options.folder,
+        weights=options.weights,
+        threads=options.threads,
+        kv_memory_bytes=options.kv_memory_bytes,
+    )
+    return ModelProposer(engine)

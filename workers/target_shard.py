@@ -1,0 +1,190 @@
+"""A shard of the target: the gRPC servicer of target.proto around an engine.
+
+Everything runs on one event loop, the forward pass included: a step has nothing to overlap with on
+its own device, and a hop to a thread and back costs more than it saves (docs/performance.md). gRPC
+answers pings below Python, so a long pass does not look like a dead process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import torch
+
+from paceline.errors import PacelineError
+from paceline.v1 import target_pb2, target_pb2_grpc
+from workers.cores import pin_cores
+from workers.engine.engine import Engine
+from workers.engine.linears import WeightForm
+from workers.loading import load_engine
+from workers.server import RunningServer, start_server, status_code
+from workers.target_session import EngineLimits, TargetSession, VerdictTask
+from workers.verification.coupled import verify_chain
+
+SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+TAKE_OVER_SECONDS = 0.5
+"""How long a second Step stream waits for the first to end, before it is refused."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShardOptions:
+    """What a shard loads, and where it computes.
+
+    `weights`: "float32" or "int8". `kv_memory_bytes`: for KV blocks. `max_model_len` None: the
+    checkpoint's. `cores` None: wherever the system puts its threads.
+    """
+
+    folder: Path
+    weights: WeightForm = "float32"
+    threads: int = 1
+    kv_memory_bytes: int = 256 * 1024 * 1024
+    max_model_len: int | None = None
+    cores: tuple[int, ...] | None = None
+
+
+class TargetShard(target_pb2_grpc.TargetServiceServicer):
+    """Answers UNAVAILABLE until `engine` is set."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        # Held by the stream that may step: KV blocks belong to it.
+        self._live = asyncio.Lock()
+
+    async def DescribeTarget(
+        self, request: target_pb2.DescribeTargetRequest, context: _Context
+    ) -> target_pb2.DescribeTargetResponse:
+        engine = await self._loaded(context)
+        return target_pb2.DescribeTargetResponse(
+            model=engine.info.name,
+            vocab_size=engine.info.vocab_size,
+            vocabulary_digest=engine.info.vocabulary_digest,
+            max_model_len=engine.max_model_len,
+            block_size=engine.block_size,
+            num_blocks=engine.num_blocks,
+            rank=0,
+            tensor_parallel=1,
+            end_token_ids=engine.info.end_token_ids,
+            pid=os.getpid(),
+            batch_invariant=engine.batch_invariant,
+        )
+
+    async def Step(
+        self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
+    ) -> AsyncIterator[target_pb2.StepResponse]:
+        engine = await self._loaded(context)
+        try:
+            async with asyncio.timeout(TAKE_OVER_SECONDS):
+                await self._live.acquire()
+        except TimeoutError:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                "this shard is stepping for another stream; end that one first",
+            )
+        try:
+            stepper = _Stepper(engine)
+            async for request in request_iterator:
+                yield stepper.step(request)
+        except PacelineError as error:
+            await context.abort(status_code(error), str(error))
+        finally:
+            self._live.release()
+
+    async def _loaded(self, context: _Context) -> Engine:
+        if self.engine is None:
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, "the checkpoint is still being loaded; try again"
+            )
+        assert self.engine is not None
+        return self.engine
+
+
+class _Stepper:
+    """Runs the steps of one stream."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._session = TargetSession(
+            EngineLimits(
+                vocab_size=engine.info.vocab_size,
+                max_model_len=engine.max_model_len,
+                block_size=engine.block_size,
+                num_blocks=engine.num_blocks,
+            )
+        )
+        self._forward_end: float | None = None
+
+    def step(self, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
+        """Run one step. Raises ProtocolError naming the field that is wrong."""
+        begin = time.perf_counter()
+        slices, tasks = self._session.begin_step(request)
+        response = target_pb2.StepResponse(step=request.step)
+        if slices:
+            logits_TV = self._engine.step(slices)
+            # What the engine does around its forward pass counts as gap, so we look from its end.
+            end = time.perf_counter()
+            response.forward_seconds = self._engine.forward_seconds
+            if self._forward_end is not None:
+                gap = end - self._engine.forward_seconds - self._forward_end
+                response.gap_seconds = max(gap, 0.0)
+            self._forward_end = end
+            response.verdicts.extend(_verdicts(logits_TV, tasks))
+        response.step_seconds = time.perf_counter() - begin
+        return response
+
+
+def _verdicts(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
+    verdicts = []
+    row = 0
+    for task in tasks:
+        end = row + 1 + len(task.candidates)
+        verdict = verify_chain(logits_TV[row:end], task.candidates, task.spec, task.prefix)
+        verdicts.append(
+            target_pb2.Verdict(
+                sequence_id=task.sequence_id,
+                num_accepted=verdict.num_accepted,
+                token_id=verdict.token_id,
+            )
+        )
+        row = end
+    return verdicts
+
+
+async def serve_target_shard(
+    options: TargetShardOptions, *, host: str, port: int = 0
+) -> RunningServer:
+    """Listen, load the checkpoint in a thread, then report SERVING.
+
+    Raises UnavailableError when the port cannot be bound (before anything is loaded), ConfigError
+    for cores that cannot be had, CheckpointError when the checkpoint cannot be used.
+    """
+    if options.cores is not None:
+        pin_cores(options.cores)
+    shard = TargetShard()
+
+    def add(server: grpc.aio.Server) -> tuple[str]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(shard, server)
+        return (SERVICE_NAME,)
+
+    server = await start_server(add, host=host, port=port, serving=False)
+    try:
+        shard.engine = await load_engine(
+            options.folder,
+            weights=options.weights,
+            threads=options.threads,
+            kv_memory_bytes=options.kv_memory_bytes,
+            max_model_len=options.max_model_len,
+        )
+        await server.report_serving()
+    except BaseException:
+        await server.stop()
+        raise
+    return server
