@@ -7,6 +7,7 @@ OpenAI's) and `turns` (user turns, of which the first is used). Keys beside thes
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -149,4 +150,9 @@ def _messages(value: object, name: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-_READERS = {"prompt": _text, "question": _chat, "messages": _messages, "turns": _first_turn}
+_READERS: Mapping[Kind, Callable[[object, str], str | tuple[Message, ...]]] = {
+    "prompt": _text,
+    "question": _chat,
+    "messages": _messages,
+    "turns": _first_turn,
+}

@@ -1,0 +1,34 @@
+# One verb each, the same that .ci/run calls. `make install` is a prerequisite of all others and
+# does nothing when .venv is up to date.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: install demo test lint proto bench
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Paceline needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,dev]'
+	@touch $@
+
+demo: install
+	$(BIN)/paceline demo
+
+test: install
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/buf lint
+	$(BIN)/python scripts/check_breaking.py
+
+proto: install
+	$(BIN)/python scripts/generate_stubs.py
+
+bench: install
+	$(BIN)/paceline bench decode

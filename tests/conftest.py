@@ -1,0 +1,44 @@
+"""Settings of every test run, and what many tests share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before ray, grpc or transformers are imported, here or in a process that a test starts.
+os.environ.update(
+    {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "GRPC_VERBOSITY": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+)
+# Tests connect to the cluster that they start, never to one that happens to run.
+os.environ.pop("RAY_ADDRESS", None)
+for _variable in [name for name in os.environ if name.startswith("PACELINE_") and "__" in name]:
+    del os.environ[_variable]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def demo_folder() -> Path:
+    """The demo checkpoint in the user's cache, fetched once if it is absent."""
+    from workers.models import default_home, resolve_model
+
+    return resolve_model("demo", home=default_home(os.environ)).folder
