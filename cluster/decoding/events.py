@@ -32,7 +32,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A request came in. It must fit the target's context and block pool (`Scheduler.check_fits`)."""
+    """A request came in. It must fit the target (`Scheduler.check_fits`)."""
 
     now: float
     request: Request

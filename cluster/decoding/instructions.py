@@ -114,6 +114,4 @@ class WakeAt:
     time: float
 
 
-Instruction = (
-    RunStep | OpenDraft | SendOutcome | Grant | CloseDraft | Emit | Finish | WakeAt
-)
+Instruction = RunStep | OpenDraft | SendOutcome | Grant | CloseDraft | Emit | Finish | WakeAt

@@ -1,8 +1,14 @@
-"""Lookahead policies: which grants a drafter gets, and when the target may step."""
+"""Lookahead policies: how far a drafter may draft, and whether the target steps now.
+
+A policy is a pure function of what the scheduler knows of one sequence. It gives grants and
+windows; drafters know nothing of policies.
+"""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+from typing import Protocol
 
 
 class PolicyName(enum.Enum):
@@ -11,3 +17,103 @@ class PolicyName(enum.Enum):
     OFF = "off"
     LOCKSTEP = "lockstep"
     CHAIN = "chain"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftView:
+    """What a policy may look at. Counts are tokens, `ready_since` is the driver's clock."""
+
+    num_committed: int
+    num_candidates: int
+    window: int
+    useful_candidates: int
+    has_drafter: bool
+    draft_exhausted: bool
+    ready_since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Do not step yet, and not for want of anything beyond this time."""
+
+    until: float
+
+
+class LookaheadPolicy(Protocol):
+    """One way to use the time while the target or the drafter works."""
+
+    drafts: bool
+    """Whether a drafter is wanted at all."""
+
+    def granted_candidates(self, view: DraftView) -> int:
+        """How many tokens beyond the committed ones the drafter may draft."""
+
+    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
+        """How many candidates a step that starts now verifies, or until when to wait."""
+
+
+class Off:
+    """Plain decoding."""
+
+    drafts = False
+
+    def granted_candidates(self, view: DraftView) -> int:
+        """None."""
+        return 0
+
+    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
+        """Always step, without candidates."""
+        return 0
+
+
+class Lockstep:
+    """Speculative decoding as published (Leviathan et al. 2023): draft a window, verify, repeat.
+
+    The drafter rests while the target works, and the target waits for a full window, at most
+    `wait_seconds`.
+    """
+
+    drafts = True
+
+    def granted_candidates(self, view: DraftView) -> int:
+        """One window, which is spent once it is drafted."""
+        return min(view.window, view.useful_candidates)
+
+    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
+        """A full window, or what is there when no more will come or the wait is over."""
+        full = min(view.window, view.useful_candidates)
+        give_up_at = view.ready_since + wait_seconds
+        if (
+            view.num_candidates >= full
+            or view.draft_exhausted
+            or not view.has_drafter
+            or now >= give_up_at
+        ):
+            return min(view.num_candidates, full)
+        return Wait(give_up_at)
+
+
+class Chain:
+    """The drafter keeps drafting; the target takes what has arrived and never waits."""
+
+    drafts = True
+
+    def granted_candidates(self, view: DraftView) -> int:
+        """The window being verified, the token after it, and one window more."""
+        return min(2 * view.window + 1, view.useful_candidates)
+
+    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
+        """Whatever is there, up to a window."""
+        return min(view.num_candidates, view.window, view.useful_candidates)
+
+
+_POLICIES: dict[PolicyName, LookaheadPolicy] = {
+    PolicyName.OFF: Off(),
+    PolicyName.LOCKSTEP: Lockstep(),
+    PolicyName.CHAIN: Chain(),
+}
+
+
+def policy_named(name: PolicyName) -> LookaheadPolicy:
+    """The policy of that name; policies hold no state and are shared."""
+    return _POLICIES[name]

@@ -1,0 +1,103 @@
+"""What the scheduler knows of one sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.decoding.events import Request
+from cluster.decoding.instructions import SequenceStats, Slice
+from cluster.decoding.policies import DraftView, LookaheadPolicy, policy_named
+from cluster.decoding.token_path import TokenPath
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One stream of tokens being decoded. Mutable, owned by the scheduler."""
+
+    request: Request
+    admitted_at: float
+    path: TokenPath
+    policy: LookaheadPolicy
+    # KV. Positions below kv_length are computed; blocks_sent of the table are known to the shards.
+    kv_length: int = 0
+    block_table: list[int] = field(default_factory=list)
+    blocks_sent: int = 0
+    open_at_target: bool = False
+    in_flight: Slice | None = None
+    cancelled: bool = False
+    # Drafting.
+    drafter: str | None = None
+    draft_limit: int = 0
+    granted_until: int = 0
+    draft_exhausted: bool = False
+    declined_by: set[str] = field(default_factory=set)
+    ready_since: float = 0.0
+    # Counts.
+    first_token_at: float | None = None
+    steps: int = 0
+    output: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @classmethod
+    def admitted(cls, request: Request, now: float) -> Sequence:
+        """A sequence that has only its prompt."""
+        return cls(
+            request=request,
+            admitted_at=now,
+            path=TokenPath(request.prompt_token_ids),
+            policy=policy_named(request.policy),
+            ready_since=now,
+        )
+
+    @property
+    def sequence_id(self) -> int:
+        """The id of the request's sequence."""
+        return self.request.sequence_id
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens that prompt and output may have."""
+        return len(self.request.prompt_token_ids) + self.request.max_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """More than the last committed token has no KV yet."""
+        return self.kv_length < self.path.num_committed - 1
+
+    def draft_view(self) -> DraftView:
+        """What a policy may look at."""
+        return DraftView(
+            num_committed=self.path.num_committed,
+            num_candidates=self.path.num_candidates,
+            window=self.request.window,
+            useful_candidates=self._useful_candidates(),
+            has_drafter=self.drafter is not None,
+            draft_exhausted=self.draft_exhausted,
+            ready_since=self.ready_since,
+        )
+
+    def _useful_candidates(self) -> int:
+        """The verdict always adds a token of the target's, which leaves so many to candidates."""
+        return max(0, min(self.max_length - 1, self.draft_limit) - self.path.num_committed)
+
+    def forget_kv(self) -> None:
+        """Its blocks are no longer its own: the next slice starts from the first token."""
+        self.kv_length = 0
+        self.block_table = []
+        self.blocks_sent = 0
+        self.open_at_target = False
+        self.in_flight = None
+        self.path.unpin()
+
+    def stats(self, now: float) -> SequenceStats:
+        """Its counts as of `now`."""
+        first = self.first_token_at
+        return SequenceStats(
+            steps=self.steps,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            output_tokens=self.output,
+            seconds=now - self.admitted_at,
+            ttft_seconds=None if first is None else first - self.admitted_at,
+        )

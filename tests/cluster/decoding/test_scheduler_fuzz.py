@@ -1,0 +1,151 @@
+"""Random schedules of every event: the text stays that of plain decoding, nothing leaks or stalls."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.decoding.events import (
+    Admitted,
+    Cancelled,
+    DraftDeclined,
+    DrafterJoined,
+    DrafterLost,
+    Proposal,
+    Proposed,
+    TargetLost,
+    Tick,
+)
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.decoding.token_path import TokenPath
+from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+
+DRAFTERS = ("drafter-0", "drafter-1")
+
+
+class Fuzz:
+    """Draws what happens next from hypothesis, so that failures shrink."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+        scheduler = Scheduler(max_num_seqs=3, max_step_tokens=self.draw(3, 24), wait_seconds=5)
+        self.world = World(scheduler, num_blocks=self.draw(14, 40))
+        self.held: list[Proposed] = []
+        self.next_id = 1
+
+    def draw(self, low: int, high: int) -> int:
+        return self.data.draw(st.integers(low, high))
+
+    def guess(self, path: list[int], seed: int) -> int:
+        wrong = self.draw(0, 3) == 0
+        return self.draw(0, 49) if wrong else true_token(path, seed)
+
+    def act(self) -> None:
+        world = self.world
+        world.now += self.draw(0, 3)
+        name = DRAFTERS[self.draw(0, 1)]
+        match self.draw(0, 13):
+            case 0 | 1:
+                prompt = tuple(1 + self.draw(0, 5) for _ in range(self.draw(1, 12)))
+                policy = list(PolicyName)[self.draw(0, 2)]
+                asked = request(self.next_id, prompt, policy=policy, window=self.draw(1, 5))
+                self.next_id += 1
+                world.send(Admitted(world.now, asked))
+            case 2:
+                world.send(Cancelled(world.now, self.draw(1, self.next_id)))
+            case 3:
+                if name in world.drafters:
+                    del world.drafters[name]
+                    world.send(DrafterLost(world.now, name))
+                else:
+                    world.drafters[name] = PretendedDrafter(self.guess)
+                    world.send(DrafterJoined(world.now, name, self.draw(8, 60)))
+            case 4:
+                if world.target_joined and self.draw(0, 2) == 0:
+                    world.step = None
+                    world.send(TargetLost(world.now))
+                elif not world.target_joined:
+                    world.join_target()
+            case 5:
+                garbage = tuple(self.draw(0, 60) for _ in range(self.draw(0, 6)))
+                which, base = self.draw(1, self.next_id), self.draw(0, 30)
+                proposal = Proposal(which, base, self.draw(0, 2**64 - 1), garbage, True)
+                world.send(Proposed(world.now, "nobody", (proposal,)))
+            case 6:
+                if name in world.drafters:
+                    world.drafters[name].paths.pop(which := self.draw(1, self.next_id), None)
+                    world.drafters[name].paths.setdefault(which, [1])
+                    world.drafters[name].seeds.setdefault(which, 0)
+                    world.drafters[name].granted.setdefault(which, 0)
+            case 7:
+                world.send(DraftDeclined(world.now, name, self.draw(1, self.next_id)))
+            case 8 if self.held:
+                # Late, out of order, or twice.
+                late = self.held[self.draw(0, len(self.held) - 1)]
+                world.send(Proposed(world.now, late.drafter, late.proposals))
+            case 9 | 10 if name in world.drafters:
+                message = Proposed(world.now, name, world.drafters[name].run_pass())
+                self.held.append(message)
+                if self.draw(0, 3):
+                    world.send(message)
+            case 11:
+                world.send(Tick(world.now))
+            case _:
+                if world.step is not None:
+                    world.answer()
+
+    def drain(self) -> None:
+        """Let everything come to its end."""
+        world = self.world
+        if not world.target_joined:
+            world.join_target()
+        for _ in range(5000):
+            if world.step is not None:
+                world.answer()
+            elif world.wake_at is not None and world.requests.keys() != world.finished.keys():
+                world.now = max(world.now, world.wake_at)
+                world.wake_at = None
+                world.send(Tick(world.now))
+            else:
+                break
+        assert world.finished.keys() == world.requests.keys()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_random_schedules_keep_text_and_invariants(data: st.DataObject) -> None:
+    fuzz = Fuzz(data)
+    fuzz.world.join_target()
+    for _ in range(data.draw(st.integers(5, 60))):
+        fuzz.act()
+    fuzz.drain()
+
+
+def test_the_fuzzer_notices_a_wrong_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: candidates that survive a diverging verdict must be seen as wrong text."""
+
+    def careless_commit(path: TokenPath, num_accepted: int, token_id: int) -> tuple[int, ...]:
+        before = path.num_committed
+        tip = before + num_accepted
+        if tip == len(path.token_ids):
+            path._extend((token_id,))
+        path.num_committed = path.num_pinned = tip + 1
+        return tuple(path.token_ids[before : tip + 1])
+
+    monkeypatch.setattr(TokenPath, "commit", careless_commit)
+    with pytest.raises(AssertionError):
+        for start in range(20):
+            _wrong_drafts(start)
+
+
+def _wrong_drafts(start: int) -> None:
+    world = World(Scheduler())
+    world.join_target()
+    world.drafters["drafter-0"] = PretendedDrafter(lambda path, seed: 1 + start)
+    world.send(DrafterJoined(world.now, "drafter-0", 1000))
+    world.send(Admitted(world.now, request(start + 1, (1, 2, 3))))
+    while not world.finished:
+        world.draft("drafter-0")
+        world.answer()
