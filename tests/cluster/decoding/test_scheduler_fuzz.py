@@ -1,4 +1,4 @@
-"""Random schedules of every event: the text stays that of plain decoding, nothing leaks or stalls."""
+"""Random schedules of every event: the text stays plain decoding's, nothing leaks or stalls."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Fuzz:
         assert world.finished.keys() == world.requests.keys()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_random_schedules_keep_text_and_invariants(data: st.DataObject) -> None:
     fuzz = Fuzz(data)
@@ -136,16 +136,15 @@ def test_the_fuzzer_notices_a_wrong_rollback(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(TokenPath, "commit", careless_commit)
     with pytest.raises(AssertionError):
-        for start in range(20):
-            _wrong_drafts(start)
+        _draft_wrongly()
 
 
-def _wrong_drafts(start: int) -> None:
+def _draft_wrongly() -> None:
     world = World(Scheduler())
     world.join_target()
-    world.drafters["drafter-0"] = PretendedDrafter(lambda path, seed: 1 + start)
+    world.drafters["drafter-0"] = PretendedDrafter(lambda path, seed: 1)
     world.send(DrafterJoined(world.now, "drafter-0", 1000))
-    world.send(Admitted(world.now, request(start + 1, (1, 2, 3))))
+    world.send(Admitted(world.now, request(1, (1, 2, 3))))
     while not world.finished:
         world.draft("drafter-0")
         world.answer()
