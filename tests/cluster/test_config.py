@@ -1,0 +1,172 @@
+"""The configuration: every key has a default, and every mistake is one line that names the key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.config import Config, DrafterConfig, load_config
+from paceline.errors import ConfigError
+
+
+def config_of(tmp_path: Path, text: str, **environ: str) -> Config:
+    path = tmp_path / "paceline.toml"
+    path.write_text(text)
+    return load_config(path, environ)
+
+
+def complaint_of(tmp_path: Path, text: str, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config_of(tmp_path, text, **environ)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.removeprefix(f"{tmp_path}/")
+
+
+def test_an_empty_file_is_the_local_demo(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "")
+    assert config == load_config(None, {}) == Config()
+    assert config.target.model == "demo"
+    assert config.drafters == (DrafterConfig(kind="model", model="demo-draft"),)
+    assert (config.speculation.policy, config.speculation.window) == ("chain", 8)
+    assert (config.server.host, config.server.grpc_port) == ("127.0.0.1", 8001)
+
+
+def test_every_key_can_be_written(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        """
+        [target]
+        model = "/models/big"
+        tensor_parallel = 1
+        groups = 1
+        dtype = "float32"
+        resources = "auto"
+        threads = 4
+        max_model_len = 2048
+        max_num_seqs = 8
+        kv_memory = "1.5GiB"
+        [[drafters]]
+        kind = "model"
+        model = "/models/small"
+        count = 2
+        threads = 1
+        [[drafters]]
+        kind = "ngram"
+        [speculation]
+        policy = "lockstep"
+        verification = "coupled"
+        window = 4
+        stopping = "fixed"
+        wait_ms = 20
+        [server]
+        host = "0.0.0.0"
+        http_port = 80
+        grpc_port = 0
+        max_waiting = 0
+        """,
+    )
+    assert config.target.kv_memory == 3 << 29
+    assert config.drafters[0].count == 2
+    assert config.drafters[1] == DrafterConfig(kind="ngram", model=None)
+    assert config.speculation.wait_ms == 20.0
+    assert config_of(tmp_path, "drafters = []").drafters == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[target", "paceline.toml: is not TOML:"),
+        ("[targt]", "paceline.toml: unknown key targt; expected one of target, drafters"),
+        ("[target]\nmodle = 'x'", "unknown key target.modle; "),
+        ("[target]\nmodle = 'x'", "; did you mean model?"),
+        ("[[drafters]]\n[[drafters]]\ncont = 1", "unknown key drafters[1].cont; "),
+        ("target = 3", "paceline.toml: target: expected a table, got 3"),
+        ("drafters = 3", "drafters: expected a list of tables, got 3"),
+        ("[target]\nmodel = 3", "target.model: expected a text in quotes, got 3"),
+        ("[target]\nthreads = 0", 'target.threads: expected "auto" or a whole number'),
+        ("[target]\nthreads = true", 'target.threads: expected "auto" or a whole number'),
+        ("[target]\nkv_memory = '2 gigs'", "target.kv_memory: expected"),
+        ("[target]\nmax_num_seqs = 0", "target.max_num_seqs: expected at least 1, got 0"),
+        ("[target]\ntensor_parallel = 2", "target.tensor_parallel: 2 is not in this version"),
+        ("[target]\ngroups = 3", "target.groups: 3 is not in this version; available: 1"),
+        ("[target]\ndtype = 'bfloat16'", "target.dtype: 'bfloat16' is not in this version"),
+        (
+            "[speculation]\npolicy = 'fanout'",
+            "not in this version; available: off, lockstep, chain",
+        ),
+        ("[speculation]\npolicy = 'chian'", "got 'chian'; did you mean chain?"),
+        ("[speculation]\nverification = 'kseq'", "not in this version; available: coupled"),
+        ("[speculation]\nstopping = 'cost'", "not in this version; available: fixed"),
+        ("[speculation]\nwindow = '8'", "speculation.window: expected a whole number, got '8'"),
+        ("[speculation]\nwindow = 65", "speculation.window: expected at most 64, got 65"),
+        ("[speculation]\nwait_ms = nan", "speculation.wait_ms: expected"),
+        (
+            "[[drafters]]\nkind = 'recycling'",
+            "drafters[0].kind: 'recycling' is not in this version",
+        ),
+        ("[[drafters]]\nkind = 'ngram'\nmodel = 'x'", 'of kind "ngram" has no model'),
+        ("[[drafters]]\ncount = 0", "drafters[0].count: expected at least 1, got 0"),
+        ("[server]\ngrpc_port = 70000", "server.grpc_port: expected at most 65535, got 70000"),
+        ("[server]\ngrpc_port = 8000", "http_port and grpc_port are both 8000"),
+    ],
+)
+def test_a_mistake_in_the_file(tmp_path: Path, text: str, complaint: str) -> None:
+    message = complaint_of(tmp_path, text)
+    assert message.startswith("paceline.toml: ")
+    assert complaint in message
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.toml: there is no such file"):
+        load_config(tmp_path / "absent.toml", {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path, {})
+
+
+def test_the_environment_overrides_keys(tmp_path: Path) -> None:
+    config = config_of(
+        tmp_path,
+        "[target]\nmodel = 'a'\nthreads = 1\n[[drafters]]\nkind = 'ngram'",
+        PACELINE_TARGET__MODEL="b",
+        PACELINE_SPECULATION__WINDOW="3",
+        PACELINE_DRAFTERS__0__COUNT="2",
+        PACELINE_HOME="/no/key",
+        OTHER__KEY="x",
+    )
+    assert (config.target.model, config.target.threads) == ("b", 1)
+    assert config.speculation.window == 3
+    assert config.drafters == (DrafterConfig(kind="ngram", count=2),)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "complaint"),
+    [
+        ("PACELINE_TARGT__MODEL", "x", "there is no section 'targt'"),
+        ("PACELINE_TARGET__MODLE", "x", "unknown key target.modle"),
+        ("PACELINE_SPECULATION__WINDOW", "300", "speculation.window: expected at most 64, got 300"),
+        ("PACELINE_DRAFTERS__4__COUNT", "1", "with a number below 1"),
+        ("PACELINE_DRAFTERS__COUNT", "1", "expected PACELINE_DRAFTERS__<NUMBER>__<KEY>"),
+    ],
+)
+def test_a_mistake_in_the_environment_names_the_variable(
+    tmp_path: Path, variable: str, value: str, complaint: str
+) -> None:
+    message = complaint_of(tmp_path, "", **{variable: value})
+    assert message.startswith(f"{variable}: ")
+    assert complaint in message
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        Config().target.model = "other"  # type: ignore[misc]
+
+
+def test_the_digest_is_of_target_and_drafters_alone(tmp_path: Path) -> None:
+    digest = Config().deployment_digest()
+    same = "[speculation]\npolicy = 'off'\nwindow = 2\n[server]\ngrpc_port = 9"
+    assert config_of(tmp_path, same).deployment_digest() == digest
+    assert config_of(tmp_path, "[target]\nthreads = 1").deployment_digest() != digest
+    assert config_of(tmp_path, "drafters = []").deployment_digest() != digest
