@@ -230,7 +230,9 @@ class TextStream:
 
 def _overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that is a proper begin of `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
+    begin = max(0, len(text) - len(stop) + 1)
+    while (begin := text.find(stop[0], begin)) >= 0:
+        if stop.startswith(text[begin:]):
+            return len(text) - begin
+        begin += 1
     return 0

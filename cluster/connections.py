@@ -1,0 +1,61 @@
+"""What the links to targets and drafters share: connecting, waiting between tries, giving up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from paceline.channel import client_options
+
+DESCRIBE_SECONDS = 5.0
+"""Deadline of a worker's description, connecting included."""
+
+_FIRST_WAIT = 0.1
+_LONGEST_WAIT = 0.5
+
+
+def waits_between_tries() -> Iterator[float]:
+    """Seconds to wait after each failed try: 100 ms, doubling, at most 500 ms."""
+    wait = _FIRST_WAIT
+    while True:
+        yield wait
+        wait = min(2 * wait, _LONGEST_WAIT)
+
+
+@asynccontextmanager
+async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a worker, closed at the end with all its calls."""
+    channel = grpc.aio.insecure_channel(address, options=client_options())
+    try:
+        yield channel
+    finally:
+        await channel.close(None)
+
+
+async def run_until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
+    """Run all; when the first ends, cancel the rest. Raises what the first to end raised."""
+    tasks = [asyncio.create_task(part) for part in parts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def open_stream(method: Any) -> Any:
+    """A bidirectional call that is written to message by message (its stub wants an iterator)."""
+    return method()
+
+
+def one_line(error: BaseException) -> str:
+    """An error in words for a log."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name} {error.details() or ''}".rstrip()
+    return str(error) or type(error).__name__

@@ -1,0 +1,228 @@
+"""Carrying out the scheduler's instructions: what arrives goes in, what comes out is sent.
+
+A step is handed to the target's stream at once. All else (messages to drafters, then text for
+callers) is done in later turns of the event loop, in order, while the target computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from cluster.decoding.events import (
+    Admitted,
+    Cancelled,
+    DraftDeclined,
+    DrafterJoined,
+    DrafterLost,
+    Event,
+    Proposed,
+    Request,
+    StepDone,
+    TargetJoined,
+    TargetLost,
+    Tick,
+)
+from cluster.decoding.instructions import Emit, Finish, Instruction, RunStep, WakeAt
+from cluster.decoding.scheduler import Scheduler
+from cluster.generation import Generation
+from cluster.meters import GapMeter
+from cluster.target_link import TargetDescription
+from cluster.worker_wire import DraftInstruction, proposals_from_wire, verdicts_from_wire
+from paceline.errors import PacelineError, WorkerLostError
+from paceline.v1 import drafting_pb2, target_pb2
+
+_log = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """The scheduler's ears and hands. `TargetListener` and `DrafterListener` at once.
+
+    `target_patience`: seconds that requests wait for a lost target before they fail.
+    """
+
+    def __init__(self, scheduler: Scheduler, *, target_patience: float) -> None:
+        self.scheduler = scheduler
+        self.gaps = GapMeter()
+        self.target: TargetDescription | None = None
+        """What the target is, or was when it was last there."""
+        self.target_joined_once = asyncio.Event()
+        self.unavailable: PacelineError | None = None
+        """Why no request can be taken, if none can."""
+        self._target_patience = target_patience
+        self._loop = asyncio.get_running_loop()
+        self._send_step: Callable[[RunStep], None]
+        self._send_draft: Callable[[DraftInstruction], None]
+        self._generations: dict[int, Generation] = {}
+        self._for_drafters: deque[list[Instruction]] = deque()
+        self._for_callers: deque[Instruction] = deque()
+        self._wake: asyncio.TimerHandle | None = None
+        self._impatience: asyncio.TimerHandle | None = None
+        self._stopped = False
+
+    def connect(
+        self,
+        send_step: Callable[[RunStep], None],
+        send_draft: Callable[[DraftInstruction], None],
+    ) -> None:
+        """Where instructions go. Before any event."""
+        self._send_step = send_step
+        self._send_draft = send_draft
+
+    def admit(self, request: Request, generation: Generation) -> None:
+        """A new request; what becomes of it is told to `generation`."""
+        self._generations[request.sequence_id] = generation
+        self._handle(Admitted(time.monotonic(), request))
+
+    def cancel(self, sequence_id: int) -> None:
+        """The caller of a sequence is gone."""
+        if self._generations.pop(sequence_id, None) is not None:
+            self._handle(Cancelled(time.monotonic(), sequence_id))
+
+    def fail_all(self, error: PacelineError) -> None:
+        """End every request with an error, and take no more."""
+        self.unavailable = error
+        generations, self._generations = self._generations, {}
+        for sequence_id, generation in generations.items():
+            generation.fail(error)
+            self._handle(Cancelled(time.monotonic(), sequence_id))
+
+    def stop(self, error: PacelineError) -> None:
+        """`fail_all`, and be deaf from now on."""
+        self.fail_all(error)
+        self._stopped = True
+        for handle in (self._wake, self._impatience):
+            if handle is not None:
+                handle.cancel()
+
+    # The target.
+
+    def target_joined(self, description: TargetDescription) -> None:
+        """Fresh streams to every shard are open."""
+        if self._impatience is not None:
+            self._impatience.cancel()
+        self.target = description
+        self.unavailable = None
+        self.target_joined_once.set()
+        self._handle(
+            TargetJoined(
+                time.monotonic(),
+                vocab_size=description.vocab_size,
+                max_model_len=description.max_model_len,
+                block_size=description.block_size,
+                num_blocks=description.num_blocks,
+            )
+        )
+
+    def target_lost(self, reason: str) -> None:
+        """A stream to a shard broke. Requests wait a while for the target to come back."""
+        if self._stopped:
+            return
+        _log.warning("the target is lost: %s", reason)
+        self._handle(TargetLost(time.monotonic()))
+        self._impatience = self._loop.call_later(self._target_patience, self._give_up, reason)
+
+    def step_answered(self, response: target_pb2.StepResponse) -> None:
+        """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
+        self.gaps.step_answered(response.gap_seconds)
+        done = StepDone(time.monotonic(), response.step, verdicts_from_wire(response))
+        self.gaps.step_sent(upon_answer=self._handle(done))
+
+    # Drafters.
+
+    def drafter_joined(self, name: str, max_position: int) -> None:
+        """A fresh stream is open."""
+        self._handle(DrafterJoined(time.monotonic(), name, max_position))
+
+    def drafter_lost(self, name: str) -> None:
+        """The stream broke."""
+        self._handle(DrafterLost(time.monotonic(), name))
+
+    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> None:
+        """A pass of the drafter. What breaks the contract is dropped and counted."""
+        proposals = proposals_from_wire(batch)
+        self.scheduler.totals.dropped_proposals += len(batch.proposals) - len(proposals)
+        self._handle(Proposed(time.monotonic(), name, proposals))
+
+    def declined(self, name: str, sequence_id: int, reason: str) -> None:
+        """A drafter will not draft for a sequence."""
+        _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
+        self._handle(DraftDeclined(time.monotonic(), name, sequence_id))
+
+    # Events in, instructions out.
+
+    def _handle(self, event: Event) -> bool:
+        """Whether a step was sent."""
+        if self._stopped:
+            return False
+        instructions = self.scheduler.handle(event)
+        if not instructions:
+            return False
+        first = instructions[0]
+        has_step = isinstance(first, RunStep)
+        if isinstance(first, RunStep):
+            self._send_step(first)
+            del instructions[0]
+        if instructions:
+            if not self._for_drafters:
+                self._loop.call_soon(self._tell_drafters)
+            self._for_drafters.append(instructions)
+        return has_step
+
+    def _tell_drafters(self) -> None:
+        """Send what is for drafters; what is for callers waits until that is on its way."""
+        if not self._for_callers:
+            self._loop.call_soon(self._tell_callers)
+        for instructions in self._for_drafters:
+            for instruction in instructions:
+                if isinstance(instruction, (Emit, Finish, WakeAt)):
+                    self._for_callers.append(instruction)
+                elif not isinstance(instruction, RunStep):
+                    self._send_draft(instruction)
+        self._for_drafters.clear()
+
+    def _tell_callers(self) -> None:
+        waiting = self._for_callers
+        while waiting:
+            match waiting.popleft():
+                case Emit() as emit:
+                    follows = waiting[0] if waiting else None
+                    finish = None
+                    if isinstance(follows, Finish) and follows.sequence_id == emit.sequence_id:
+                        finish = follows
+                        waiting.popleft()
+                    self._emit(emit, finish)
+                case Finish() as finish:
+                    generation = self._generations.pop(finish.sequence_id, None)
+                    if generation is not None:
+                        generation.finish(finish)
+                case WakeAt() as wake_at:
+                    self._wake_at(wake_at.time)
+
+    def _emit(self, emit: Emit, finish: Finish | None) -> None:
+        if finish is None:
+            generation = self._generations.get(emit.sequence_id)
+        else:
+            generation = self._generations.pop(emit.sequence_id, None)
+        if generation is not None:  # else its caller has gone
+            generation.emit(emit, finish)
+
+    def _wake_at(self, when: float) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = self._loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        self._wake = None
+        self._handle(Tick(time.monotonic()))
+
+    def _give_up(self, reason: str) -> None:
+        self.fail_all(
+            WorkerLostError(
+                f"the target went away and was not back within {self._target_patience:g} s "
+                f"({reason}); start it again, then send the request again"
+            )
+        )

@@ -1,0 +1,150 @@
+"""The link to one drafter: a Draft stream, lost and found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+import grpc
+
+from cluster.connections import (
+    DESCRIBE_SECONDS,
+    one_line,
+    open_channel,
+    open_stream,
+    run_until_one_ends,
+    waits_between_tries,
+)
+from cluster.meters import WorkerMeter
+from cluster.outbox import Outbox
+from cluster.worker_wire import DraftInstruction, draft_to_wire
+from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+
+MAX_UNSENT = 10_000
+"""Messages that a drafter may leave unread before it is taken for hung."""
+
+_REFUSED_WAIT = 5.0
+
+_log = logging.getLogger(__name__)
+
+
+class DrafterListener(Protocol):
+    """Hears of drafters. Its methods do not wait."""
+
+    def drafter_joined(self, name: str, max_position: int) -> None:
+        """A fresh stream is open."""
+
+    def drafter_lost(self, name: str) -> None:
+        """The stream broke."""
+
+    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> None:
+        """A pass of the drafter."""
+
+    def declined(self, name: str, sequence_id: int, reason: str) -> None:
+        """It will not draft for a sequence."""
+
+
+class DrafterLink:
+    """Keeps the stream to one drafter open, as well as it can."""
+
+    def __init__(
+        self, meter: WorkerMeter, listener: DrafterListener, *, model: str, digest: bytes
+    ) -> None:
+        """`model` and `digest` are the target's name and vocabulary."""
+        self.meter = meter
+        self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when it was tried once; with VocabularyMismatchError if that is why it failed."""
+        self._listener = listener
+        self._model = model
+        self._digest = digest
+        self._outbox: Outbox[drafting_pb2.DraftRequest] | None = None
+        self._overflown = asyncio.Event()
+
+    def send(self, instruction: DraftInstruction) -> None:
+        """Send an instruction; it is dropped when the drafter is away, which forgot all anyway."""
+        if self._outbox is None:
+            return
+        self._outbox.put(draft_to_wire(instruction))
+        self._outbox.wake()
+        if len(self._outbox) > MAX_UNSENT:
+            self._overflown.set()
+
+    async def run(self) -> None:
+        """Connect, serve, and again when the stream breaks, until cancelled."""
+        waits = waits_between_tries()
+        said = ""
+        while True:
+            joins = self.meter.joins
+            wait: float | None = None
+            try:
+                await self._serve()
+            except VocabularyMismatchError as error:
+                reason, wait = str(error), _REFUSED_WAIT
+                if not self.first_try.done():
+                    self.first_try.set_exception(error)
+            except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                reason = one_line(error)
+            except Exception as error:
+                _log.exception("a defect ended the stream to %s", self.meter.name)
+                reason = one_line(error)
+            if not self.first_try.done():
+                self.first_try.set_result(None)
+            if self.meter.joins > joins:
+                waits = waits_between_tries()
+            if reason != said:
+                _log.warning("drafter %s is not in use: %s", self.meter.name, reason)
+                said = reason
+            await asyncio.sleep(next(waits) if wait is None else wait)
+
+    async def _serve(self) -> None:
+        """One life of the drafter: from connecting to the end of its stream."""
+        name = self.meter.name
+        async with open_channel(self.meter.address) as channel:
+            stub = drafting_pb2_grpc.DraftingServiceStub(channel)
+            description = await stub.DescribeDrafter(
+                drafting_pb2.DescribeDrafterRequest(), timeout=DESCRIBE_SECONDS
+            )
+            self._check_vocabulary(description)
+            call = open_stream(stub.Draft)
+            self._outbox = Outbox(call.write)
+            self._overflown.clear()
+            self.meter.join(kind=description.kind, pid=description.pid)
+            try:
+                self._listener.drafter_joined(name, description.max_position)
+                if not self.first_try.done():
+                    self.first_try.set_result(None)
+                await run_until_one_ends(self._read(call), self._outbox.run(), self._watch())
+            finally:
+                self._outbox = None
+                self.meter.connected = False
+                self._listener.drafter_lost(name)
+
+    def _check_vocabulary(self, description: drafting_pb2.DescribeDrafterResponse) -> None:
+        if description.vocab_size and description.vocabulary_digest != self._digest:
+            raise VocabularyMismatchError(
+                f"drafter {self.meter.name} ({description.model!r}, {description.vocab_size} "
+                f"tokens) does not have the vocabulary of the target {self._model!r}; choose a "
+                "drafter that was made with the target's tokenizer"
+            )
+
+    async def _read(self, call: Any) -> None:
+        name = self.meter.name
+        async for response in call:
+            if response.HasField("proposals"):
+                batch = response.proposals
+                self._listener.proposed(name, batch)
+                self.meter.passes += 1
+                self.meter.busy_seconds += batch.pass_seconds
+                self.meter.tokens += sum(len(p.token_ids) for p in batch.proposals)
+            elif response.HasField("declined"):
+                declined = response.declined
+                self._listener.declined(name, declined.sequence_id, declined.reason)
+        raise WorkerLostError(f"{name} ended its stream")
+
+    async def _watch(self) -> None:
+        await self._overflown.wait()
+        raise WorkerLostError(
+            f"{self.meter.name} left {MAX_UNSENT} messages unread; it is taken for hung"
+        )

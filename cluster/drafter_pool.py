@@ -1,0 +1,77 @@
+"""The links to all drafters, by name. Drafters may come, go and move while requests run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from cluster.drafter_link import DrafterLink, DrafterListener
+from cluster.meters import WorkerMeter
+from cluster.worker_wire import DraftInstruction
+from paceline.errors import VocabularyMismatchError
+
+
+class DrafterPool:
+    """One link a drafter. `model` and `digest` are the target's name and vocabulary."""
+
+    def __init__(self, listener: DrafterListener, *, model: str, digest: bytes) -> None:
+        self._listener = listener
+        self._model = model
+        self._digest = digest
+        self._meters: dict[str, WorkerMeter] = {}
+        self._links: dict[str, DrafterLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def meters(self) -> list[WorkerMeter]:
+        """Of the drafters in the pool; those that were taken out are forgotten."""
+        return [self._meters[name] for name in self._links]
+
+    async def start(self, addresses: Mapping[str, str], seconds: float) -> None:
+        """Connect, and wait until each was tried once, at most `seconds`.
+
+        Raises VocabularyMismatchError. A drafter that cannot be reached is no error.
+        """
+        await self.update(addresses)
+        tries = [link.first_try for link in self._links.values()]
+        if tries:
+            await asyncio.wait(tries, timeout=seconds)
+        for first_try in tries:
+            error = first_try.exception() if first_try.done() else None
+            if isinstance(error, VocabularyMismatchError):
+                raise error
+
+    async def update(self, addresses: Mapping[str, str]) -> None:
+        """Have exactly these drafters; a link whose address stays is kept as it is."""
+        for name in list(self._links):
+            if self._meters[name].address != addresses.get(name):
+                await self._drop(name)
+        for name, address in addresses.items():
+            if name not in self._links:
+                self._add(name, address)
+
+    async def stop(self) -> None:
+        """End all links."""
+        for name in list(self._links):
+            await self._drop(name)
+
+    def send(self, instruction: DraftInstruction) -> None:
+        """Send an instruction to the drafter that it names."""
+        link = self._links.get(instruction.drafter)
+        if link is not None:
+            link.send(instruction)
+
+    def _add(self, name: str, address: str) -> None:
+        meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
+        meter.address = address
+        link = DrafterLink(meter, self._listener, model=self._model, digest=self._digest)
+        self._links[name] = link
+        self._tasks[name] = asyncio.create_task(link.run())
+
+    async def _drop(self, name: str) -> None:
+        task = self._tasks.pop(name)
+        link = self._links[name]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        link.first_try.cancel()
+        del self._links[name]

@@ -1,0 +1,234 @@
+"""The driver: one target, its drafters, and the requests of all callers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from cluster.decoding.events import Request
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.dispatch import Dispatch
+from cluster.drafter_pool import DrafterPool
+from cluster.generation import Generation
+from cluster.requests import RequestResolver
+from cluster.target_link import StepTimeout, TargetDescription, TargetLink
+from cluster.text import TextCodec, TextStream
+from paceline.errors import OverloadedError, UnavailableError
+from paceline.generation import GenerateInput, GenerateOptions, ModelDescription, Stats
+from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class DriverOptions:
+    """What a driver serves, and with which workers.
+
+    `folder`: the checkpoint, of which the driver reads the tokenizer and the defaults.
+    `drafter_addresses`: by name. `wait_ms`: most that policy lockstep waits in a step.
+    `max_waiting`: requests beyond the running ones before callers are turned away.
+    `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long
+    `start` waits for workers.
+    """
+
+    folder: Path
+    target_addresses: tuple[str, ...]
+    drafter_addresses: Mapping[str, str] = field(default_factory=dict)
+    policy: PolicyName = PolicyName.CHAIN
+    window: int = 8
+    wait_ms: float = 1000.0
+    max_num_seqs: int = 64
+    max_step_tokens: int = 512
+    max_waiting: int = 1024
+    step_timeout: StepTimeout = field(default_factory=StepTimeout)
+    target_patience: float = 30.0
+    connect_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """What there is once a driver has started."""
+
+    codec: TextCodec
+    checkpoint: CheckpointInfo
+    resolver: RequestResolver
+    target: TargetLink
+    target_task: asyncio.Task[None]
+    drafters: DrafterPool
+
+
+class Driver:
+    """Serves requests. Make, start and use it inside one event loop."""
+
+    def __init__(self, options: DriverOptions) -> None:
+        self.scheduler = Scheduler(
+            max_num_seqs=options.max_num_seqs,
+            max_step_tokens=options.max_step_tokens,
+            wait_seconds=options.wait_ms / 1000,
+        )
+        self._options = options
+        self._dispatch = Dispatch(self.scheduler, target_patience=options.target_patience)
+        self._running: _Running | None = None
+        self._ready = False
+        self._began = time.monotonic()
+        self._sequence_ids = count(1)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+
+    async def start(self) -> None:
+        """Read the checkpoint, connect to all workers; return when requests can be served.
+
+        A drafter that does not answer is tried again in the background. Raises CheckpointError,
+        UnavailableError when the target cannot be reached, VocabularyMismatchError.
+        """
+        options = self._options
+        try:
+            codec, checkpoint = await asyncio.get_running_loop().run_in_executor(
+                self._threads, _read_checkpoint, options.folder
+            )
+            running = self._running = self._connect(codec, checkpoint)
+            await self._await_target(running.target)
+            await running.drafters.start(options.drafter_addresses, options.connect_seconds)
+        except BaseException:
+            await self.stop()
+            raise
+        self._ready = True
+
+    async def stop(self) -> None:
+        """End all requests with UnavailableError, and all streams. Stopping twice is no error."""
+        self._dispatch.stop(UnavailableError("the server is shutting down"))
+        if self._running is not None:
+            await self._running.drafters.stop()
+            self._running.target_task.cancel()
+            await asyncio.gather(self._running.target_task, return_exceptions=True)
+        self._threads.shutdown(wait=False)
+
+    async def submit(self, generate_input: GenerateInput, options: GenerateOptions) -> Generation:
+        """Begin a request. Raises InvalidRequestError, OverloadedError or UnavailableError."""
+        running, target = self._open_for_requests()
+        resolve = partial(running.resolver.resolve, generate_input, options, room=target.room)
+        loop = asyncio.get_running_loop()
+        resolved = await loop.run_in_executor(self._threads, resolve)
+        self._open_for_requests()  # things may have changed meanwhile
+        self.scheduler.check_fits(len(resolved.prompt_token_ids), resolved.max_tokens)
+        sequence_id = next(self._sequence_ids)
+        text = TextStream(
+            running.codec, stop=resolved.stop, end_token_ids=resolved.spec.end_token_ids
+        )
+        generation = Generation(resolved, sequence_id, text, self._dispatch.cancel)
+        request = Request(
+            sequence_id=sequence_id,
+            prompt_token_ids=resolved.prompt_token_ids,
+            spec=resolved.spec,
+            max_tokens=resolved.max_tokens,
+            policy=resolved.policy,
+            window=resolved.window,
+            stop_scanner=text if resolved.stop else None,
+        )
+        self._dispatch.admit(request, generation)
+        return generation
+
+    async def set_drafters(self, addresses: Mapping[str, str]) -> None:
+        """Use these drafters, by name, from now on; those with the same address are kept."""
+        await self._started().drafters.update(addresses)
+
+    def describe(self) -> ModelDescription:
+        """What is served. Raises UnavailableError before the start."""
+        checkpoint, target = self._started().checkpoint, self._dispatch.target
+        assert target is not None
+        return ModelDescription(
+            model=checkpoint.name,
+            vocab_size=checkpoint.vocab_size,
+            max_model_len=target.room,
+            end_token_ids=checkpoint.end_token_ids,
+            default_sampling=checkpoint.default_sampling,
+            policies=tuple(policy.value for policy in PolicyName),
+            default_policy=self._options.policy.value,
+            default_window=self._options.window,
+        )
+
+    def stats(self) -> Stats:
+        """Counters since the driver was made. Raises UnavailableError before the start."""
+        running = self._started()
+        totals = self.scheduler.totals
+        return Stats(
+            uptime_seconds=time.monotonic() - self._began,
+            steps=totals.steps,
+            committed_tokens=totals.committed,
+            drafted=totals.drafted,
+            accepted=totals.accepted,
+            requests_finished=totals.finished,
+            sequences_running=self.scheduler.num_running,
+            sequences_waiting=self.scheduler.num_waiting,
+            gap_ms_p50=self._dispatch.gaps.median_ms,
+            workers=tuple(
+                meter.stats() for meter in (*running.target.meters, *running.drafters.meters)
+            ),
+        )
+
+    def _connect(self, codec: TextCodec, checkpoint: CheckpointInfo) -> _Running:
+        options = self._options
+        digest = checkpoint.vocabulary_digest
+        target = TargetLink(
+            options.target_addresses,
+            self._dispatch,
+            vocabulary_digest=digest,
+            step_timeout=options.step_timeout,
+        )
+        drafters = DrafterPool(self._dispatch, model=checkpoint.name, digest=digest)
+        self._dispatch.connect(target.send, drafters.send)
+        return _Running(
+            codec=codec,
+            checkpoint=checkpoint,
+            resolver=RequestResolver(
+                codec, checkpoint, policy=options.policy, window=options.window
+            ),
+            target=target,
+            target_task=asyncio.create_task(target.run()),
+            drafters=drafters,
+        )
+
+    async def _await_target(self, target: TargetLink) -> None:
+        seconds = self._options.connect_seconds
+        joined = asyncio.create_task(self._dispatch.target_joined_once.wait())
+        try:
+            await asyncio.wait(
+                (joined, target.refused),
+                timeout=seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            joined.cancel()
+        if target.refused.done():
+            target.refused.result()
+        if not self._dispatch.target_joined_once.is_set():
+            raise UnavailableError(
+                f"the target at {', '.join(self._options.target_addresses)} could not be reached "
+                f"within {seconds:g} s: {target.last_error}; check that every shard is up"
+            )
+
+    def _started(self) -> _Running:
+        if not self._ready or self._running is None:
+            raise UnavailableError("the server is still starting; try again in a moment")
+        return self._running
+
+    def _open_for_requests(self) -> tuple[_Running, TargetDescription]:
+        running, target = self._started(), self._dispatch.target
+        if self._dispatch.unavailable is not None:
+            raise self._dispatch.unavailable
+        if self.scheduler.num_waiting >= self._options.max_waiting:
+            raise OverloadedError(
+                f"{self.scheduler.num_waiting} requests are waiting, as many as may; "
+                "try again later"
+            )
+        assert target is not None
+        return running, target
+
+
+def _read_checkpoint(folder: Path) -> tuple[TextCodec, CheckpointInfo]:
+    checkpoint = inspect_checkpoint(folder)
+    return TextCodec(folder), checkpoint

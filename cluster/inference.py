@@ -1,0 +1,98 @@
+"""The gRPC servicer of inference.proto around a driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from cluster.driver import Driver, DriverOptions
+from paceline.errors import PacelineError
+from paceline.inference_wire import (
+    description_to_wire,
+    event_to_wire,
+    request_from_wire,
+    stats_to_wire,
+)
+from paceline.status import status_of
+from paceline.v1 import inference_pb2, inference_pb2_grpc
+from workers.server import RunningServer, start_server
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Translates; the driver does the rest."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def Generate(  # type: ignore[override]  # a handler may write instead of yielding
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> None:
+        try:
+            generation = await self._driver.submit(*request_from_wire(request))
+        except PacelineError as error:
+            await _abort(context, error)
+            return
+        try:
+            async for event in generation:
+                await context.write(event_to_wire(event))
+        except PacelineError as error:
+            await _abort(context, error)
+        finally:
+            # Also when the call was cancelled, which cancels this task.
+            generation.cancel()
+
+    async def DescribeModel(
+        self, request: inference_pb2.DescribeModelRequest, context: _Context
+    ) -> inference_pb2.DescribeModelResponse:
+        try:
+            return description_to_wire(self._driver.describe())
+        except PacelineError as error:
+            await _abort(context, error)
+            raise
+
+    async def Stats(
+        self, request: inference_pb2.StatsRequest, context: _Context
+    ) -> inference_pb2.StatsResponse:
+        try:
+            return stats_to_wire(self._driver.stats())
+        except PacelineError as error:
+            await _abort(context, error)
+            raise
+
+
+async def serve_driver(
+    options: DriverOptions, *, host: str, port: int = 0
+) -> tuple[Driver, RunningServer]:
+    """Listen, start a driver, then report SERVING. Stopping the server stops the driver.
+
+    Raises UnavailableError when the port cannot be bound, and what `Driver.start` raises.
+    """
+    driver = Driver(options)
+
+    def add(server: grpc.aio.Server) -> tuple[str]:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(driver), server)
+        return (SERVICE_NAME,)
+
+    try:
+        server = await start_server(add, host=host, port=port, serving=False)
+    except BaseException:
+        await driver.stop()
+        raise
+    server.on_stop(driver.stop)
+    try:
+        await driver.start()
+        await server.report_serving()
+    except BaseException:
+        await server.stop()
+        raise
+    return driver, server
+
+
+async def _abort(context: _Context, error: PacelineError) -> None:
+    code, details, metadata = status_of(error)
+    await context.abort(code, details, metadata)

@@ -1,0 +1,70 @@
+"""What the driver counts for its operators."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+
+from paceline.generation import WorkerStats
+
+
+@dataclass(slots=True)
+class WorkerMeter:
+    """Counts of one worker since the driver began; they outlive its connections."""
+
+    name: str
+    kind: str
+    address: str
+    pid: int = 0
+    connected: bool = False
+    busy_seconds: float = 0.0
+    passes: int = 0
+    tokens: int = 0
+    joins: int = 0
+
+    def join(self, *, kind: str, pid: int) -> None:
+        """It can be used from now on."""
+        self.kind = kind
+        self.pid = pid
+        self.connected = True
+        self.joins += 1
+
+    def stats(self) -> WorkerStats:
+        """The counts as they are told outside."""
+        return WorkerStats(
+            name=self.name,
+            kind=self.kind,
+            address=self.address,
+            pid=self.pid,
+            connected=self.connected,
+            busy_seconds=self.busy_seconds,
+            passes=self.passes,
+            tokens=self.tokens,
+            reconnects=max(0, self.joins - 1),
+        )
+
+
+@dataclass(slots=True)
+class GapMeter:
+    """The time between two forward passes of the target, while there was work at hand.
+
+    Only steps count that were sent right upon the answer to the step before them.
+    """
+
+    _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+    _counts_next: bool = False
+
+    def step_sent(self, *, upon_answer: bool) -> None:
+        """A step was sent; `upon_answer`: by the answer to the one before it."""
+        self._counts_next = upon_answer
+
+    def step_answered(self, gap_seconds: float) -> None:
+        """The step was answered, with the gap that the shard saw before it."""
+        if self._counts_next and gap_seconds > 0:
+            self._gaps.append(gap_seconds)
+
+    @property
+    def median_ms(self) -> float:
+        """Over the last 1,000; 0 when there were none."""
+        return statistics.median(self._gaps) * 1000 if self._gaps else 0.0

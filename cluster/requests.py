@@ -1,0 +1,179 @@
+"""From what a caller asks to a request that can be decoded: checks, defaults, token ids."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
+
+from cluster.decoding.policies import PolicyName
+from cluster.text import TextCodec
+from paceline.errors import InvalidRequestError, PromptTooLongError
+from paceline.generation import GenerateInput, GenerateOptions, Message
+from paceline.sampling import SamplingParams, SequenceSpec
+from workers.engine.checkpoint import CheckpointInfo
+
+MAX_WINDOW = 64
+MAX_STOP_STRINGS = 16
+MAX_REQUEST_ID_LENGTH = 128
+RULES = ("coupled",)
+
+_SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """A request with nothing left open."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    spec: SequenceSpec
+    max_tokens: int
+    stop: tuple[str, ...]
+    policy: PolicyName
+    window: int
+
+
+class RequestResolver:
+    """Checks requests against the checkpoint and fills in its defaults."""
+
+    def __init__(
+        self, codec: TextCodec, checkpoint: CheckpointInfo, *, policy: PolicyName, window: int
+    ) -> None:
+        self._codec = codec
+        self._checkpoint = checkpoint
+        self._policy = policy
+        self._window = window
+
+    def resolve(
+        self, generate_input: GenerateInput, options: GenerateOptions, *, room: int
+    ) -> ResolvedRequest:
+        """Raise InvalidRequestError naming the field, or return what is to be decoded.
+
+        `room`: most tokens that a sequence may have. Tokenises, so call it off the loop.
+        """
+        sampling = self._sampling(options)
+        stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
+        prompt_token_ids = self._encode(generate_input)
+        ends = () if options.ignore_eos else self._checkpoint.end_token_ids
+        return ResolvedRequest(
+            request_id=_request_id(options.request_id),
+            prompt_token_ids=prompt_token_ids,
+            spec=SequenceSpec(
+                sampling=sampling,
+                seed=_seed(options.seed),
+                prompt_length=len(prompt_token_ids),
+                end_token_ids=tuple(dict.fromkeys((*ends, *stop_token_ids))),
+            ),
+            max_tokens=_max_tokens(options, len(prompt_token_ids), room),
+            stop=_stop(options.stop),
+            policy=self._policy_of(options),
+            window=_in_range("window", _given(options.window, self._window), 1, MAX_WINDOW),
+        )
+
+    def _sampling(self, options: GenerateOptions) -> SamplingParams:
+        set_fields = {
+            name: value
+            for name in _SAMPLING_FIELDS
+            if (value := getattr(options, name)) is not None
+        }
+        if options.logit_bias:
+            set_fields["logit_bias"] = dict(options.logit_bias)
+        sampling = replace(self._checkpoint.default_sampling, **set_fields)
+        sampling.validate(self._checkpoint.vocab_size)
+        return sampling
+
+    def _encode(self, generate_input: GenerateInput) -> tuple[int, ...]:
+        if isinstance(generate_input, str):
+            return self._codec.encode_prompt(generate_input)
+        if generate_input and all(isinstance(item, Message) for item in generate_input):
+            return self._codec.encode_messages(cast("Sequence[Message]", generate_input))
+        if not generate_input:
+            raise InvalidRequestError("prompt_token_ids", "expected at least one token, got none")
+        return self._token_ids("prompt_token_ids", cast("Sequence[int]", generate_input))
+
+    def _token_ids(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+        vocab_size = self._checkpoint.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    field, f"token id {token_id} is not in the vocabulary of {vocab_size}"
+                )
+        return tuple(token_ids)
+
+    def _policy_of(self, options: GenerateOptions) -> PolicyName:
+        if options.rule is not None and options.rule not in RULES:
+            raise InvalidRequestError("rule", f"expected {RULES[0]}, got {options.rule!r}")
+        if options.policy is None:
+            return self._policy
+        return policy_named(options.policy)
+
+
+def policy_named(name: str) -> PolicyName:
+    """The policy of that name. Raises InvalidRequestError."""
+    try:
+        return PolicyName(name)
+    except ValueError:
+        known = ", ".join(policy.value for policy in PolicyName)
+        raise InvalidRequestError("policy", f"expected one of {known}, got {name!r}") from None
+
+
+def _request_id(request_id: str | None) -> str:
+    if request_id is None:
+        return uuid.uuid4().hex
+    if len(request_id) > MAX_REQUEST_ID_LENGTH:
+        raise InvalidRequestError(
+            "request_id",
+            f"expected at most {MAX_REQUEST_ID_LENGTH} characters, got {len(request_id)}",
+        )
+    return request_id
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(63)
+    return _in_range("seed", seed, 0, 2**64 - 1)
+
+
+def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
+    """As many as asked for, or as fit."""
+    if prompt_length >= room:
+        raise PromptTooLongError(
+            "prompt",
+            f"it has {prompt_length} tokens, but prompt and output together may have {room} here; "
+            f"shorten it to at most {room - 1}",
+        )
+    if options.max_tokens is None:
+        return room - prompt_length
+    if options.max_tokens < 1:
+        raise InvalidRequestError("max_tokens", f"expected at least 1, got {options.max_tokens}")
+    if options.min_tokens is not None and options.min_tokens > options.max_tokens:
+        raise InvalidRequestError(
+            "min_tokens",
+            f"expected at most max_tokens ({options.max_tokens}), got {options.min_tokens}",
+        )
+    return min(options.max_tokens, room - prompt_length)
+
+
+def _stop(stop: Sequence[str]) -> tuple[str, ...]:
+    if len(stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            "stop", f"expected at most {MAX_STOP_STRINGS} strings, got {len(stop)}"
+        )
+    if not all(stop):
+        raise InvalidRequestError("stop", "expected strings with text, got an empty one")
+    return tuple(stop)
+
+
+def _in_range(field: str, value: int, lowest: int, highest: int) -> int:
+    if not lowest <= value <= highest:
+        raise InvalidRequestError(field, f"expected {lowest} to {highest}, got {value}")
+    return value
+
+
+def _given(value: ValueT | None, default: ValueT) -> ValueT:
+    return default if value is None else value

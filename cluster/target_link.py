@@ -1,0 +1,218 @@
+"""The link to the target: one Step stream a shard, lost and found as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+
+from cluster.connections import (
+    DESCRIBE_SECONDS,
+    one_line,
+    open_channel,
+    open_stream,
+    run_until_one_ends,
+    waits_between_tries,
+)
+from cluster.decoding.instructions import RunStep
+from cluster.meters import WorkerMeter
+from cluster.outbox import Outbox
+from cluster.worker_wire import step_to_wire
+from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
+from paceline.v1 import target_pb2, target_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDescription:
+    """What all shards of the target have in common."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+    @property
+    def room(self) -> int:
+        """Most tokens that one sequence may have."""
+        return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+class TargetListener(Protocol):
+    """Hears of the target. Its methods do not wait."""
+
+    def target_joined(self, description: TargetDescription) -> None:
+        """Fresh streams to every shard are open."""
+
+    def target_lost(self, reason: str) -> None:
+        """A stream broke."""
+
+    def step_answered(self, response: target_pb2.StepResponse) -> None:
+        """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimeout:
+    """How long an answer may take: a hung shard answers pings but no steps."""
+
+    seconds: float = 60.0
+    seconds_per_token: float = 0.25
+
+    def of(self, step: RunStep) -> float:
+        """Seconds for this step."""
+        tokens = sum(len(part.token_ids) for part in step.slices)
+        return self.seconds + self.seconds_per_token * tokens
+
+
+class TargetLink:
+    """Keeps the streams to all shards open, as well as it can."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        listener: TargetListener,
+        *,
+        vocabulary_digest: bytes,
+        step_timeout: StepTimeout,
+    ) -> None:
+        self.meters = [
+            WorkerMeter(f"shard-{rank}", "target", address)
+            for rank, address in enumerate(addresses)
+        ]
+        self.last_error = "no shard has answered yet"
+        self._listener = listener
+        self._vocabulary_digest = vocabulary_digest
+        self._step_timeout = step_timeout
+        self._outboxes: list[Outbox[target_pb2.StepRequest]] = []
+        self._answer_by: float | None = None
+        self._in_answer = False
+        self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Ends with VocabularyMismatchError when the target is the wrong one."""
+
+    def send(self, step: RunStep) -> None:
+        """Send a step to every shard. The target must be joined."""
+        request = step_to_wire(step)
+        for outbox in self._outboxes:
+            outbox.put(request)
+        # The reader of rank 0 writes for itself when it is the one who handles an answer.
+        for outbox in self._outboxes[1:] if self._in_answer else self._outboxes:
+            outbox.wake()
+        self._answer_by = asyncio.get_running_loop().time() + self._step_timeout.of(step)
+        tokens = sum(len(part.token_ids) for part in step.slices)
+        for meter in self.meters:
+            meter.tokens += tokens
+
+    async def run(self) -> None:
+        """Connect, serve, and again when a stream breaks, until cancelled or refused."""
+        waits = waits_between_tries()
+        while True:
+            joined = self.meters[0].joins
+            try:
+                await self._serve()
+            except VocabularyMismatchError as error:
+                self.last_error = str(error)
+                if not self.refused.done():
+                    self.refused.set_exception(error)
+            except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                self.last_error = one_line(error)
+            except Exception as error:
+                _log.exception("a defect ended the streams to the target")
+                self.last_error = one_line(error)
+            if self.meters[0].joins > joined:
+                waits = waits_between_tries()
+            await asyncio.sleep(next(waits))
+
+    async def _serve(self) -> None:
+        """One life of the target: from connecting to the first broken stream."""
+        async with AsyncExitStack() as stack:
+            stubs = [
+                target_pb2_grpc.TargetServiceStub(
+                    await stack.enter_async_context(open_channel(meter.address))
+                )
+                for meter in self.meters
+            ]
+            descriptions = [
+                await stub.DescribeTarget(
+                    target_pb2.DescribeTargetRequest(), timeout=DESCRIBE_SECONDS
+                )
+                for stub in stubs
+            ]
+            description = self._agree(descriptions)
+            calls = [open_stream(stub.Step) for stub in stubs]
+            self._outboxes = [Outbox(call.write) for call in calls]
+            self._answer_by = None
+            for meter, shard in zip(self.meters, descriptions, strict=True):
+                meter.join(kind="target", pid=shard.pid)
+            try:
+                self._listener.target_joined(description)
+                await run_until_one_ends(
+                    self._read_answers(calls[0]),
+                    *[self._drain(rank, call) for rank, call in enumerate(calls) if rank],
+                    *[outbox.run() for outbox in self._outboxes],
+                    self._watch(),
+                )
+            except BaseException as error:
+                reason = one_line(error)
+                raise
+            else:
+                reason = "a stream was ended"
+            finally:
+                self._outboxes = []
+                for meter in self.meters:
+                    meter.connected = False
+                self._listener.target_lost(reason)
+
+    def _agree(
+        self, descriptions: Sequence[target_pb2.DescribeTargetResponse]
+    ) -> TargetDescription:
+        for meter, shard in zip(self.meters, descriptions, strict=True):
+            if shard.vocabulary_digest != self._vocabulary_digest:
+                raise VocabularyMismatchError(
+                    f"{meter.name} at {meter.address} serves {shard.model!r}, whose vocabulary is "
+                    "not that of the driver's checkpoint; start both with the same one"
+                )
+        return TargetDescription(
+            vocab_size=descriptions[0].vocab_size,
+            max_model_len=min(shard.max_model_len for shard in descriptions),
+            block_size=descriptions[0].block_size,
+            num_blocks=min(shard.num_blocks for shard in descriptions),
+        )
+
+    async def _read_answers(self, call: Any) -> None:
+        outbox = self._outboxes[0]
+        meter = self.meters[0]
+        async for response in call:
+            self._answer_by = None
+            self._in_answer = True
+            try:
+                self._listener.step_answered(response)
+            finally:
+                self._in_answer = False
+            await outbox.flush()
+            meter.busy_seconds += response.forward_seconds
+            meter.passes += 1
+        raise WorkerLostError(f"{meter.name} ended its stream")
+
+    async def _drain(self, rank: int, call: Any) -> None:
+        meter = self.meters[rank]
+        async for response in call:
+            meter.busy_seconds += response.forward_seconds
+            meter.passes += 1
+        raise WorkerLostError(f"{meter.name} ended its stream")
+
+    async def _watch(self) -> None:
+        """Raise WorkerLostError when an answer is overdue."""
+        loop = asyncio.get_running_loop()
+        while self._answer_by is None or loop.time() < self._answer_by:
+            left = 1.0 if self._answer_by is None else self._answer_by - loop.time()
+            await asyncio.sleep(min(max(left, 0.01), 1.0))
+        raise WorkerLostError(
+            f"the target did not answer a step within {self._step_timeout.seconds:g} s and more "
+            "for its tokens; it is taken for hung"
+        )
