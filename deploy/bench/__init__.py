@@ -1,0 +1,1 @@
+"""Benchmark suites: ratios measured in one run, with the peer beside us."""

@@ -1,0 +1,171 @@
+"""`paceline generate`: an input file through a cluster into an output file."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.batch import Answer, Failure, answers_in_order
+from deploy.commands.options import (
+    ConfigOption,
+    LimitOption,
+    MaxTokensOption,
+    SeedOption,
+    ServerOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    VerificationOption,
+)
+from deploy.inputs import BadRow, InputRow, read_rows
+from deploy.outputs import RowSink, whole_file
+from deploy.reach import reach_cluster
+from deploy.request_flags import RequestFlags, check_at_least_one
+from deploy.row_progress import complain, row_progress
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts of a run."""
+
+    rows: int = 0
+    failed: int = 0
+    tokens: int = 0
+    steps: int = 0
+
+    def add(self, answer: Answer) -> None:
+        """Count one row."""
+        self.rows += 1
+        if isinstance(answer.outcome, Failure):
+            self.failed += 1
+            return
+        self.tokens += len(answer.outcome.token_ids)
+        self.steps += answer.outcome.stats.steps
+
+    def summary(self, seconds: float) -> str:
+        """One line for people."""
+        speed = self.tokens / seconds if seconds else 0.0
+        length = f"{self.tokens / self.steps:.2f}" if self.steps else "none"
+        line = (
+            f"{self.rows} rows, {self.tokens} tokens in {seconds:.1f} s: {speed:.1f} tokens/s, "
+            f"acceptance length {length}"
+        )
+        return f"{line}, {self.failed} rows failed" if self.failed else line
+
+
+def output_row(answer: Answer) -> dict[str, object]:
+    """The row of DESIGN.md section 11; a failed one has an `error` and no tokens."""
+    row: dict[str, object] = {}
+    if answer.row.id is not None:
+        row["id"] = answer.row.id
+    row["index"] = answer.index
+    outcome = answer.outcome
+    if isinstance(outcome, Failure):
+        return row | {
+            "prompt_token_ids": [],
+            "token_ids": [],
+            "text": "",
+            "finish_reason": "error",
+            "steps": 0,
+            "drafted": 0,
+            "accepted": 0,
+            "acceptance_length": None,
+            "seconds": 0.0,
+            "ttft_seconds": None,
+            "error": outcome.message,
+        }
+    stats = outcome.stats
+    return row | {
+        "prompt_token_ids": list(outcome.prompt_token_ids),
+        "token_ids": list(outcome.token_ids),
+        "text": outcome.text,
+        "finish_reason": outcome.finish_reason,
+        "steps": stats.steps,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_length": stats.acceptance_length,
+        "seconds": stats.seconds,
+        "ttft_seconds": stats.ttft_seconds,
+    }
+
+
+async def write_answers(
+    address: str,
+    rows: Sequence[InputRow | BadRow],
+    flags: RequestFlags,
+    sink: RowSink,
+    *,
+    concurrency: int,
+    console: Console,
+) -> Totals:
+    """Decode every row into `sink`, in order."""
+    totals = Totals()
+    with row_progress(console) as progress:
+        bar = progress.add_task("generating", total=len(rows))
+        async for answer in answers_in_order(
+            address, rows, flags, concurrency=concurrency, on_done=lambda: progress.advance(bar)
+        ):
+            totals.add(answer)
+            complain(progress.console, answer)
+            sink.write(output_row(answer))
+    return totals
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `generate` to the command tree."""
+
+    @app.command()
+    def generate(
+        input_path: Annotated[
+            Path, typer.Option("--input", help="JSON lines: prompt, question, messages or turns.")
+        ],
+        output_path: Annotated[Path, typer.Option("--output", help="Appears whole, at the end.")],
+        config_path: ConfigOption = None,
+        max_tokens: MaxTokensOption = 256,
+        temperature: TemperatureOption = None,
+        top_k: TopKOption = None,
+        top_p: TopPOption = None,
+        seed: SeedOption = 0,
+        policy: Annotated[str | None, typer.Option(help="off, lockstep or chain.")] = None,
+        verification: VerificationOption = None,
+        window: Annotated[int | None, typer.Option(help="Most candidates a step verifies.")] = None,
+        concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
+        limit: LimitOption = None,
+        server: ServerOption = None,
+    ) -> None:
+        """Decode every row of a file. Exit code 1: rows failed; the others are written."""
+        from cluster.config import load_config
+
+        flags = RequestFlags(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            policy=policy,
+            verification=verification,
+            window=window,
+        )
+        check_at_least_one("concurrency", concurrency)
+        check_at_least_one("limit", limit)
+        config = load_config(config_path, environ)
+        rows = read_rows(input_path, limit=limit)
+        console = Console(stderr=True)
+        with (
+            whole_file(output_path) as sink,
+            reach_cluster(config, environ, console=console, server=server) as address,
+        ):
+            start = time.monotonic()
+            totals = asyncio.run(
+                write_answers(address, rows, flags, sink, concurrency=concurrency, console=console)
+            )
+            seconds = time.monotonic() - start
+        typer.echo(totals.summary(seconds))
+        raise typer.Exit(1 if totals.failed else 0)

@@ -1,0 +1,33 @@
+"""Flags that several commands share, declared once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file; without it, the local demo.")
+]
+MaxTokensOption = Annotated[int, typer.Option(help="Most tokens a row.")]
+TemperatureOption = Annotated[
+    float | None, typer.Option(help="0 is greedy. Default: the checkpoint's.")
+]
+TopKOption = Annotated[
+    int | None, typer.Option(help="0 keeps all tokens. Default: the checkpoint's.")
+]
+TopPOption = Annotated[
+    float | None, typer.Option(help="Above 0, at most 1. Default: the checkpoint's.")
+]
+SeedOption = Annotated[int, typer.Option(help="Row i uses seed + i.")]
+VerificationOption = Annotated[str | None, typer.Option(help="coupled.")]
+LimitOption = Annotated[int | None, typer.Option(help="First N rows only.")]
+ServerOption = Annotated[
+    str | None,
+    typer.Option(
+        help="HOST:PORT of an inference server. Default: the running cluster of the same "
+        "configuration, else a private one that ends with the command."
+    ),
+]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")]

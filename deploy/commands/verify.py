@@ -1,0 +1,125 @@
+"""`paceline verify`: same text as plain decoding? as Hugging Face?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.commands.options import (
+    ConfigOption,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    SeedOption,
+    ServerOption,
+    TopKOption,
+    TopPOption,
+    VerificationOption,
+)
+from deploy.comparison import Matrix, variants_of
+from deploy.inputs import DEFAULT_INPUT, read_rows
+from deploy.outputs import check_writable, write_json
+from deploy.reach import reach_cluster, target_folder
+from deploy.request_flags import (
+    RequestFlags,
+    check_at_least_one,
+    check_policy,
+    check_sampling,
+    check_window,
+    parse_list,
+)
+from deploy.row_progress import row_progress
+
+
+def parse_matrix(
+    policy: str, window: str | None, concurrency: str, temperature: str | None
+) -> Matrix:
+    """The runs that the comma-separated flags ask for. Raises InvalidRequestError."""
+    policies = parse_list("policy", policy, str, "policies, such as lockstep,chain")
+    concurrencies = parse_list("concurrency", concurrency, int, "whole numbers, such as 1,4")
+    windows: Sequence[int | None] = [None]
+    if window is not None:
+        windows = parse_list("window", window, int, "whole numbers, such as 1,2,4,8")
+    temperatures: Sequence[float | None] = [None]
+    if temperature is not None:
+        temperatures = parse_list("temperature", temperature, float, "numbers, such as 0,0.7")
+    for name in policies:
+        check_policy(name)
+    for size in windows:
+        check_window(size)
+    for number in concurrencies:
+        check_at_least_one("concurrency", number)
+    for value in temperatures:
+        check_sampling(temperature=value, top_k=None, top_p=None)
+    return Matrix(temperatures, variants_of(policies, windows, concurrencies))
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `verify` to the command tree."""
+
+    @app.command()
+    def verify(
+        input_paths: Annotated[
+            list[Path] | None,
+            typer.Option("--input", help="JSON lines; may be repeated. Default: our own prompts."),
+        ] = None,
+        config_path: ConfigOption = None,
+        max_tokens: MaxTokensOption = 256,
+        temperature: Annotated[str | None, typer.Option(help="One or more, as 0,0.7.")] = None,
+        top_k: TopKOption = None,
+        top_p: TopPOption = None,
+        seed: SeedOption = 0,
+        policy: Annotated[str, typer.Option(help="One or more, as lockstep,chain.")] = "chain",
+        verification: VerificationOption = None,
+        window: Annotated[str | None, typer.Option(help="One or more, as 1,2,4,8.")] = None,
+        concurrency: Annotated[str, typer.Option(help="One or more, as 1,4.")] = "1",
+        limit: LimitOption = None,
+        server: ServerOption = None,
+        json_path: JsonOption = None,
+    ) -> None:
+        """Same text as plain decoding, bit for bit, and, where greedy, as transformers?
+
+        Exit code 1: a divergence, or a row that failed. A place where transformers' logits of the
+        two tokens differ by less than 1e-4 is a tie: reported and counted, no divergence.
+        """
+        from cluster.config import load_config
+
+        matrix = parse_matrix(policy, window, concurrency, temperature)
+        flags = RequestFlags(
+            max_tokens=max_tokens,
+            temperature=None,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            policy=None,
+            verification=verification,
+            window=None,
+        )
+        check_at_least_one("limit", limit)
+        if json_path is not None:
+            check_writable("json", json_path)
+        config = load_config(config_path, environ)
+        files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
+        console = Console(stderr=True)
+        with reach_cluster(config, environ, console=console, server=server) as address:
+            from deploy.peers import TransformersPeer
+            from deploy.verifier import Verifier
+            from deploy.verify_report import print_report, report_json
+
+            with row_progress(console) as progress:
+                verifier = Verifier(
+                    address,
+                    matrix,
+                    flags,
+                    progress=progress,
+                    make_peer=lambda: TransformersPeer(target_folder(config, environ)),
+                )
+                reports = [verifier.verify_file(path, rows) for path, rows in files]
+        print_report(Console(), reports)
+        if json_path is not None:
+            write_json(json_path, report_json(reports, model=config.target.model))
+        raise typer.Exit(0 if all(report.ok for report in reports) else 1)

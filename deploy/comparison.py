@@ -1,0 +1,122 @@
+"""Same text? Token ids of two runs over the same rows, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deploy.batch import Answer, Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run the rows. `window` None: the server's."""
+
+    policy: str
+    window: int | None
+    concurrency: int
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f" window {self.window}"
+        return f"{self.policy}{window} x{self.concurrency}"
+
+
+REFERENCE = Variant("off", None, 1)
+"""Plain decoding, one row after the other: what every other run is compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What is run over each file: every temperature with every variant, the reference first."""
+
+    temperatures: Sequence[float | None]
+    variants: Sequence[Variant]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place where a row's tokens differ. A token is None where that text had ended."""
+
+    row: int
+    position: int
+    expected: int | None
+    got: int | None
+
+
+def first_difference(row: int, expected: Sequence[int], got: Sequence[int]) -> Divergence | None:
+    """Where two lists of token ids part, or None where they are equal."""
+    for position in range(max(len(expected), len(got))):
+        expected_token = expected[position] if position < len(expected) else None
+        got_token = got[position] if position < len(got) else None
+        if expected_token != got_token:
+            return Divergence(row, position, expected_token, got_token)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The answers of one variant, and how long it took."""
+
+    variant: Variant
+    answers: Sequence[Answer]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all rows."""
+        return sum(
+            len(answer.outcome.token_ids)
+            for answer in self.answers
+            if not isinstance(answer.outcome, Failure)
+        )
+
+    @property
+    def steps(self) -> int:
+        """Verdicts of all rows."""
+        return sum(
+            answer.outcome.stats.steps
+            for answer in self.answers
+            if not isinstance(answer.outcome, Failure)
+        )
+
+    @property
+    def failures(self) -> list[int]:
+        """Rows without an answer."""
+        return [answer.index for answer in self.answers if isinstance(answer.outcome, Failure)]
+
+
+def divergences(expected: Run, got: Run) -> list[Divergence]:
+    """Every row whose token ids are not bit-equal; rows that failed in either run are left out."""
+    found: list[Divergence] = []
+    for one, other in zip(expected.answers, got.answers, strict=True):
+        if isinstance(one.outcome, Failure) or isinstance(other.outcome, Failure):
+            continue
+        difference = first_difference(one.index, one.outcome.token_ids, other.outcome.token_ids)
+        if difference is not None:
+            found.append(difference)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run beside plain decoding of the same rows and seeds."""
+
+    run: Run
+    temperature: float | None
+    divergences: Sequence[Divergence]
+
+
+def variants_of(
+    policies: Sequence[str],
+    windows: Sequence[int | None],
+    concurrencies: Sequence[int],
+) -> list[Variant]:
+    """Every combination but the reference; a window means nothing to `off`."""
+    found: list[Variant] = []
+    for policy in policies:
+        for window in windows:
+            for concurrency in concurrencies:
+                variant = Variant(policy, None if policy == "off" else window, concurrency)
+                if variant != REFERENCE and variant not in found:
+                    found.append(variant)
+    return found

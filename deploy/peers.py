@@ -1,0 +1,127 @@
+"""transformers beside us: the reference of `verify`, and what `bench` measures against."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from paceline.generation import Message
+
+TIE_MARGIN = 1e-4
+"""Kernels differ by up to 2e-4 in a logit; two tokens closer than this are a tie (DESIGN.md, 3)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """Where our greedy text leaves transformers'. A token is None where that text had ended.
+
+    `margin` is by how much transformers' logits prefer its own token to ours at that prefix, None
+    where there is no pair of finite logits to compare.
+    """
+
+    position: int
+    ours: int | None
+    theirs: int | None
+    margin: float | None
+
+    @property
+    def tie(self) -> bool:
+        """Whether rounding alone explains it."""
+        return self.margin is not None and self.margin < TIE_MARGIN
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyText:
+    """What transformers generates, and the processed logits that each token was the argmax of."""
+
+    token_ids: list[int]
+    logits_TV: torch.Tensor
+
+
+def greedy_config(config: GenerationConfig) -> GenerationConfig:
+    """The checkpoint's generation settings with sampling switched off."""
+    greedy = copy.deepcopy(config)
+    greedy.do_sample = False
+    for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
+        setattr(greedy, name, None)
+    return greedy
+
+
+class TransformersPeer:
+    """The plain transformers model of a checkpoint, float32, on `threads` CPU threads (all)."""
+
+    def __init__(self, folder: Path, *, threads: int | None = None) -> None:
+        torch.set_num_threads(threads or os.cpu_count() or 1)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._config = greedy_config(self._model.generation_config)
+
+    def encode(self, text: str | Sequence[Message]) -> list[int]:
+        """Token ids of a prompt: a string as text, messages through the chat template."""
+        if isinstance(text, str):
+            return list(self._tokenizer(text)["input_ids"])
+        messages = [{"role": message.role, "content": message.content} for message in text]
+        return list(
+            self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        )
+
+    def greedy(self, prompt_token_ids: Sequence[int], max_tokens: int) -> GreedyText:
+        """What `generate` continues a prompt with; the end token, if it comes, is part of it."""
+        prompt_BT = torch.tensor([list(prompt_token_ids)])
+        with torch.inference_mode():
+            answer = self._model.generate(
+                prompt_BT,
+                attention_mask=torch.ones_like(prompt_BT),
+                generation_config=self._config,
+                max_new_tokens=max_tokens,
+                return_dict_in_generate=True,
+                output_scores=True,
+            )
+        token_ids = answer.sequences[0, prompt_BT.shape[1] :].tolist()
+        return GreedyText(token_ids, torch.cat(answer.scores))
+
+    def departures(
+        self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], max_tokens: int
+    ) -> list[Departure]:
+        """Every place where our greedy text leaves transformers'.
+
+        After a tie the comparison goes on behind our token, so that a tie hides nothing; it ends at
+        the first departure that is none.
+        """
+        found: list[Departure] = []
+        start = 0
+        while start == 0 or start < len(token_ids):
+            prefix = [*prompt_token_ids, *token_ids[:start]]
+            theirs = self.greedy(prefix, max_tokens - start)
+            departure = _first_departure(token_ids[start:], theirs, start)
+            if departure is None:
+                break
+            found.append(departure)
+            if not departure.tie:
+                break
+            start = departure.position + 1
+        return found
+
+
+def _first_departure(ours: Sequence[int], theirs: GreedyText, offset: int) -> Departure | None:
+    for index in range(max(len(ours), len(theirs.token_ids))):
+        our_token = ours[index] if index < len(ours) else None
+        their_token = theirs.token_ids[index] if index < len(theirs.token_ids) else None
+        if our_token == their_token:
+            continue
+        margin = None
+        if our_token is not None and their_token is not None:
+            logits_V = theirs.logits_TV[index]
+            gap = (logits_V[their_token] - logits_V[our_token]).item()
+            margin = gap if abs(gap) != float("inf") else None
+        return Departure(offset + index, our_token, their_token, margin)
+    return None

@@ -1,0 +1,151 @@
+"""Runs of an input file under several policies against one server, and transformers beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.progress import Progress, TaskID
+
+from deploy.batch import Answer, Failure, answers_in_order
+from deploy.comparison import REFERENCE, Comparison, Matrix, Run, Variant, divergences
+from deploy.inputs import BadRow, InputRow
+from deploy.peers import Departure, TransformersPeer
+from deploy.request_flags import RequestFlags
+from paceline.client import Client
+
+Rows = Sequence[InputRow | BadRow]
+
+
+@dataclass(slots=True)
+class PeerReport:
+    """Our greedy text beside that of transformers."""
+
+    rows: int = 0
+    tokens: int = 0
+    other_prompts: list[int] = field(default_factory=list)
+    departures: list[tuple[int, Departure]] = field(default_factory=list)
+
+    @property
+    def ties(self) -> int:
+        """Departures that rounding explains."""
+        return sum(departure.tie for _, departure in self.departures)
+
+    @property
+    def failed(self) -> bool:
+        """Whether anything but a tie was found."""
+        return bool(self.other_prompts) or self.ties < len(self.departures)
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """All that was found for one input file. `peer` is None where nothing was greedy."""
+
+    path: str
+    rows: Rows
+    comparisons: Sequence[Comparison]
+    peer: PeerReport | None
+
+    @property
+    def ok(self) -> bool:
+        """No divergence, no failed row."""
+        return not (
+            any(
+                comparison.divergences or comparison.run.failures for comparison in self.comparisons
+            )
+            or (self.peer is not None and self.peer.failed)
+        )
+
+
+class Verifier:
+    """Runs a matrix against the server at `address`. `make_peer` is called once, if at all."""
+
+    def __init__(
+        self,
+        address: str,
+        matrix: Matrix,
+        flags: RequestFlags,
+        *,
+        progress: Progress,
+        make_peer: Callable[[], TransformersPeer],
+    ) -> None:
+        self._address = address
+        self._matrix = matrix
+        self._flags = flags
+        self._progress = progress
+        self._make_peer = make_peer
+        self._peer: TransformersPeer | None = None
+        with Client(address) as client:
+            self._default_temperature = client.describe().default_sampling.temperature
+
+    def verify_file(self, path: Path, rows: Rows) -> FileReport:
+        """All runs over the rows of one file, then transformers beside the greedy one."""
+        comparisons: list[Comparison] = []
+        for temperature in self._matrix.temperatures:
+            reference = self._run(rows, REFERENCE, temperature)
+            comparisons.append(Comparison(reference, temperature, ()))
+            for variant in self._matrix.variants:
+                run = self._run(rows, variant, temperature)
+                found = tuple(divergences(reference, run))
+                comparisons.append(Comparison(run, temperature, found))
+        greedy = self._greedy_reference(comparisons)
+        peer = None if greedy is None else self._compare_with_peer(greedy)
+        return FileReport(str(path), rows, comparisons, peer)
+
+    def _greedy_reference(self, comparisons: Sequence[Comparison]) -> Run | None:
+        for comparison in comparisons:
+            temperature = comparison.temperature
+            if temperature is None:
+                temperature = self._default_temperature
+            if temperature == 0:
+                return comparison.run
+        return None
+
+    def _run(self, rows: Rows, variant: Variant, temperature: float | None) -> Run:
+        flags = replace(
+            self._flags, temperature=temperature, policy=variant.policy, window=variant.window
+        )
+        shown = "" if temperature is None else f", temperature {temperature:g}"
+        bar = self._progress.add_task(f"{variant}{shown}", total=len(rows))
+        start = time.monotonic()
+        answers = asyncio.run(self._answers(rows, flags, variant.concurrency, bar))
+        seconds = time.monotonic() - start
+        self._progress.remove_task(bar)
+        return Run(variant, answers, seconds)
+
+    async def _answers(
+        self, rows: Rows, flags: RequestFlags, concurrency: int, bar: TaskID
+    ) -> list[Answer]:
+        stream = answers_in_order(
+            self._address,
+            rows,
+            flags,
+            concurrency=concurrency,
+            on_done=lambda: self._progress.advance(bar),
+        )
+        return [answer async for answer in stream]
+
+    def _compare_with_peer(self, run: Run) -> PeerReport:
+        """Each answered row beside transformers: the prompt's tokens, then the text's."""
+        if self._peer is None:
+            self._peer = self._make_peer()
+        report = PeerReport()
+        bar = self._progress.add_task("transformers", total=len(run.answers))
+        for answer in run.answers:
+            self._progress.advance(bar)
+            if isinstance(answer.outcome, Failure) or isinstance(answer.row, BadRow):
+                continue
+            ours = answer.outcome
+            report.rows += 1
+            report.tokens += len(ours.token_ids)
+            if self._peer.encode(answer.row.input) != list(ours.prompt_token_ids):
+                report.other_prompts.append(answer.index)
+            found = self._peer.departures(
+                ours.prompt_token_ids, ours.token_ids, self._flags.max_tokens
+            )
+            report.departures += [(answer.index, departure) for departure in found]
+        self._progress.remove_task(bar)
+        return report

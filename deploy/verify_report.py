@@ -1,0 +1,160 @@
+"""What `verify` found: a table for people, a document for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.batch import Failure
+from deploy.comparison import Comparison
+from deploy.verifier import FileReport, PeerReport
+
+
+def print_report(console: Console, reports: Sequence[FileReport]) -> None:
+    """The runs of each file, then each divergence, then one line that says how it ended."""
+    for report in reports:
+        console.print(_runs_table(report))
+        for line in _findings(report):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(_verdict(reports), highlight=False, soft_wrap=True)
+
+
+def report_json(reports: Sequence[FileReport], *, model: str) -> dict[str, object]:
+    """The document of `verify --json`."""
+    return {
+        "model": model,
+        "ok": all(report.ok for report in reports),
+        "files": [
+            {
+                "input": report.path,
+                "rows": len(report.rows),
+                "runs": [_run_json(comparison) for comparison in report.comparisons],
+                "transformers": None if report.peer is None else _peer_json(report.peer),
+            }
+            for report in reports
+        ],
+    }
+
+
+def _runs_table(report: FileReport) -> Table:
+    table = Table(title=report.path, title_justify="left", box=None, pad_edge=False)
+    table.add_column("run")
+    for name in ("temperature", "rows", "tokens", "tokens/s", "acceptance", "differ"):
+        table.add_column(name, justify="right")
+    for comparison in report.comparisons:
+        run = comparison.run
+        temperature = comparison.temperature
+        table.add_row(
+            str(run.variant),
+            "default" if temperature is None else f"{temperature:g}",
+            str(len(run.answers) - len(run.failures)),
+            str(run.tokens),
+            f"{run.tokens / run.seconds:.1f}",
+            f"{run.tokens / run.steps:.2f}" if run.steps else "",
+            str(len(comparison.divergences)),
+        )
+    if report.peer is not None:
+        peer = report.peer
+        differ = len(peer.other_prompts) + len(peer.departures) - peer.ties
+        table.add_row("transformers", "0", str(peer.rows), str(peer.tokens), "", "", str(differ))
+    return table
+
+
+def _findings(report: FileReport) -> Iterator[str]:
+    for index, message in sorted(_failures(report.comparisons).items()):
+        yield f"row {index} failed: {message}"
+    for comparison in report.comparisons:
+        for found in comparison.divergences:
+            yield (
+                f"row {found.row}, {comparison.run.variant}: at output token {found.position} "
+                f"plain decoding has {_token(found.expected)}, this run {_token(found.got)}"
+            )
+    if report.peer is None:
+        return
+    for index in report.peer.other_prompts:
+        yield f"row {index}: transformers encodes the prompt differently"
+    for index, departure in report.peer.departures:
+        margin = "no margin" if departure.margin is None else f"margin {departure.margin:.1e}"
+        yield (
+            f"row {index}, transformers: at output token {departure.position} it has "
+            f"{_token(departure.theirs)}, we have {_token(departure.ours)}, {margin}"
+            f"{' (a tie)' if departure.tie else ''}"
+        )
+
+
+def _verdict(reports: Sequence[FileReport]) -> str:
+    comparisons = [comparison for report in reports for comparison in report.comparisons]
+    differ = sum(len(comparison.divergences) for comparison in comparisons)
+    failed = sum(len(_failures(report.comparisons)) for report in reports)
+    tokens = sum(comparison.run.tokens for comparison in comparisons)
+    parts = [f"{differ} divergences among our policies in {tokens} tokens"]
+    peers = [report.peer for report in reports if report.peer is not None]
+    if peers:
+        ties = sum(peer.ties for peer in peers)
+        real = sum(len(peer.departures) + len(peer.other_prompts) for peer in peers) - ties
+        compared = sum(peer.tokens for peer in peers)
+        parts.append(f"{real} from transformers in {compared} tokens, and {ties} ties")
+    if failed:
+        parts.append(f"{failed} rows failed")
+    outcome = "same text" if all(report.ok for report in reports) else "NOT the same text"
+    if failed and not differ and not any(peer.failed for peer in peers):
+        outcome = "same text where there is any"
+    return f"{outcome}: {'; '.join(parts)}"
+
+
+def _failures(comparisons: Iterable[Comparison]) -> dict[int, str]:
+    return {
+        answer.index: answer.outcome.message
+        for comparison in comparisons
+        for answer in comparison.run.answers
+        if isinstance(answer.outcome, Failure)
+    }
+
+
+def _token(token_id: int | None) -> str:
+    return "no more tokens" if token_id is None else str(token_id)
+
+
+def _run_json(comparison: Comparison) -> dict[str, object]:
+    run = comparison.run
+    return {
+        "policy": run.variant.policy,
+        "window": run.variant.window,
+        "concurrency": run.variant.concurrency,
+        "temperature": comparison.temperature,
+        "tokens": run.tokens,
+        "seconds": run.seconds,
+        "acceptance_length": run.tokens / run.steps if run.steps else None,
+        "failed_rows": run.failures,
+        "divergences": [
+            {
+                "row": found.row,
+                "position": found.position,
+                "expected": found.expected,
+                "got": found.got,
+            }
+            for found in comparison.divergences
+        ],
+    }
+
+
+def _peer_json(peer: PeerReport) -> dict[str, object]:
+    return {
+        "rows": peer.rows,
+        "tokens": peer.tokens,
+        "ties": peer.ties,
+        "rows_with_other_prompt_tokens": peer.other_prompts,
+        "divergences": [
+            {
+                "row": index,
+                "position": departure.position,
+                "ours": departure.ours,
+                "theirs": departure.theirs,
+                "margin": departure.margin,
+                "tie": departure.tie,
+            }
+            for index, departure in peer.departures
+        ],
+    }
