@@ -53,8 +53,8 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Save a random model of some 50,000 weights with tokenizer and chat template into `folder`.
 
-    Token 0 (`<|endoftext|>`) and 2 (`<|im_end|>`) end a sequence. `temperature`, if given, goes into
-    generation_config.json together with `do_sample`. The same arguments give the same files.
+    Token 0 (`<|endoftext|>`) and 2 (`<|im_end|>`) end a sequence. `temperature`, if given, goes
+    into generation_config.json together with `do_sample`. The same arguments give the same files.
     `vocab_size` must be at least 259 (bytes and special tokens); the tokenizer may be smaller.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -58,9 +58,9 @@ def paged_attention(
 def _write(layer: LayerCache, plan: StepPlan, key: Tensor, value: Tensor) -> None:
     count = plan.num_tokens
     key_HTD, value_HTD = key[0, :, :count], value[0, :, :count]
-    if plan.slot_run is not None:
-        layer.keys_HSD.narrow(1, plan.slot_run, count).copy_(key_HTD)
-        layer.values_HSD.narrow(1, plan.slot_run, count).copy_(value_HTD)
+    if plan.slots_T is None:
+        layer.keys_HSD.narrow(1, plan.first_slot, count).copy_(key_HTD)
+        layer.values_HSD.narrow(1, plan.first_slot, count).copy_(value_HTD)
     else:
         layer.keys_HSD.index_copy_(1, plan.slots_T, key_HTD)
         layer.values_HSD.index_copy_(1, plan.slots_T, value_HTD)
@@ -97,17 +97,17 @@ def _attend(group: Group, query_rows: Tensor, layer: LayerCache, scaling: float)
 
 def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:
     """Merge the chunks of each slice in order of position: [B, H, R, D]."""
-    shape = (group.num_slices, group.max_chunks)
     if group.spread is not None:
         parts_CHRD = parts_CHRD.index_select(0, group.spread)
-        lse_BCHR = lse_CHR.index_select(0, group.spread).unflatten(0, shape) + group.absent_BC
-    else:
-        lse_BCHR = lse_CHR.unflatten(0, shape)
+        lse_CHR = lse_CHR.index_select(0, group.spread)
+    shape = (group.num_slices, group.max_chunks, *lse_CHR.shape[1:])
+    lse_BCHR = lse_CHR.view(shape)
+    if group.absent_BC is not None:
+        lse_BCHR = lse_BCHR + group.absent_BC
     weight_BCHR = (lse_BCHR - lse_BCHR.amax(dim=1, keepdim=True)).exp_()
     # A running sum adds in order; a plain sum may add pairwise, depending on the count.
-    total_B1HR = weight_BCHR.cumsum(dim=1)[:, -1:]
-    share_BCHR1 = (weight_BCHR / total_B1HR).unsqueeze(-1)
-    weighted_BCHRD = parts_CHRD.unflatten(0, shape) * share_BCHR1
+    share_BCHR = weight_BCHR.div_(weight_BCHR.cumsum(dim=1)[:, -1:])
+    weighted_BCHRD = parts_CHRD.view(*shape, -1) * share_BCHR.unsqueeze(-1)
     merged_BHRD = weighted_BCHRD[:, 0].contiguous()
     for chunk in range(1, group.max_chunks):
         merged_BHRD += weighted_BCHRD[:, chunk]

@@ -32,7 +32,7 @@ class BlockPool:
         self._free.extend(reversed(blocks))
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert that the free blocks and the block tables in `held` are a partition of the pool."""
+        """Assert that every block is either free or in one of the block tables in `held`, once."""
         seen = sorted([*self._free, *(block for table in held for block in table)])
         assert seen == list(range(self.num_blocks)), (
             f"KV blocks leaked or shared: {len(seen)} counted of {self.num_blocks}, "

@@ -34,12 +34,12 @@ class CheckpointInfo:
     vocab_size: int
     """Length of a row of logits."""
     vocabulary_digest: bytes
-    """SHA-256 over the tokenizer's (token, id) pairs; equal for models that may draft for another."""
+    """SHA-256 over the tokenizer's (token, id) pairs: a drafter's must equal its target's."""
     max_model_len: int
     """Positions that the model was made for, prompt and output together."""
     end_token_ids: tuple[int, ...]
     default_sampling: SamplingParams
-    """From generation_config.json: greedy unless it sets do_sample; only values that the file has."""
+    """From generation_config.json: greedy unless it sets do_sample."""
     dtype: str
     """In which the weights are stored, such as "float32"."""
 
@@ -115,8 +115,8 @@ def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
         kinds = {"sliding_attention"} if window < config.max_position_embeddings else kinds
     if kinds:
         raise CheckpointError(
-            f"{folder / 'config.json'}: layers of kind {', '.join(sorted(kinds))} are not supported "
-            "yet: use a checkpoint with full attention in every layer"
+            f"{folder / 'config.json'}: layers of kind {', '.join(sorted(kinds))} are not "
+            "supported yet: use a checkpoint with full attention in every layer"
         )
 
 
@@ -129,7 +129,7 @@ def _check_tensors(
         shapes.update(_read_shapes(path))
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     except Exception as error:  # transformers raises many kinds
         raise CheckpointError(
             f"{folder / 'config.json'}: not a causal language model that can be built: "

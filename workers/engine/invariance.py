@@ -30,7 +30,7 @@ class SlabActivation(nn.Module):
             result: Tensor = self.activation(values)
             return result
         flat = nn.functional.pad(values.reshape(-1), (0, -count % _ALIGNMENT))
-        slabs = [self.activation(slab) for slab in flat.split(_SLAB)]
+        slabs = [self.activation(slab) for slab in torch.split(flat, _SLAB)]
         return torch.cat(slabs)[:count].view(values.shape)
 
 

@@ -46,7 +46,9 @@ class KVCache:
 
     @staticmethod
     def _by_block(slots_HSD: Tensor) -> Tensor:
-        return slots_HSD.unflatten(1, (-1, BLOCK_SIZE)).transpose(0, 1)
+        return slots_HSD.view(slots_HSD.shape[0], -1, BLOCK_SIZE, slots_HSD.shape[2]).transpose(
+            0, 1
+        )
 
 
 def block_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:

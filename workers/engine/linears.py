@@ -18,8 +18,8 @@ WeightForm = Literal["float32", "int8"]
 
 _MIN_ROWS = 2
 """oneDNN takes another kernel, with other rounding, for a single row."""
-_UNPACK_ROWS = 48
-"""From so many rows on, unpacking int8 weights to bfloat16 is faster than multiplying as they are."""
+_UNPACK_ROWS = 32
+"""From so many rows on it is faster to unpack int8 weights to bfloat16 and multiply those."""
 
 
 class PackedLinear(nn.Module):
@@ -46,11 +46,15 @@ class PackedLinear(nn.Module):
             return rows_TN.new_empty((*rows_TN.shape[:-1], self.out_features))
         flat_TN = rows_TN.reshape(num_rows, self.in_features).expand(_MIN_ROWS, -1).contiguous()
         doubled = self._multiply(flat_TN, self._packed, self._bias, "none", _NO_SCALARS, "")
-        return doubled[:1].reshape(*rows_TN.shape[:-1], self.out_features)
+        single: Tensor = doubled[:1].reshape(*rows_TN.shape[:-1], self.out_features)
+        return single
 
 
 class Int8Linear(nn.Module):
     """A linear layer of 8-bit weights; activations and results are bfloat16."""
+
+    weight_MN: Tensor
+    scale_M: Tensor
 
     def __init__(self, source: nn.Linear) -> None:
         super().__init__()
@@ -64,13 +68,11 @@ class Int8Linear(nn.Module):
     def forward(self, rows_TN: Tensor) -> Tensor:
         """The product, of shape [..., M], in bfloat16."""
         flat_TN = rows_TN.reshape(-1, self.in_features)
-        weight_MN, scale_M = self.weight_MN, self.scale_M
-        assert isinstance(weight_MN, Tensor) and isinstance(scale_M, Tensor)
         if flat_TN.shape[0] >= _UNPACK_ROWS:
-            unpacked_MN = weight_MN.to(torch.bfloat16)
-            result = nn.functional.linear(flat_TN, unpacked_MN) * scale_M
+            unpacked_MN = self.weight_MN.to(torch.bfloat16)
+            result = nn.functional.linear(flat_TN, unpacked_MN) * self.scale_M
         else:
-            result = torch._weight_int8pack_mm(flat_TN, weight_MN, scale_M)
+            result = torch._weight_int8pack_mm(flat_TN, self.weight_MN, self.scale_M)
         if self._bias is not None:
             result = result + self._bias
         return result.reshape(*rows_TN.shape[:-1], self.out_features)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -29,7 +30,7 @@ def load_plain_model(folder: Path, weights: WeightForm) -> PreTrainedModel:
     attention.register()
     with _quiet():
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=torch.float32 if weights == "float32" else torch.bfloat16,
                 attn_implementation=attention.NAME,
@@ -40,20 +41,23 @@ def load_plain_model(folder: Path, weights: WeightForm) -> PreTrainedModel:
             )
         except Exception as error:  # transformers raises many kinds
             raise CheckpointError(f"{folder} could not be loaded: {error}") from error
+    model, report = loaded
     missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(f"{folder} lacks tensors that the model needs, first {missing[0]}")
     assert isinstance(model, PreTrainedModel)
-    return model.eval().requires_grad_(False)
+    model.train(False)
+    model.requires_grad_(False)
+    return model
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bars: workers have no terminal."""
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

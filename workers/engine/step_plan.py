@@ -76,10 +76,9 @@ class StepPlan:
     position_ids_1T: Tensor
     num_tokens: int
     """Tokens fed; the tensors may hold padding after them."""
-    slot_run: int | None
-    """First slot, where the step writes consecutive slots."""
+    first_slot: int
     slots_T: Tensor | None
-    """Else the slot of each token."""
+    """The slot of each token, or None where they follow the first one by one."""
     groups: tuple[Group, ...]
     scatter: Tensor
     """For each row of the result, seen as [T x query heads, D], its row in the groups' outputs."""
@@ -114,7 +113,7 @@ def make_plan(slices: Sequence[Slice], *, num_query_heads: int, num_kv_heads: in
         token_ids_1T=torch.tensor([token_ids + token_ids[-1:] * padding]),
         position_ids_1T=torch.tensor([positions + positions[-1:] * padding]),
         num_tokens=num_tokens,
-        slot_run=slots[0] if in_a_run else None,
+        first_slot=slots[0],
         slots_T=None if in_a_run else torch.tensor(slots),
         groups=groups,
         scatter=scatter,
@@ -146,7 +145,9 @@ def _make_groups(
 
 
 class _Rows:
-    """The query rows of a group: row r of head h is token r // share, query head h * share + r % share."""
+    """The query rows of a group. With S query heads to a key head, row r of key head h is token
+    r // S of its slice and query head h * S + r % S.
+    """
 
     def __init__(
         self,

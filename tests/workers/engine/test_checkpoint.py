@@ -1,0 +1,160 @@
+"""Checkpoint folders: what is read from them, and how broken ones are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.errors import CheckpointError, ConfigError
+from tests.tiny import make_tiny_checkpoint
+from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.engine import Engine
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("whole") / "tiny")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(whole, tmp_path / "copy"))
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def test_what_is_read(whole: Path) -> None:
+    info = inspect_checkpoint(whole)
+    assert (info.name, info.vocab_size, info.max_model_len) == ("tiny", 384, 512)
+    assert info.end_token_ids == (2, 0)
+    assert info.dtype == "float32"
+    assert info.default_sampling.greedy
+    assert len(info.vocabulary_digest) == 32
+
+
+def test_sampling_defaults_are_the_checkpoints(folder: Path) -> None:
+    generation = folder / "generation_config.json"
+    edit_json(generation, do_sample=True, temperature=0.6, top_p=0.9, repetition_penalty=1.1)
+    sampling = inspect_checkpoint(folder).default_sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.9, 0)
+    assert sampling.repetition_penalty == 1.1
+    generation.unlink()
+    assert inspect_checkpoint(folder).default_sampling.greedy
+    assert inspect_checkpoint(folder).end_token_ids == (2,)
+
+
+def test_vocabulary_digest_tells_tokenizers_apart(whole: Path, tmp_path: Path) -> None:
+    same = make_tiny_checkpoint(tmp_path / "same", seed=5)
+    other = make_tiny_checkpoint(tmp_path / "other", vocab_size=300)
+    digest = inspect_checkpoint(whole).vocabulary_digest
+    assert inspect_checkpoint(same).vocabulary_digest == digest
+    assert inspect_checkpoint(other).vocabulary_digest != digest
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def write(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(content) and None
+
+
+def cut_weights(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[: len(content) // 2])
+
+
+def pickle_only(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+def drop_tensor(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"]
+
+    edit_tensors(folder, change)
+
+
+def bend_tensor(folder: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] = torch.ones(47)
+
+    edit_tensors(folder, change)
+
+
+def index_of_missing_file(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "config.json", **changes)
+
+
+@pytest.mark.parametrize(
+    ("breakage", "words"),
+    [
+        (remove("config.json"), ["config.json", "missing"]),
+        (write("config.json", "{"), ["config.json", "JSON"]),
+        (write("config.json", "[]"), ["config.json", "object"]),
+        (config(model_type="no-such-model"), ["config.json", "no-such-model"]),
+        (config(auto_map={"AutoModel": "code.Model"}), ["auto_map", "never"]),
+        (config(sliding_window=8, model_type="mistral"), ["sliding_attention", "not supported"]),
+        (remove(WEIGHTS), ["no weights", WEIGHTS]),
+        (cut_weights, [WEIGHTS, "fetch it again"]),
+        (write(WEIGHTS, "not tensors at all"), [WEIGHTS, "fetch it again"]),
+        (pickle_only, ["pytorch_model.bin", "safetensors"]),
+        (drop_tensor, ["model.norm.weight", WEIGHTS, "missing"]),
+        (bend_tensor, ["model.norm.weight", WEIGHTS, "(47,)", "(48,)"]),
+        (index_of_missing_file, ["model-00001-of-00002.safetensors", "missing"]),
+        (remove("tokenizer.json"), ["tokenizer.json"]),
+        (write("tokenizer.json", "{}"), ["tokenizer.json", "not a usable"]),
+        (config(vocab_size=300), ["(384, 48)", "(300, 48)"]),
+    ],
+)
+def test_a_broken_folder_is_refused_in_one_line(
+    folder: Path, breakage: Callable[[Path], None], words: list[str]
+) -> None:
+    breakage(folder)
+    with pytest.raises(CheckpointError) as caught:
+        inspect_checkpoint(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    assert str(folder) in message or message.startswith("tensor")
+
+
+def test_an_absent_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no checkpoint folder at .*nowhere"):
+        inspect_checkpoint(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("length", [0, 513])
+def test_a_length_that_the_model_does_not_have_is_refused(whole: Path, length: int) -> None:
+    with pytest.raises(ConfigError, match="max_model_len must be from 1 to the checkpoint's 512"):
+        Engine(whole, threads=1, kv_memory_bytes=1 << 22, max_model_len=length)
+
+
+def test_too_little_kv_memory_is_refused_with_the_amount_needed(whole: Path) -> None:
+    with pytest.raises(ConfigError, match="give at least 131072 bytes"):
+        Engine(whole, threads=1, kv_memory_bytes=1 << 16)
+    assert Engine(whole, threads=1, kv_memory_bytes=131072).num_blocks == 4

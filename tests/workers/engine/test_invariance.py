@@ -1,0 +1,182 @@
+"""A row's logits are bit-equal in whatever company, split or thread count it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from tests.tiny import Architecture, make_tiny_checkpoint
+from workers.engine.engine import Engine, Slice
+from workers.engine.invariance import SlabActivation
+
+LENGTH = 300
+VOCAB = 384
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")
+TABLES = ([5, 9, 7], [12, 13, 14], [20, 3, 4])
+
+
+def make_engine(folder: Path) -> Engine:
+    return Engine(folder, weights="float32", threads=1, kv_memory_bytes=2 << 20)
+
+
+@pytest.fixture(autouse=True)
+def keep_thread_count() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp(request.param),
+        architecture=request.param,
+        vocab_size=VOCAB,
+        tie_word_embeddings=request.param == "llama",
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return make_engine(folder)
+
+
+@pytest.fixture(scope="module")
+def token_ids() -> list[int]:
+    return torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def expected(engine: Engine, token_ids: list[int]) -> torch.Tensor:
+    """The rows of the whole sequence, computed at once."""
+    return engine.step([Slice([0, 1, 2], 0, token_ids, LENGTH)])
+
+
+def feed(engine: Engine, token_ids: list[int], widths: Sequence[int]) -> torch.Tensor:
+    rows, start = [], 0
+    for width in widths:
+        end = min(start + width, len(token_ids))
+        rows.append(engine.step([Slice(TABLES[0], start, token_ids[start:end], end - start)]))
+        start = end
+    return torch.cat(rows)
+
+
+def test_the_self_test_agrees(engine: Engine) -> None:
+    assert engine.batch_invariant
+
+
+def test_rows_are_close_to_transformers(
+    folder: Path, token_ids: list[int], expected: torch.Tensor
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits_TV = model(torch.tensor([token_ids])).logits[0]
+    assert (logits_TV - expected).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [[1] * LENGTH, [2] * 150, [100, 1, 1, 1, 25, 3, 2, 167], [128, 128, 44], [33] * 10, [17] * 18],
+    ids=lambda widths: f"{widths[0]}x{len(widths)}",
+)
+def test_any_split_of_the_prompt(
+    engine: Engine, token_ids: list[int], expected: torch.Tensor, widths: list[int]
+) -> None:
+    assert torch.equal(feed(engine, token_ids, widths), expected)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    cuts=st.tuples(*[st.tuples(st.integers(0, 290), st.integers(1, 40)) for _ in TABLES]),
+    threads=st.sampled_from([1, 2, 3]),
+)
+def test_any_batch(
+    engine: Engine,
+    token_ids: list[int],
+    expected: torch.Tensor,
+    cuts: tuple[tuple[int, int], ...],
+    threads: int,
+) -> None:
+    slices, wanted = [], []
+    for table, (start, width) in zip(TABLES, cuts, strict=True):
+        if start:
+            engine.step([Slice(table, 0, token_ids[:start], 0)])
+        end = min(start + width, LENGTH)
+        slices.append(Slice(table, start, token_ids[start:end], end - start))
+        wanted.append(expected[start:end])
+    torch.set_num_threads(threads)
+    assert torch.equal(engine.step(slices), torch.cat(wanted))
+
+
+def test_rejected_candidates_leave_no_trace(
+    engine: Engine, token_ids: list[int], expected: torch.Tensor
+) -> None:
+    table = TABLES[1]
+    engine.step([Slice(table, 0, token_ids[:140], 1)])
+    wrong = [(token + 1) % VOCAB for token in token_ids[140:150]]
+    engine.step([Slice(table, 140, wrong, len(wrong))])
+    rows = engine.step([Slice(table, 140, token_ids[140:146], 6)])
+    assert torch.equal(rows, expected[140:146])
+
+
+def test_logits_only_where_asked(
+    engine: Engine, token_ids: list[int], expected: torch.Tensor
+) -> None:
+    rows = engine.step(
+        [
+            Slice(TABLES[0], 0, token_ids[:50], 2),
+            Slice(TABLES[1], 0, token_ids[:7], 0),
+            Slice(TABLES[2], 0, token_ids[:1], 1),
+        ]
+    )
+    assert torch.equal(rows, torch.cat([expected[48:50], expected[:1]]))
+    assert engine.step([Slice(TABLES[1], 7, token_ids[7:9], 0)]).shape == (0, VOCAB)
+    assert rows.dtype == torch.float32
+    assert engine.forward_seconds > 0
+
+
+class RoundsByBatch(nn.Module):
+    """What a kernel does that rounds otherwise for other batch shapes, made larger."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.inner(rows)
+        return result * (1 + 1e-6 * (rows.shape[-2] % 2))
+
+
+def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.engine import engine as engine_module
+
+    load = engine_module.load_model
+
+    def load_perturbed(where: Path, weights: str) -> nn.Module:
+        model = load(where, weights)  # type: ignore[arg-type]
+        layer = model.base_model.layers[1]
+        layer.mlp.down_proj = RoundsByBatch(layer.mlp.down_proj)
+        return model
+
+    monkeypatch.setattr(engine_module, "load_model", load_perturbed)
+    assert not make_engine(folder).batch_invariant
+
+
+def test_plain_activations_depend_on_where_they_lie_and_slabs_do_not() -> None:
+    # silu's scalar remainder rounds otherwise than its vector code on CPUs with vector units.
+    values = torch.randn(100_003, generator=torch.Generator().manual_seed(3)) * 3
+
+    def in_pieces(activation: nn.Module) -> torch.Tensor:
+        return torch.cat([activation(piece) for piece in values.split(7)])
+
+    slab = SlabActivation(nn.SiLU())
+    assert torch.equal(in_pieces(slab), slab(values))
