@@ -12,14 +12,18 @@ from paceline.errors import ConfigError
 def pin_cores(cores: Collection[int]) -> None:
     """Let all threads of this process, and those to come, run on `cores` alone.
 
-    Raises ConfigError when the process may not use one of them.
+    Raises ConfigError when the machine, or this process's control group, has not got them.
     """
-    allowed = os.sched_getaffinity(0)
-    if not cores or not allowed.issuperset(cores):
+    try:
+        os.sched_setaffinity(0, cores)
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cores: expected some of the cores {sorted(allowed)} that this process may use, "
-            f"got {sorted(cores)}"
-        )
+            f"cores: cannot run on {sorted(cores)} alone ({error}); "
+            f"this process may use {sorted(os.sched_getaffinity(0))}"
+        ) from error
+    granted = os.sched_getaffinity(0)
+    if granted != set(cores):
+        raise ConfigError(f"cores: asked for {sorted(cores)}, of which {sorted(granted)} are there")
     # The affinity of a process is that of each of its threads; new ones inherit their creator's.
     for task in Path("/proc/self/task").iterdir():
         try:

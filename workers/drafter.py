@@ -14,27 +14,27 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import grpc
+import typer
 
-from paceline.convert import ANY_VOCABULARY, spec_from_wire
 from paceline.errors import (
     ConfigError,
     InternalError,
-    InvalidRequestError,
     PacelineError,
-    ProtocolError,
 )
-from paceline.v1 import drafting_pb2, drafting_pb2_grpc, types_pb2
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.cores import pin_cores
-from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
+from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.model import ModelProposer
 from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
+from workers.drafting.wire import apply_request, to_responses
 from workers.engine.linears import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
+from workers.standalone import parse_cores, parse_weights, run_standalone
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
 DrafterKind = Literal["model", "ngram"]
@@ -132,7 +132,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         """Handle a stream's messages until it ends; then let its writer end too."""
         try:
             async for request in requests:
-                declined = _handle(session, request)
+                declined = apply_request(session, request)
                 if declined is not None:
                     outbox.put_nowait(drafting_pb2.DraftResponse(declined=declined))
                 self._handled += 1
@@ -159,7 +159,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         news = desk.run_pass()
         pass_seconds = time.perf_counter() - begin
         for item in news:
-            for answer in _answers(item, pass_seconds):
+            for answer in to_responses(item, pass_seconds):
                 self._outboxes[item.session].put_nowait(answer)
 
     def _fail_all(self, desk: DraftingDesk, error: InternalError) -> None:
@@ -186,62 +186,6 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
 
 _Outbox = asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None]
 """Answers in order; an error aborts the stream, None ends it."""
-
-
-def _handle(
-    session: DraftingSession, request: drafting_pb2.DraftRequest
-) -> drafting_pb2.Declined | None:
-    """Apply one message. Raises ProtocolError naming the field that is wrong."""
-    kind = request.WhichOneof("message")
-    if kind == "outcome":
-        outcome = request.outcome
-        session.outcome(outcome.sequence_id, outcome.position, list(outcome.token_ids))
-    elif kind == "grant":
-        grant = request.grant
-        session.grant(grant.sequence_id, grant.until_position, grant.branches)
-    elif kind == "open":
-        return _open(session, request.open)
-    elif kind == "close":
-        session.close(request.close.sequence_id)
-    else:
-        raise ProtocolError("message: expected open, outcome, grant or close, got none")
-    return None
-
-
-def _open(
-    session: DraftingSession, message: drafting_pb2.OpenSequence
-) -> drafting_pb2.Declined | None:
-    try:
-        spec = spec_from_wire(message.spec, vocab_size=session.vocab_size or ANY_VOCABULARY)
-    except InvalidRequestError as error:
-        raise ProtocolError(f"open.spec.{error}") from error
-    reason = session.open(message.sequence_id, spec, list(message.token_ids))
-    if reason is None:
-        return None
-    return drafting_pb2.Declined(sequence_id=message.sequence_id, reason=reason)
-
-
-def _answers(news: SessionNews, pass_seconds: float) -> list[drafting_pb2.DraftResponse]:
-    batch = drafting_pb2.ProposalBatch(
-        proposals=[
-            drafting_pb2.Proposal(
-                sequence_id=proposal.sequence_id,
-                base=types_pb2.Base(length=proposal.base_length, hash=proposal.base_hash),
-                token_ids=proposal.token_ids,
-                last=proposal.last,
-            )
-            for proposal in news.proposals
-        ],
-        pass_seconds=pass_seconds,
-        tokens_fed=news.tokens_fed,
-    )
-    declined = [
-        drafting_pb2.DraftResponse(
-            declined=drafting_pb2.Declined(sequence_id=sequence_id, reason=reason)
-        )
-        for sequence_id, reason in news.declined
-    ]
-    return [drafting_pb2.DraftResponse(proposals=batch), *declined]
 
 
 async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) -> RunningServer:
@@ -282,3 +226,34 @@ async def _make_proposer(options: DrafterOptions) -> Proposer:
         kv_memory_bytes=options.kv_memory_bytes,
     )
     return ModelProposer(engine)
+
+
+def main(
+    folder: Annotated[Path | None, typer.Argument()] = None,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    weights: str = "int8",
+    threads: int = 1,
+    kv_memory_mib: int = 256,
+    max_sequences: int = 64,
+    cores: str | None = None,
+) -> None:
+    """Serve a drafter from this process, without Ray: for tests and for looking into faults.
+
+    FOLDER is a checkpoint; without one it drafts by n-grams. Port 0 takes a free one; the address
+    is printed once it serves.
+    """
+    options = DrafterOptions(
+        kind="ngram" if folder is None else "model",
+        folder=folder,
+        weights=parse_weights(weights),
+        threads=threads,
+        kv_memory_bytes=kv_memory_mib * 1024 * 1024,
+        max_sequences=max_sequences,
+        cores=parse_cores(cores),
+    )
+    run_standalone(lambda: serve_drafter(options, host=host, port=port))
+
+
+if __name__ == "__main__":
+    typer.run(main)

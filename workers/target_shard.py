@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import torch
+import typer
 
 from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
@@ -25,6 +26,7 @@ from workers.engine.engine import Engine
 from workers.engine.linears import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
+from workers.standalone import parse_cores, parse_weights, run_standalone
 from workers.target_session import EngineLimits, TargetSession, VerdictTask
 from workers.verification.coupled import verify_chain
 
@@ -188,3 +190,32 @@ async def serve_target_shard(
         await server.stop()
         raise
     return server
+
+
+def main(
+    folder: Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    weights: str = "float32",
+    threads: int = 1,
+    kv_memory_mib: int = 256,
+    max_model_len: int | None = None,
+    cores: str | None = None,
+) -> None:
+    """Serve a target shard from this process, without Ray: for tests and for looking into faults.
+
+    FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once it serves.
+    """
+    options = TargetShardOptions(
+        folder=folder,
+        weights=parse_weights(weights),
+        threads=threads,
+        kv_memory_bytes=kv_memory_mib * 1024 * 1024,
+        max_model_len=max_model_len,
+        cores=parse_cores(cores),
+    )
+    run_standalone(lambda: serve_target_shard(options, host=host, port=port))
+
+
+if __name__ == "__main__":
+    typer.run(main)

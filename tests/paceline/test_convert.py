@@ -1,0 +1,54 @@
+"""Specs go over the wire and come back as they were, or are refused by field."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.convert import spec_from_wire, spec_to_wire
+from paceline.errors import InvalidRequestError
+from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.v1 import types_pb2
+
+# Every float is exact in float32.
+FULL = SequenceSpec(
+    SamplingParams(
+        temperature=0.75,
+        top_k=40,
+        top_p=0.875,
+        min_p=0.0625,
+        repetition_penalty=1.125,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={3: -1.5, 70000: 4.0},
+        min_tokens=5,
+    ),
+    seed=(1 << 64) - 1,
+    prompt_length=17,
+    sample_index=2,
+    end_token_ids=(0, 2),
+)
+
+
+@pytest.mark.parametrize("spec", [FULL, SequenceSpec(SamplingParams(), seed=0, prompt_length=1)])
+def test_round_trip(spec: SequenceSpec) -> None:
+    message = types_pb2.SequenceSpec.FromString(spec_to_wire(spec).SerializeToString())
+    assert spec_from_wire(message) == spec
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("rule", {"rule": types_pb2.VERIFICATION_RULE_UNSPECIFIED}),
+        ("top_p", {"sampling": types_pb2.SamplingParams(repetition_penalty=1)}),
+        ("temperature", {"sampling": types_pb2.SamplingParams(temperature=float("nan"))}),
+        ("end_token_ids", {"end_token_ids": [80000]}),
+    ],
+)
+def test_a_bad_field_is_named(field: str, change: dict[str, object]) -> None:
+    message = spec_to_wire(FULL)
+    for name in change:
+        message.ClearField(name)  # type: ignore[arg-type]
+    message.MergeFrom(types_pb2.SequenceSpec(**change))  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError) as refusal:
+        spec_from_wire(message, vocab_size=80000)
+    assert refusal.value.field == field

@@ -1,0 +1,127 @@
+"""Small clients of the worker services, as a driver would be."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from paceline.channel import client_options
+from paceline.convert import spec_to_wire
+from paceline.sampling import SequenceSpec
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc
+
+DEADLINE = 20.0
+"""Seconds after which a test's call fails."""
+
+
+@asynccontextmanager
+async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel with the options of our clients."""
+    async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
+        yield channel
+
+
+class Stepper:
+    """One Step stream and one sequence (number 1) on it."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = target_pb2_grpc.TargetServiceStub(channel).Step(timeout=DEADLINE)
+        self.step_number = 0
+
+    async def send(self, **fields: object) -> target_pb2.StepResponse:
+        """Send a step, its number filled in, and await the answer."""
+        self.step_number += 1
+        await self.call.write(target_pb2.StepRequest(step=self.step_number, **fields))
+        response = await self.call.read()
+        assert response is not grpc.aio.EOF, "the stream ended too early"
+        return response
+
+    async def open(
+        self, spec: SequenceSpec, token_ids: Sequence[int], blocks: Sequence[int], *, chunk: int
+    ) -> int:
+        """Open sequence 1, prefill in chunks; the first token after the prompt."""
+        await self.send(open=[target_pb2.TargetSequence(sequence_id=1, spec=spec_to_wire(spec))])
+        for start in range(0, len(token_ids), chunk):
+            fed = token_ids[start : start + chunk]
+            piece = target_pb2.Slice(
+                sequence_id=1,
+                start=start,
+                token_ids=fed,
+                verdict=start + chunk >= len(token_ids),
+                new_blocks=blocks if start == 0 else (),
+            )
+            response = await self.send(slices=[piece])
+        return response.verdicts[0].token_id
+
+    async def verify(
+        self, start: int, last_token: int, candidates: Sequence[int]
+    ) -> target_pb2.Verdict:
+        """One decoding step of sequence 1."""
+        piece = target_pb2.Slice(
+            sequence_id=1,
+            start=start,
+            token_ids=[last_token, *candidates],
+            window=len(candidates),
+            verdict=True,
+        )
+        response = await self.send(slices=[piece])
+        return response.verdicts[0]
+
+    async def end(self) -> None:
+        """End the stream in good order."""
+        await self.call.done_writing()
+        assert await self.call.read() is grpc.aio.EOF
+
+
+class DraftStream:
+    """One Draft stream."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.call = drafting_pb2_grpc.DraftingServiceStub(channel).Draft(timeout=DEADLINE)
+
+    async def open(self, sequence_id: int, spec: SequenceSpec, token_ids: Sequence[int]) -> None:
+        await self.call.write(
+            drafting_pb2.DraftRequest(
+                open=drafting_pb2.OpenSequence(
+                    sequence_id=sequence_id, spec=spec_to_wire(spec), token_ids=token_ids
+                )
+            )
+        )
+
+    async def grant(self, sequence_id: int, until_position: int) -> None:
+        await self.call.write(
+            drafting_pb2.DraftRequest(
+                grant=drafting_pb2.Grant(
+                    sequence_id=sequence_id, until_position=until_position, branches=1
+                )
+            )
+        )
+
+    async def outcome(self, sequence_id: int, position: int, token_ids: Sequence[int]) -> None:
+        await self.call.write(
+            drafting_pb2.DraftRequest(
+                outcome=drafting_pb2.Outcome(
+                    sequence_id=sequence_id, position=position, token_ids=token_ids
+                )
+            )
+        )
+
+    async def close(self, sequence_id: int) -> None:
+        await self.call.write(
+            drafting_pb2.DraftRequest(close=drafting_pb2.CloseSequence(sequence_id=sequence_id))
+        )
+
+    async def read(self) -> drafting_pb2.DraftResponse:
+        """The next message; the stream must not have ended."""
+        response = await self.call.read()
+        assert response is not grpc.aio.EOF, "the stream ended too early"
+        return response
+
+    async def proposals(self, num_tokens: int) -> list[drafting_pb2.Proposal]:
+        """The proposals that come, until they hold so many tokens."""
+        found: list[drafting_pb2.Proposal] = []
+        while sum(len(proposal.token_ids) for proposal in found) < num_tokens:
+            found.extend((await self.read()).proposals.proposals)
+        return found

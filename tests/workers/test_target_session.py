@@ -1,0 +1,138 @@
+"""Malformed steps: each is refused with the name of the field that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.convert import spec_to_wire
+from paceline.errors import ProtocolError
+from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.v1 import target_pb2, types_pb2
+from workers.target_session import EngineLimits, TargetSession
+
+LIMITS = EngineLimits(vocab_size=100, max_model_len=40, block_size=16, num_blocks=5)
+SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
+
+
+def opened(sequence_id: int, spec: SequenceSpec = SPEC) -> target_pb2.TargetSequence:
+    return target_pb2.TargetSequence(sequence_id=sequence_id, spec=spec_to_wire(spec))
+
+
+def piece(**fields: Any) -> target_pb2.Slice:
+    """A slice of sequence 1 that decodes plainly, but for the fields given."""
+    return target_pb2.Slice(
+        **{"sequence_id": 1, "start": 3, "token_ids": [7], "verdict": True, **fields}
+    )
+
+
+@pytest.fixture
+def session() -> TargetSession:
+    """Sequence 1 holds three tokens in block 0, sequence 2 one in block 1."""
+    session = TargetSession(LIMITS)
+    session.begin_step(
+        target_pb2.StepRequest(
+            step=1,
+            open=[opened(1), opened(2)],
+            slices=[
+                piece(start=0, token_ids=[1, 2, 3], new_blocks=[0]),
+                piece(sequence_id=2, start=0, token_ids=[4], new_blocks=[1]),
+            ],
+        )
+    )
+    return session
+
+
+BAD_SLICES: dict[str, dict[str, Any]] = {
+    "sequence_id: sequence 9 is not open": {"sequence_id": 9},
+    "token_ids: expected at least one": {"token_ids": []},
+    "token_ids: expected ids below 100, got 100": {"token_ids": [7, 100]},
+    "start: expected at most 3": {"start": 4},
+    "token_ids: 41 tokens exceed max_model_len": {
+        "token_ids": [7] * 38,
+        "new_blocks": [2, 3],
+    },
+    "window: expected less than the 2 token_ids": {"token_ids": [7, 8], "window": 2},
+    "window: expected 0 where no verdict": {"token_ids": [7, 8], "window": 1, "verdict": False},
+    "new_blocks: expected ids below 5, got 5": {"new_blocks": [5]},
+    "new_blocks: block 1 is in a block table": {"new_blocks": [1]},
+    "new_blocks: block 0 is in a block table": {"new_blocks": [0]},
+    "new_blocks: block 3 is in a block table": {"new_blocks": [3, 3]},
+    "new_blocks: 17 tokens need": {"token_ids": [7] * 14},
+}
+
+
+@pytest.mark.parametrize("message", BAD_SLICES)
+def test_a_bad_slice_is_named(session: TargetSession, message: str) -> None:
+    good = piece(sequence_id=2, start=1)
+    request = target_pb2.StepRequest(step=2, slices=[good, piece(**BAD_SLICES[message])])
+    with pytest.raises(ProtocolError) as refusal:
+        session.begin_step(request)
+    assert str(refusal.value).startswith(f"slices[1].{message}")
+
+
+BAD_STEPS: dict[str, dict[str, Any]] = {
+    "step: expected 2, got 3": {"step": 3},
+    "step: expected 2, got 1": {"step": 1},
+    "close: sequence 3 is not open": {"close": [3]},
+    "close: sequence 1 is not open": {"close": [1, 1]},
+    "open: sequence 1 is open already": {"open": [opened(1)]},
+    "open: sequence 3: spec.rule": {"open": [target_pb2.TargetSequence(sequence_id=3)]},
+    "open: sequence 3: spec.temperature": {
+        "open": [opened(3, SequenceSpec(SamplingParams(temperature=-1), seed=0, prompt_length=1))]
+    },
+    "open: sequence 3: spec.logit_bias": {
+        "open": [
+            opened(3, SequenceSpec(SamplingParams(logit_bias={100: 1}), seed=0, prompt_length=1))
+        ]
+    },
+    "open: sequence 3: spec.sampling": {
+        "open": [
+            target_pb2.TargetSequence(
+                sequence_id=3,
+                spec=types_pb2.SequenceSpec(rule=types_pb2.VERIFICATION_RULE_COUPLED),
+            )
+        ]
+    },
+    "slices[1].sequence_id: sequence 1 has a slice": {"slices": [piece(), piece()]},
+    "slices[0].sequence_id: sequence 1 is not open": {"close": [1], "slices": [piece()]},
+}
+
+
+@pytest.mark.parametrize("message", BAD_STEPS)
+def test_a_bad_step_is_named(session: TargetSession, message: str) -> None:
+    with pytest.raises(ProtocolError) as refusal:
+        session.begin_step(target_pb2.StepRequest(**{"step": 2, **BAD_STEPS[message]}))
+    assert str(refusal.value).startswith(message)
+
+
+def test_closed_sequences_give_their_blocks_and_ids_back(session: TargetSession) -> None:
+    slices, tasks = session.begin_step(
+        target_pb2.StepRequest(
+            step=2,
+            close=[1],
+            open=[opened(1)],
+            slices=[piece(start=0, token_ids=[8, 9], new_blocks=[0])],
+        )
+    )
+    session.check_integrity()
+    assert (list(slices[0].block_table), slices[0].num_logits) == ([0], 1)
+    assert (list(tasks[0].prefix), list(tasks[0].candidates)) == ([8, 9], [])
+
+
+def test_a_verdict_sees_every_token_before_the_window(session: TargetSession) -> None:
+    session.begin_step(
+        target_pb2.StepRequest(step=2, slices=[piece(token_ids=[10, 11, 12], window=2)])
+    )
+    # Both candidates were refused: the next slice begins before them and drops them.
+    slices, tasks = session.begin_step(
+        target_pb2.StepRequest(step=3, slices=[piece(start=4, token_ids=[20, 21], window=1)])
+    )
+    assert (list(tasks[0].prefix), list(tasks[0].candidates)) == ([1, 2, 3, 10, 20], [21])
+    assert (slices[0].start, slices[0].num_logits) == (4, 2)
+
+
+def test_a_step_may_hold_closes_alone(session: TargetSession) -> None:
+    assert session.begin_step(target_pb2.StepRequest(step=2, close=[1, 2])) == ([], [])
+    session.check_integrity()

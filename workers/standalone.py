@@ -1,0 +1,59 @@
+"""A worker as a plain process, without Ray: for tests and for looking into a fault.
+
+    python -m workers.target_shard FOLDER --port 9001
+    python -m workers.drafter FOLDER --port 9002
+    python -m workers.drafter --port 9003        (no folder: n-grams)
+
+It prints its address once it serves, and ends on SIGTERM or SIGINT.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from typing import get_args
+
+import typer
+
+from paceline.errors import PacelineError, outward
+from workers.engine.linears import WeightForm
+from workers.server import RunningServer
+
+
+def run_standalone(serve: Callable[[], Awaitable[RunningServer]]) -> None:
+    """Serve until a signal comes. An error of ours becomes one line and the exit code."""
+    try:
+        asyncio.run(_serve(serve))
+    except PacelineError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(outward(error).exit_code) from error
+
+
+async def _serve(serve: Callable[[], Awaitable[RunningServer]]) -> None:
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    server = await serve()
+    typer.echo(server.address)
+    await ended.wait()
+    await server.stop()
+
+
+def parse_cores(text: str | None) -> tuple[int, ...] | None:
+    """ "0,2" as (0, 2)."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise typer.BadParameter(f"expected core numbers like 0,2, got {text}") from error
+
+
+def parse_weights(text: str) -> WeightForm:
+    """The name of a weight form."""
+    for form in get_args(WeightForm):
+        if text == form:
+            chosen: WeightForm = form
+            return chosen
+    raise typer.BadParameter(f"expected one of {', '.join(get_args(WeightForm))}, got {text}")
