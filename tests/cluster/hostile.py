@@ -1,0 +1,125 @@
+"""Workers that break the contract, to see that nobody is hurt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from paceline.prefix_hash import hash_prefix
+from paceline.v1 import (
+    drafting_pb2,
+    drafting_pb2_grpc,
+    target_pb2,
+    target_pb2_grpc,
+    types_pb2,
+)
+from tests.cluster.system import HOST
+from workers.server import RunningServer, start_server
+
+
+class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
+    """Answers each message with garbage, among it well-formed proposals of wrong tokens."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+        self.told = 0
+
+    async def DescribeDrafter(
+        self, request: drafting_pb2.DescribeDrafterRequest, context: Any
+    ) -> drafting_pb2.DescribeDrafterResponse:
+        return drafting_pb2.DescribeDrafterResponse(kind="ngram", max_position=1 << 30, pid=1)
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: Any
+    ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+        tokens: dict[int, list[int]] = {}
+        async for request in request_iterator:
+            self.told += 1
+            if request.HasField("open"):
+                tokens[request.open.sequence_id] = list(request.open.token_ids)
+            elif request.HasField("outcome"):
+                known = tokens.setdefault(request.outcome.sequence_id, [])
+                known[request.outcome.position :] = request.outcome.token_ids
+            for sequence_id, known in tokens.items():
+                batch = drafting_pb2.ProposalBatch(
+                    proposals=[self._lie(sequence_id, known) for _ in range(3)],
+                    pass_seconds=1e-3,
+                )
+                yield drafting_pb2.DraftResponse(proposals=batch)
+            if self.told % 5 == 0:
+                yield drafting_pb2.DraftResponse()
+            if self.told % 7 == 0:
+                yield drafting_pb2.DraftResponse(
+                    declined=drafting_pb2.Declined(sequence_id=self.random.getrandbits(20))
+                )
+
+    def _lie(self, sequence_id: int, known: list[int]) -> drafting_pb2.Proposal:
+        kind = self.random.randrange(6)
+        right_base = types_pb2.Base(length=len(known), hash=hash_prefix(known))
+        wrong_base = types_pb2.Base(
+            length=self.random.getrandbits(32), hash=self.random.getrandbits(64)
+        )
+        small = [self.random.randrange(384) for _ in range(4)]
+        huge = [self.random.getrandbits(32) for _ in range(4)]
+        return drafting_pb2.Proposal(
+            sequence_id=self.random.getrandbits(60) if kind == 0 else sequence_id,
+            base=wrong_base if kind == 1 else right_base,
+            token_ids=(small, small, huge, [], small * 1000, small)[kind],
+            last=self.random.random() < 0.3,
+        )
+
+
+class HungTarget(target_pb2_grpc.TargetServiceServicer):
+    """Takes steps and answers none."""
+
+    def __init__(self, vocabulary_digest: bytes) -> None:
+        self.digest = vocabulary_digest
+
+    async def DescribeTarget(
+        self, request: target_pb2.DescribeTargetRequest, context: Any
+    ) -> target_pb2.DescribeTargetResponse:
+        return target_pb2.DescribeTargetResponse(
+            model="hung",
+            vocab_size=384,
+            vocabulary_digest=self.digest,
+            max_model_len=512,
+            block_size=128,
+            num_blocks=8,
+        )
+
+    async def Step(
+        self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: Any
+    ) -> AsyncIterator[target_pb2.StepResponse]:
+        async for _ in request_iterator:
+            pass
+        yield target_pb2.StepResponse()
+
+
+class LyingTarget(HungTarget):
+    """Answers each step with verdicts that nobody asked for."""
+
+    async def Step(
+        self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: Any
+    ) -> AsyncIterator[target_pb2.StepResponse]:
+        async for request in request_iterator:
+            verdict = target_pb2.Verdict(sequence_id=99, num_accepted=7, token_id=1 << 31)
+            yield target_pb2.StepResponse(step=request.step, verdicts=[verdict])
+
+
+async def serve_lying_drafter(drafter: LyingDrafter) -> RunningServer:
+    def add(server: grpc.aio.Server) -> tuple[str]:
+        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(drafter, server)
+        return ("paceline.v1.DraftingService",)
+
+    return await start_server(add, host=HOST)
+
+
+async def serve_false_target(target: HungTarget) -> RunningServer:
+    def add(server: grpc.aio.Server) -> tuple[str]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
+        return ("paceline.v1.TargetService",)
+
+    return await start_server(add, host=HOST)

@@ -1,0 +1,221 @@
+"""The client against a small server: what it sends, what it raises, what closing does."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline import (
+    AsyncClient,
+    Chunk,
+    Client,
+    Finished,
+    GenerateOptions,
+    InvalidRequestError,
+    Message,
+    ModelDescription,
+    OverloadedError,
+    PromptTooLongError,
+    RequestStats,
+    SamplingParams,
+    Started,
+    Stats,
+    UnavailableError,
+    WorkerStats,
+)
+from paceline.errors import InternalError, PacelineError, WorkerLostError
+from paceline.inference_wire import (
+    description_to_wire,
+    event_to_wire,
+    request_from_wire,
+    stats_to_wire,
+)
+from paceline.status import status_of
+from paceline.v1 import inference_pb2, inference_pb2_grpc
+
+STATS = Stats(2.5, 10, 40, 32, 30, 3, 1, 0, 0.5,
+              (WorkerStats("shard-0", "target", "h:1", 7, True, 1.5, 10, 60, 2),))  # fmt: skip
+DESCRIPTION = ModelDescription(
+    "tiny", 384, 512, (2, 0), SamplingParams(temperature=0.5, logit_bias={3: 1.0}),
+    ("off", "lockstep", "chain"), "chain", 8,
+)  # fmt: skip
+EVENTS = (
+    Started("mine", 2**64 - 1, (5, 6)),
+    Chunk(0, (7, 8), ("draft", "target"), "hé", ("h", "é")),
+    Chunk(2, (9,), ("target",), "!", ("!",)),
+    Finished("stop", RequestStats(2, 4, 1, 1.5, 0.25, 0.125)),
+)
+
+
+class Scripted(inference_pb2_grpc.InferenceServiceServicer):
+    """Prompt "endless" never ends; "error" is answered with `error`; else `EVENTS`."""
+
+    def __init__(self) -> None:
+        self.error: PacelineError = InternalError("unset")
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.cancelled = threading.Event()
+
+    def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> Iterator[inference_pb2.GenerateResponse]:
+        self.requests.append(request)
+        if request.prompt == "error":
+            code, details, metadata = status_of(self.error)
+            context.set_trailing_metadata(metadata)
+            context.abort(code, details)
+        if request.prompt == "endless":
+            context.add_callback(self.cancelled.set)
+            yield event_to_wire(EVENTS[0])
+            yield event_to_wire(EVENTS[1])
+            self.cancelled.wait(20)
+            return
+        yield from map(event_to_wire, EVENTS[: -1 if request.prompt == "torn" else None])
+
+    def DescribeModel(self, request: Any, context: Any) -> inference_pb2.DescribeModelResponse:
+        return description_to_wire(DESCRIPTION)
+
+    def Stats(self, request: Any, context: Any) -> inference_pb2.StatsResponse:
+        return stats_to_wire(STATS)
+
+
+@pytest.fixture
+def scripted() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def address(scripted: Scripted) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(4))
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(scripted, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_a_completion(address: str, scripted: Scripted) -> None:
+    options = GenerateOptions(temperature=0.5, seed=3, stop=["x"], policy="chain", window=4)
+    with Client(address) as client:
+        completion = client.generate([Message("user", "hello")], options)
+        assert tuple(client.stream([5, 6])) == EVENTS
+    assert completion.text == "hé!"
+    assert completion.token_ids == (7, 8, 9)
+    assert completion.origins == ("draft", "target", "target")
+    assert (completion.seed, completion.request_id) == (2**64 - 1, "mine")
+    assert (completion.finish_reason, completion.prompt_token_ids) == ("stop", (5, 6))
+    assert completion.stats == RequestStats(2, 4, 1, 1.5, 0.25, 0.125)
+    chat, sent = request_from_wire(scripted.requests[0])
+    assert chat == (Message("user", "hello"),)
+    assert (sent.temperature, sent.seed, sent.stop) == (0.5, 3, ("x",))
+    assert (sent.policy, sent.window, sent.top_k) == ("chain", 4, None)
+    assert request_from_wire(scripted.requests[1])[0] == (5, 6)
+
+
+async def test_a_completion_async(address: str) -> None:
+    async with AsyncClient(address) as client:
+        assert (await client.generate("hello")).text == "hé!"
+        assert [event async for event in client.stream("hello")] == list(EVENTS)
+        assert await client.stats() == STATS
+        assert await client.describe() == DESCRIPTION
+
+
+def test_stats_and_description(address: str) -> None:
+    with Client(address) as client:
+        assert client.stats() == STATS
+        assert client.describe() == DESCRIPTION
+
+
+def test_closing_the_stream_cancels(address: str, scripted: Scripted) -> None:
+    with Client(address) as client:
+        stream = client.stream("endless")
+        assert next(stream) == EVENTS[0]
+        stream.close()  # type: ignore[attr-defined]
+        assert scripted.cancelled.wait(5)
+
+
+async def test_closing_the_stream_cancels_async(address: str, scripted: Scripted) -> None:
+    async with AsyncClient(address) as client:
+        stream = client.stream("endless")
+        assert await anext(stream) == EVENTS[0]
+        await stream.aclose()  # type: ignore[attr-defined]
+        assert await asyncio.to_thread(scripted.cancelled.wait, 5)
+
+
+async def test_cancelling_the_task_cancels(address: str, scripted: Scripted) -> None:
+    async with AsyncClient(address) as client:
+        task = asyncio.create_task(client.generate("endless"))
+        while not scripted.requests:
+            await asyncio.sleep(0.01)
+        task.cancel()
+        assert await asyncio.to_thread(scripted.cancelled.wait, 5)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+
+ERRORS = [
+    InvalidRequestError("temperature", "expected 0 or more, got -1"),
+    PromptTooLongError("prompt", "it has too many tokens"),
+    OverloadedError("1,024 requests are waiting; try again later"),
+    WorkerLostError("the target went away"),
+    UnavailableError("the server is still starting"),
+    InternalError("a defect: naïve"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+async def test_errors_come_back_as_they_were(
+    address: str, scripted: Scripted, error: PacelineError
+) -> None:
+    scripted.error = error
+    with Client(address) as client, pytest.raises(type(error)) as caught:
+        await asyncio.to_thread(client.generate, "error")
+    async with AsyncClient(address) as client_async:
+        with pytest.raises(type(error)) as caught_async:
+            await client_async.generate("error")
+    for one in (caught.value, caught_async.value):
+        assert type(one) is type(error)
+        assert str(one) == str(error)
+        assert getattr(one, "field", None) == getattr(error, "field", None)
+
+
+def test_a_deadline(address: str) -> None:
+    with Client(address, timeout=0.2) as client, pytest.raises(UnavailableError, match="DEADLINE"):
+        client.generate("endless")
+
+
+def test_a_torn_stream(address: str) -> None:
+    with Client(address) as client, pytest.raises(InternalError, match="ended after 3 tokens"):
+        client.generate("torn")
+
+
+async def test_nobody_there() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with Client(address) as client, pytest.raises(UnavailableError, match=address):
+            await asyncio.to_thread(client.stats)
+        async with AsyncClient(address) as client_async:
+            with pytest.raises(UnavailableError, match=address):
+                await client_async.generate("hello")
+
+
+async def test_nobody_answers() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # connections are made, but no HTTP/2 is spoken
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with (
+            Client(address, connect_timeout=0.2) as client,
+            pytest.raises(UnavailableError, match=r"within 0\.2 s"),
+        ):
+            await asyncio.to_thread(client.describe)
+        async with AsyncClient(address, connect_timeout=0.2) as client_async:
+            with pytest.raises(UnavailableError, match=r"within 0\.2 s"):
+                await client_async.describe()
