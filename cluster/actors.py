@@ -1,0 +1,164 @@
+"""The Ray actors: each is one worker, and hosts its gRPC server in its own event loop.
+
+Ray starts, places and ends them; nothing per token goes through it. What is heavy to import is
+imported in `serve`, so that the process is there at once and the workers load side by side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.config_model import Config
+from cluster.placement import WorkerPlan
+
+if TYPE_CHECKING:
+    from cluster.driver import Driver
+    from workers.server import RunningServer
+
+_AUTO_KV_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What every actor is told. `host`: where workers listen, None: at their node's address."""
+
+    config: Config
+    home: Path
+    host: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A worker that serves: its address "host:port" and process id."""
+
+    address: str
+    pid: int
+
+
+class _Actor:
+    """What the three have in common."""
+
+    def __init__(self) -> None:
+        self._server: RunningServer | None = None
+
+    async def wait(self) -> None:
+        """Return when the server has stopped. A lost actor fails this call at once."""
+        while self._server is None:
+            await asyncio.sleep(0.1)
+        await self._server.wait()
+
+    async def stop(self) -> None:
+        """End the server."""
+        if self._server is not None:
+            await self._server.stop()
+
+    def _serving(self, server: RunningServer) -> Serving:
+        self._server = server
+        return Serving(server.address, os.getpid())
+
+
+class ShardActor(_Actor):
+    """A shard of the target."""
+
+    async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
+        """Load and serve. Raises what serve_target_shard and resolve_model raise."""
+        from workers.models import resolve_model
+        from workers.target_shard import TargetShardOptions, serve_target_shard
+
+        assert plan.model is not None
+        files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
+        target = setup.config.target
+        options = TargetShardOptions(
+            folder=files.folder,
+            weights=files.weights,
+            threads=plan.threads,
+            kv_memory_bytes=_kv_bytes(setup.config),
+            max_model_len=None if target.max_model_len == "auto" else target.max_model_len,
+            cores=plan.cores,
+        )
+        host = _worker_host(setup)
+        return self._serving(await serve_target_shard(options, host=host, port=port))
+
+
+class DrafterActor(_Actor):
+    """A drafter of any kind."""
+
+    async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
+        """Load and serve. Raises what serve_drafter and resolve_model raise."""
+        from workers.drafter import DrafterOptions, serve_drafter
+        from workers.models import resolve_model
+
+        assert plan.kind != "target"
+        options = DrafterOptions(kind=plan.kind, threads=plan.threads, cores=plan.cores)
+        if plan.model is not None:
+            files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
+            options = DrafterOptions(
+                kind=plan.kind,
+                folder=files.folder,
+                weights=files.weights,
+                threads=plan.threads,
+                kv_memory_bytes=_kv_bytes(setup.config),
+                max_sequences=setup.config.target.max_num_seqs,
+                cores=plan.cores,
+            )
+        host = _worker_host(setup)
+        return self._serving(await serve_drafter(options, host=host, port=port))
+
+
+class DriverActor(_Actor):
+    """The driver, which serves InferenceService."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._driver: Driver | None = None
+
+    async def prepare(self) -> None:
+        """Import what is slow to import, while the workers load."""
+        import cluster.inference  # noqa: F401
+
+    async def serve(
+        self, setup: WorkerSetup, target_address: str, drafters: Mapping[str, str], port: int
+    ) -> Serving:
+        """Connect to the workers and serve. Raises what serve_driver raises."""
+        from cluster.decoding.policies import PolicyName
+        from cluster.driver import DriverOptions
+        from cluster.inference import serve_driver
+        from workers.models import resolve_model
+
+        config = setup.config
+        files = await asyncio.to_thread(resolve_model, config.target.model, home=setup.home)
+        options = DriverOptions(
+            folder=files.folder,
+            target_addresses=(target_address,),
+            drafter_addresses=drafters,
+            policy=PolicyName(config.speculation.policy),
+            window=config.speculation.window,
+            wait_ms=config.speculation.wait_ms,
+            max_num_seqs=config.target.max_num_seqs,
+            max_waiting=config.server.max_waiting,
+        )
+        self._driver, server = await serve_driver(options, host=config.server.host, port=port)
+        return self._serving(server)
+
+    async def set_drafters(self, drafters: Mapping[str, str]) -> None:
+        """Use these from now on."""
+        assert self._driver is not None
+        await self._driver.set_drafters(drafters)
+
+
+def _kv_bytes(config: Config) -> int:
+    return _AUTO_KV_BYTES if config.target.kv_memory == "auto" else config.target.kv_memory
+
+
+def _worker_host(setup: WorkerSetup) -> str:
+    if setup.host is not None:
+        return setup.host
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address

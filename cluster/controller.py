@@ -1,0 +1,239 @@
+"""The controller: one Ray actor that brings up a deployment's workers and watches their lives.
+
+It owns them: when it ends, Ray ends them. A worker that dies is started again in its place. A
+drafter gets a new address, which the driver is told; a shard and the driver come back at the
+address that they had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.actors import DrafterActor, DriverActor, Serving, ShardActor, WorkerSetup
+from cluster.placement import Placement, WorkerPlan
+from paceline.errors import PacelineError, UnavailableError, WorkerLostError
+
+ROOM_SECONDS = 30.0
+"""How long the cluster may take to set aside what the plan reserves."""
+_DRIVER = "driver"
+_LONGEST_WAIT = 30.0
+_ANSWERS_AT_ONCE = 100
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """A worker as the controller sees it. `address` and `pid` are None while it is starting."""
+
+    name: str
+    kind: str
+    address: str | None
+    pid: int | None
+    restarts: int
+
+
+@dataclass(slots=True)
+class _Worker:
+    name: str
+    plan: WorkerPlan | None
+    handle: Any = None
+    serving: Serving | None = None
+    restarts: int = 0
+
+    @property
+    def port(self) -> int:
+        return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
+
+
+class Controller:
+    """Lives in a Ray actor of its own; all methods are called through Ray."""
+
+    def __init__(self, setup: WorkerSetup, placement: Placement) -> None:
+        self._setup = setup
+        self._placement = placement
+        self._groups: list[PlacementGroup] = []
+        self._workers = [_Worker(plan.name, plan) for plan in placement.workers]
+        self._driver = _Worker(_DRIVER, None)
+        self._lines: list[str] = []
+        self._watches: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def bring_up(self) -> str:
+        """Start all workers, then the driver; return the address of InferenceService.
+
+        Raises the PacelineError of the first that fails. The caller then ends this actor.
+        """
+        await self._reserve()
+        self._driver.handle = self._make_actor(None)
+        preparing = self._driver.handle.prepare.remote()
+        for worker in self._workers:
+            worker.handle = self._make_actor(worker.plan)
+        async with asyncio.TaskGroup() as group:
+            for worker in self._workers:
+                group.create_task(self._first_serve(worker))
+        self._say("driver: connecting")
+        await _outcome(preparing, _DRIVER)
+        began = time.monotonic()
+        await self._serve(self._driver, self._setup.config.server.grpc_port)
+        self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
+        assert self._driver.serving is not None
+        for worker in (*self._workers, self._driver):
+            self._watches.append(asyncio.create_task(self._watch(worker)))
+        return self._driver.serving.address
+
+    async def progress(self, seen: int) -> list[str]:
+        """The lines of progress after the first `seen`."""
+        return self._lines[seen:]
+
+    async def address(self) -> str | None:
+        """Where InferenceService is, once it serves."""
+        return None if self._driver.serving is None else self._driver.serving.address
+
+    async def workers(self) -> list[WorkerStatus]:
+        """All workers, the driver last."""
+        return [
+            WorkerStatus(
+                name=worker.name,
+                kind=_DRIVER if worker.plan is None else worker.plan.kind,
+                address=None if worker.serving is None else worker.serving.address,
+                pid=None if worker.serving is None else worker.serving.pid,
+                restarts=worker.restarts,
+            )
+            for worker in (*self._workers, self._driver)
+        ]
+
+    async def stop(self) -> None:
+        """End all workers and give back what they reserved."""
+        self._stopping = True
+        for watch in self._watches:
+            watch.cancel()
+        if self._driver.serving is not None:
+            with contextlib.suppress(RayError, TimeoutError):
+                await asyncio.wait_for(self._driver.handle.stop.remote(), 2.0)
+        for worker in (self._driver, *self._workers):
+            if worker.handle is not None:
+                ray.kill(worker.handle)
+        for group in self._groups:
+            remove_placement_group(group)
+
+    async def _reserve(self) -> None:
+        for plan in self._placement.groups:
+            self._groups.append(placement_group(list(plan.bundles), strategy=plan.strategy))
+        for plan, group in zip(self._placement.groups, self._groups, strict=True):
+            if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
+                raise UnavailableError(
+                    f"the cluster did not set aside {list(plan.bundles)} ({plan.strategy}) within "
+                    f"{ROOM_SECONDS:g} s; free are {ray.available_resources()}"
+                )
+
+    def _make_actor(self, plan: WorkerPlan | None) -> Any:
+        kind: type = DriverActor
+        if plan is not None:
+            kind = ShardActor if plan.kind == "target" else DrafterActor
+        return (
+            ray.remote(kind)
+            .options(
+                num_cpus=plan.reserved_cpus if plan else 0,
+                num_gpus=plan.reserved_gpus if plan else 0,
+                max_concurrency=_ANSWERS_AT_ONCE,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self._groups[plan.group if plan else 0],
+                    placement_group_bundle_index=plan.bundle if plan else 0,
+                ),
+            )
+            .remote()
+        )
+
+    async def _first_serve(self, worker: _Worker) -> None:
+        assert worker.plan is not None
+        plan = worker.plan
+        self._say(f"{plan.name}: loading {plan.model or plan.kind}, threads {plan.threads}")
+        began = time.monotonic()
+        await self._serve(worker, 0)
+        self._say(f"{plan.name}: serving after {time.monotonic() - began:.1f} s")
+
+    async def _serve(self, worker: _Worker, port: int) -> None:
+        """Have the worker's actor serve. Raises its PacelineError, or WorkerLostError."""
+        if worker.plan is not None:
+            call = worker.handle.serve.remote(self._setup, worker.plan, port)
+        else:
+            target = self._workers[0].serving
+            assert target is not None
+            call = worker.handle.serve.remote(
+                self._setup, target.address, self._drafter_addresses(), port
+            )
+        worker.serving = await _outcome(call, worker.name)
+
+    def _drafter_addresses(self) -> dict[str, str]:
+        return {
+            worker.name: worker.serving.address
+            for worker in self._workers
+            if worker.plan is not None
+            and worker.plan.kind != "target"
+            and worker.serving is not None
+        }
+
+    async def _watch(self, worker: _Worker) -> None:
+        """Start the worker again whenever it is lost."""
+        while not self._stopping:
+            with contextlib.suppress(RayError):
+                await worker.handle.wait.remote()
+            _log.warning("%s is lost; starting it again", worker.name)
+            await self._revive(worker)
+
+    async def _revive(self, worker: _Worker) -> None:
+        wait = 0.5
+        port = worker.port
+        is_drafter = worker.plan is not None and worker.plan.kind != "target"
+        while True:
+            ray.kill(worker.handle)
+            worker.handle = self._make_actor(worker.plan)
+            try:
+                await self._serve(worker, 0 if is_drafter else port)
+                if is_drafter:
+                    call = self._driver.handle.set_drafters.remote(self._drafter_addresses())
+                    await _outcome(call, _DRIVER)
+            except PacelineError as error:
+                _log.warning("%s: cannot be started again yet: %s", worker.name, error)
+                await asyncio.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+                continue
+            worker.restarts += 1
+            _log.warning("%s: serving again", worker.name)
+            return
+
+    def _say(self, line: str) -> None:
+        self._lines.append(line)
+
+
+async def _outcome(call: Any, name: str) -> Any:
+    """The result of a call to an actor; errors of ours come as they are."""
+    try:
+        return await call
+    except RayTaskError as error:
+        raise cause_of(error) from None
+    except RayActorError as error:
+        raise WorkerLostError(
+            f"{name}: its process ended; Ray's logs say why ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def cause_of(error: RayTaskError) -> Exception:
+    """What an actor's method raised: an error of ours as it is, others wrapped with their text."""
+    cause: Exception = error.cause
+    if isinstance(cause, BaseExceptionGroup):
+        ours = [one for one in cause.exceptions if isinstance(one, PacelineError)]
+        cause = ours[0] if ours else cause
+    if isinstance(cause, PacelineError):
+        return cause
+    return UnavailableError(f"a worker failed: {type(cause).__name__}: {cause}")

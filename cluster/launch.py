@@ -1,0 +1,182 @@
+"""Starting a deployment on a Ray cluster, finding it again, ending it.
+
+    connect(address)            this process joins a Ray cluster
+    start_cluster(config, ...)  bring a deployment up on it
+    find_cluster(name)          one that another process brought up
+
+Import this module only when a cluster is needed: it imports Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from cluster.actors import WorkerSetup
+from cluster.config_model import Config
+from cluster.controller import Controller, WorkerStatus, cause_of
+from cluster.placement import Node, Placement, plan_placement
+from paceline.errors import UnavailableError, WorkerLostError
+
+NAMESPACE = "paceline"
+_LOOPBACK = "127.0.0.1"
+_POLL_SECONDS = 0.1
+_STOP_SECONDS = 10.0
+_ROOM_PATIENCE = 5.0
+"""What an earlier deployment gave back shows up in Ray's count only after a moment."""
+
+Progress = Callable[[str], None]
+
+
+class ClusterHandle:
+    """A deployment that serves at `address` ("host:port" of InferenceService)."""
+
+    def __init__(self, address: str, controller: Any = None) -> None:
+        self.address = address
+        self._controller = controller
+
+    def stop(self) -> None:
+        """End all its workers. No error where they have ended already."""
+        if self._controller is None:
+            return
+        with contextlib.suppress(RayError):
+            ray.get(self._controller.stop.remote(), timeout=_STOP_SECONDS)
+        with contextlib.suppress(RayError):
+            ray.kill(self._controller)
+        self._controller = None
+
+    def workers(self) -> list[WorkerStatus]:
+        """The workers as the controller sees them; empty where there is no controller."""
+        if self._controller is None:
+            return []
+        try:
+            workers: list[WorkerStatus] = ray.get(self._controller.workers.remote(), timeout=5.0)
+        except RayError as error:
+            raise WorkerLostError(f"the controller does not answer: {_first_line(error)}") from None
+        return workers
+
+
+def connect(address: str) -> bool:
+    """Join the Ray cluster at `address` ("host:port" or what RAY_ADDRESS may hold).
+
+    Returns whether it was this call that joined. Raises UnavailableError.
+    """
+    if ray.is_initialized():
+        return False
+    try:
+        ray.init(
+            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+        )
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        raise UnavailableError(
+            f"cannot join the Ray cluster at {address}: {_first_line(error)}"
+        ) from error
+    return True
+
+
+def disconnect() -> None:
+    """Leave the Ray cluster. What this process started and did not detach ends."""
+    ray.shutdown()
+
+
+def start_cluster(
+    config: Config,
+    *,
+    home: Path,
+    progress: Progress,
+    detached: bool,
+    name: str | None,
+    cores: Sequence[int] | None = None,
+) -> ClusterHandle:
+    """Bring up a deployment on the Ray cluster that this process has joined.
+
+    `detached`: it outlives this process and is found by its `name`; else it ends with it.
+    `cores`: see plan_placement. Raises the PacelineError that says why not, with all ended.
+    """
+    nodes, placement = _place(config, cores)
+    setup = WorkerSetup(config=config, home=home, host=_LOOPBACK if len(nodes) == 1 else None)
+    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100}
+    if detached:
+        options |= {"lifetime": "detached", "name": name}
+    try:
+        controller = ray.remote(Controller).options(**options).remote(setup, placement)
+    except ValueError as error:
+        raise UnavailableError(
+            f"a deployment named {name!r} is on this Ray cluster already; end it first: "
+            "paceline down"
+        ) from error
+    handle = ClusterHandle("", controller)
+    try:
+        handle.address = _follow(controller, progress)
+    except BaseException:
+        handle.stop()
+        raise
+    return handle
+
+
+def find_cluster(name: str) -> ClusterHandle | None:
+    """The detached deployment of that name on the Ray cluster that this process has joined."""
+    try:
+        controller = ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+    address: str | None = None
+    with contextlib.suppress(RayError):
+        address = ray.get(controller.address.remote(), timeout=5.0)
+    return ClusterHandle(address or "", controller)
+
+
+def _place(config: Config, cores: Sequence[int] | None) -> tuple[list[Node], Placement]:
+    give_up = time.monotonic() + _ROOM_PATIENCE
+    while True:
+        nodes = _free_nodes()
+        try:
+            return nodes, plan_placement(config, nodes, cores=cores)
+        except UnavailableError:
+            if time.monotonic() > give_up:
+                raise
+        time.sleep(_POLL_SECONDS)
+
+
+def _free_nodes() -> list[Node]:
+    """The living nodes; of a single one what is free, of several all they have."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    if len(alive) == 1:
+        totals = [ray.available_resources()]
+    else:
+        totals = [node["Resources"] for node in alive]
+    return [
+        Node(node["NodeManagerAddress"], total.get("CPU", 0.0), total.get("GPU", 0.0))
+        for node, total in zip(alive, totals, strict=True)
+    ]
+
+
+def _follow(controller: Any, progress: Progress) -> str:
+    """Tell the controller's progress until it is up."""
+    coming = controller.bring_up.remote()
+    seen = 0
+    try:
+        while True:
+            ready, _ = ray.wait([coming], timeout=_POLL_SECONDS)
+            lines = ray.get(controller.progress.remote(seen))
+            seen += len(lines)
+            for line in lines:
+                progress(line)
+            if ready:
+                address: str = ray.get(coming)
+                return address
+    except RayTaskError as error:
+        raise cause_of(error) from None
+    except (RayActorError, GetTimeoutError) as error:
+        raise WorkerLostError(f"the controller's process ended: {_first_line(error)}") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,189 @@
+"""Which worker gets which threads, cores and devices. Pure: nodes in, a plan out.
+
+The target and what works beside it form one placement group on one node; model drafters form
+another, spread over nodes where there are several. An n-gram drafter costs next to nothing: it
+sits beside the driver and reserves no core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cluster.config_model import Config, DrafterConfig
+from paceline.errors import UnavailableError
+
+Bundle = dict[str, float]
+WorkerKind = Literal["target", "model", "ngram"]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the cluster: what it has free, in CPUs and GPUs."""
+
+    name: str
+    cpus: float
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    """One worker. `group` and `bundle` say where; `cores` None: wherever the system puts it."""
+
+    name: str
+    kind: WorkerKind
+    model: str | None
+    threads: int
+    cores: tuple[int, ...] | None
+    group: int
+    bundle: int
+    reserved_cpus: int
+    reserved_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A Ray placement group."""
+
+    bundles: tuple[Bundle, ...]
+    strategy: Literal["STRICT_PACK", "SPREAD"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The whole plan. Group 0 is the target's; its bundle 0 holds the driver too."""
+
+    groups: tuple[GroupPlan, ...]
+    workers: tuple[WorkerPlan, ...]
+
+    @property
+    def reserved_cpus(self) -> int:
+        """CPUs that all workers reserve."""
+        return sum(worker.reserved_cpus for worker in self.workers)
+
+
+def plan_placement(
+    config: Config,
+    nodes: Sequence[Node],
+    *,
+    cores: Sequence[int] | None = None,
+    enforce: bool = True,
+) -> Placement:
+    """Share out the nodes.
+
+    `cores`: the core numbers of the only node where nobody else uses it; workers are pinned to
+    them if there are enough. `enforce=False` lets workers reserve more than there is. Raises
+    UnavailableError saying what is needed and what is there.
+    """
+    drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
+    num_model_drafters = sum(drafter.kind == "model" for drafter in drafters)
+    gpus = 1 if sum(node.gpus for node in nodes) >= 1 + num_model_drafters else 0
+    target_threads, drafter_threads = _share_threads(config, drafters, nodes)
+    target = WorkerPlan(
+        name="shard-0",
+        kind="target",
+        model=config.target.model,
+        threads=target_threads,
+        cores=None,
+        group=0,
+        bundle=0,
+        reserved_cpus=target_threads,
+        reserved_gpus=gpus,
+    )
+    workers = [target]
+    for number, (drafter, threads) in enumerate(zip(drafters, drafter_threads, strict=True)):
+        is_model = drafter.kind == "model"
+        workers.append(
+            WorkerPlan(
+                name=f"drafter-{number}",
+                kind=drafter.kind,
+                model=drafter.model,
+                threads=threads,
+                cores=None,
+                group=1 if is_model else 0,
+                bundle=sum(worker.kind == "model" for worker in workers) if is_model else 0,
+                reserved_cpus=threads if is_model else 0,
+                reserved_gpus=gpus if is_model else 0,
+            )
+        )
+    groups = [GroupPlan(_bundles(workers, "target"), "STRICT_PACK")]
+    if num_model_drafters:
+        groups.append(GroupPlan(_bundles(workers, "model"), "SPREAD"))
+    if enforce:
+        _check_room(workers, nodes)
+    return Placement(tuple(groups), tuple(_pin(workers, cores)))
+
+
+def _share_threads(
+    config: Config, drafters: Sequence[DrafterConfig], nodes: Sequence[Node]
+) -> tuple[int, list[int]]:
+    """Threads of the target, and of each drafter."""
+    cpus = sorted((int(node.cpus) for node in nodes), reverse=True) or [1]
+    models = [drafter for drafter in drafters if drafter.kind == "model"]
+    if len(cpus) == 1:
+        even_share = max(1, cpus[0] // (1 + len(models)))
+    else:
+        per_node = -(-len(models) // (len(cpus) - 1))
+        even_share = max(1, cpus[-1] // max(1, per_node))
+    threads = [_chosen(drafter, even_share) for drafter in drafters]
+    if config.target.threads != "auto":
+        return config.target.threads, threads
+    taken = sum(n for drafter, n in zip(drafters, threads, strict=True) if drafter.kind == "model")
+    left = cpus[0] - taken if len(cpus) == 1 else cpus[0]
+    return max(1, left), threads
+
+
+def _chosen(drafter: DrafterConfig, even_share: int) -> int:
+    if drafter.threads != "auto":
+        return drafter.threads
+    return even_share if drafter.kind == "model" else 1
+
+
+def _bundles(workers: Sequence[WorkerPlan], kind: WorkerKind) -> tuple[Bundle, ...]:
+    return tuple(_needs(worker) for worker in workers if worker.kind == kind)
+
+
+def _needs(worker: WorkerPlan) -> Bundle:
+    bundle: Bundle = {"CPU": float(worker.reserved_cpus)}
+    if worker.reserved_gpus:
+        bundle["GPU"] = float(worker.reserved_gpus)
+    return bundle
+
+
+def _check_room(workers: Sequence[WorkerPlan], nodes: Sequence[Node]) -> None:
+    """First fit, the target first and drafters where most is left."""
+    left = [[node.cpus, node.gpus] for node in nodes]
+    for worker in workers:
+        left.sort(reverse=True)
+        for room in left:
+            if room[0] >= worker.reserved_cpus and room[1] >= worker.reserved_gpus:
+                room[0] -= worker.reserved_cpus
+                room[1] -= worker.reserved_gpus
+                break
+        else:
+            needed = ", ".join(
+                f"{one.name} {one.reserved_cpus} CPUs"
+                + (f" and {one.reserved_gpus} GPU" if one.reserved_gpus else "")
+                for one in workers
+                if one.reserved_cpus
+            )
+            there = ", ".join(f"{n.name}: {n.cpus:g} CPUs, {n.gpus:g} GPUs" for n in nodes)
+            raise UnavailableError(
+                f"the cluster has no room for {worker.name}: needed are {needed}; free are "
+                f"{there or 'no nodes'}; set fewer threads or drafters, or free some"
+            )
+
+
+def _pin(workers: Sequence[WorkerPlan], cores: Sequence[int] | None) -> list[WorkerPlan]:
+    """Give each worker with threads of its own the next free cores, or pin none."""
+    needed = sum(worker.reserved_cpus for worker in workers)
+    if cores is None or needed > len(cores):
+        return list(workers)
+    free = iter(cores)
+    return [
+        worker
+        if not worker.reserved_cpus
+        else replace(worker, cores=tuple(next(free) for _ in range(worker.reserved_cpus)))
+        for worker in workers
+    ]

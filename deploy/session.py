@@ -1,0 +1,194 @@
+"""Where a command finds its cluster: given, running already, or a private one that ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from cluster.config_model import Config
+from cluster.placement import Node, plan_placement
+from deploy import ray_head
+from deploy.fetch_progress import show_fetch
+from deploy.record import read_record
+from paceline.errors import UnavailableError, VocabularyMismatchError
+from workers.models import CATALOGUE, is_present, resolve_model
+
+if TYPE_CHECKING:
+    from cluster.launch import ClusterHandle
+
+Progress = Callable[[str], None]
+_FOUND_BY_RAY = Path("/tmp/ray/ray_current_cluster")
+_TERMINATED = 128 + signal.SIGTERM
+
+
+@contextmanager
+def open_cluster(
+    config: Config, *, home: Path, progress: Progress, server: str | None
+) -> Iterator[ClusterHandle]:
+    """A cluster that serves `config`, for as long as the block runs.
+
+    `server` ("host:port") if given; else the one of `paceline up` with the same deployment; else a
+    private one, on the Ray cluster that runs or on a head of ours, ended with the block, with an
+    error, and on SIGINT and SIGTERM. Raises the PacelineError that says why there is none.
+    """
+    address = server or running_address(config, home)
+    if address is not None:
+        if not ray_head.is_listening(address):
+            raise UnavailableError(f"nothing listens at {address}; is the server up there?")
+        from cluster.launch import ClusterHandle
+
+        yield ClusterHandle(address)
+        return
+    check_models(config, home=home)
+    private = config.model_copy(
+        update={"server": config.server.model_copy(update={"host": "127.0.0.1", "grpc_port": 0})}
+    )
+    with ending_on_sigterm(), join_ray(private, progress=progress) as own_head:
+        from cluster.launch import start_cluster
+
+        handle = start_cluster(
+            private,
+            home=home,
+            progress=progress,
+            detached=False,
+            name=None,
+            cores=own_cores() if own_head else None,
+        )
+        try:
+            yield handle
+        finally:
+            if own_head is None:
+                handle.stop()
+
+
+def running_address(config: Config, home: Path) -> str | None:
+    """Where the cluster of `paceline up` serves, if it runs and has the same deployment."""
+    record = read_record(home)
+    if record is None or record.address is None:
+        return None
+    if record.deployment_digest != config.deployment_digest():
+        return None
+    return record.address if ray_head.is_listening(record.address) else None
+
+
+@contextmanager
+def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead | None]:
+    """Join the Ray that runs (yields None), or a head of ours that ends with the block."""
+    running = running_ray(os.environ)
+    with ExitStack() as stack:
+        head = None
+        if running is None:
+            head = start_own_head(config, progress)
+            stack.callback(_end_head, head)
+        else:
+            progress(f"Ray: using the cluster at {running}")
+        if leave := enter_ray(head.address if head else running or "", own=head is not None):
+            stack.callback(leave)
+        yield head
+
+
+def _end_head(head: ray_head.RayHead) -> None:
+    with signals_held():
+        ray_head.stop_head(head)
+
+
+def start_own_head(config: Config, progress: Progress) -> ray_head.RayHead:
+    """A head of ours with as many CPUs as this process may use, and as the workers reserve."""
+    progress("Ray: starting a local cluster")
+    num_cores = len(own_cores())
+    plan = plan_placement(config, [Node("local", num_cores)], enforce=False)
+    if plan.reserved_cpus > num_cores:
+        progress(f"Ray: the workers share {num_cores} cores, and ask for {plan.reserved_cpus}")
+    return ray_head.start_head(num_cpus=max(num_cores, plan.reserved_cpus))
+
+
+def enter_ray(address: str, *, own: bool) -> Callable[[], None] | None:
+    """Join the Ray at `address`; returns how to leave it, None where this process was in it."""
+    if own:
+        ray_head.stay_on_loopback()
+    elif ":" in address and "//" not in address and not ray_head.is_listening(address):
+        raise UnavailableError(f"no Ray cluster at {address} (RAY_ADDRESS); start it or unset it")
+    from cluster import launch
+
+    return launch.disconnect if launch.connect(address) else None
+
+
+def running_ray(environ: Mapping[str, str]) -> str | None:
+    """RAY_ADDRESS, else a Ray cluster that `ray start` left running on this host."""
+    if environ.get("RAY_ADDRESS"):
+        return environ["RAY_ADDRESS"]
+    try:
+        found = _FOUND_BY_RAY.read_text().strip()
+    except OSError:
+        return None
+    return found if ray_head.is_listening(found) else None
+
+
+def check_models(config: Config, *, home: Path) -> None:
+    """Fetch what is absent, and look into checkpoints that are not ours, before anything starts.
+
+    Raises CheckpointError, ModelFetchError or VocabularyMismatchError.
+    """
+    names = [config.target.model, *(one.model for one in config.drafters if one.model)]
+    for name in dict.fromkeys(names):
+        if name in CATALOGUE and not is_present(CATALOGUE[name], home=home):
+            with show_fetch(Console(stderr=True), name) as show:
+                resolve_model(name, home=home, progress=show)
+    folders = {name: resolve_model(name, home=home).folder for name in names}
+    if all(name in CATALOGUE for name in names):
+        return
+    from workers.engine.checkpoint import inspect_checkpoint
+
+    target, *drafters = names
+    digest = inspect_checkpoint(folders[target]).vocabulary_digest
+    for name in drafters:
+        if inspect_checkpoint(folders[name]).vocabulary_digest != digest:
+            raise VocabularyMismatchError(
+                f"drafter {name!r} has another vocabulary than target {target!r}; "
+                "choose a drafter with the target's tokenizer, or kind ngram"
+            )
+
+
+def own_cores() -> tuple[int, ...]:
+    """The cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM unwind the block like Ctrl-C does; exit code 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, unwind)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Let no second Ctrl-C cut a clean-up short."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
