@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import typer
 
-from deploy.commands import models
+from deploy.commands import bench, demo, down, generate, models, status, up, verify
 
 
 def build_app(environ: Mapping[str, str]) -> typer.Typer:
@@ -27,5 +27,12 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     def root() -> None:
         pass
 
+    demo.add_commands(app, environ)
+    up.add_commands(app, environ)
+    status.add_commands(app, environ)
+    down.add_commands(app, environ)
+    generate.add_commands(app, environ)
+    verify.add_commands(app, environ)
+    bench.add_commands(app, environ)
     models.add_commands(app, environ)
     return app

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from cluster.config import Config
-from deploy.fetch_progress import show_fetch
 from workers.models import default_home, resolve_model
 
 
@@ -19,34 +18,45 @@ def reach_cluster(
 ) -> Iterator[str]:
     """Yield HOST:PORT of an InferenceService (deploy/session.py says which).
 
-    Models that a private cluster needs are fetched first, and what goes on is told on `console`:
-    in one changing line where it is a terminal, else a line each.
+    What goes on is told on `console`.
     """
     from deploy.session import open_cluster
 
     home = default_home(environ)
-    if server is None:
-        fetch_models(config, environ, console=console)
-    with console.status("starting") as status:
-
-        def show(message: str) -> None:
-            if console.is_terminal:
-                status.update(message)
-            else:
-                console.print(message, markup=False, highlight=False, soft_wrap=True)
-
-        with open_cluster(config, home=home, progress=show, server=server) as cluster:
-            status.stop()
-            yield cluster.address
-            status.start()
+    with teller(console) as tell, ExitStack() as stack:
+        cluster = stack.enter_context(open_cluster(config, home=home, progress=tell, server=server))
+        tell.rest()
+        yield cluster.address
 
 
-def fetch_models(config: Config, environ: Mapping[str, str], *, console: Console) -> None:
-    """Bring what `config` names into the cache. Raises CheckpointError, ModelFetchError."""
-    names = [config.target.model, *(drafter.model for drafter in config.drafters)]
-    for name in dict.fromkeys(name for name in names if name is not None):
-        with show_fetch(console, name) as progress:
-            resolve_model(name, home=default_home(environ), progress=progress)
+class Teller:
+    """Says what goes on: in one changing line on a terminal, else a line each."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("")
+
+    def __call__(self, message: str) -> None:
+        """Say a line."""
+        if self._console.is_terminal:
+            self._status.update(message)
+            self._status.start()
+        else:
+            self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+
+    def rest(self) -> None:
+        """Take the changing line away, until something is said again."""
+        self._status.stop()
+
+
+@contextmanager
+def teller(console: Console) -> Iterator[Teller]:
+    """A teller whose line is gone when the block ends."""
+    tell = Teller(console)
+    try:
+        yield tell
+    finally:
+        tell.rest()
 
 
 def target_folder(config: Config, environ: Mapping[str, str]) -> Path:

@@ -1,0 +1,89 @@
+"""One request, measured: its tokens, its time, and how busy each worker was meanwhile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.client import Client
+from paceline.generation import (
+    Chunk,
+    CompletionBuilder,
+    GenerateInput,
+    GenerateOptions,
+    Stats,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What came of one request. `seconds` are the caller's, prefill included.
+
+    `busy` holds each worker's share of that time spent in forward passes. Peers have no steps.
+    """
+
+    token_ids: tuple[int, ...]
+    seconds: float
+    steps: int | None = None
+    busy: Mapping[str, float] | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over the caller's time."""
+        return len(self.token_ids) / self.seconds
+
+
+def measure(
+    client: Client,
+    generate_input: GenerateInput,
+    options: GenerateOptions,
+    *,
+    on_chunk: Callable[[Chunk], None] = lambda chunk: None,
+) -> Sample:
+    """Decode one request and read the server's counters around it."""
+    before = client.stats()
+    builder = CompletionBuilder()
+    start = time.perf_counter()
+    for event in client.stream(generate_input, options):
+        builder.add(event)
+        if isinstance(event, Chunk):
+            on_chunk(event)
+    seconds = time.perf_counter() - start
+    after = client.stats()
+    completion = builder.build()
+    return Sample(
+        token_ids=completion.token_ids,
+        seconds=seconds,
+        steps=completion.stats.steps,
+        busy=busy_shares(before, after),
+    )
+
+
+def busy_shares(before: Stats, after: Stats) -> dict[str, float]:
+    """Share of the time between two readings that each worker spent in forward passes."""
+    elapsed = after.uptime_seconds - before.uptime_seconds
+    earlier = {worker.name: worker.busy_seconds for worker in before.workers}
+    return {
+        worker.name: min(1.0, (worker.busy_seconds - earlier.get(worker.name, 0.0)) / elapsed)
+        for worker in after.workers
+    }
+
+
+def acceptance_length(samples: Iterable[Sample]) -> float | None:
+    """Committed tokens over steps, of all samples together; None where there were no steps."""
+    tokens = steps = 0
+    for sample in samples:
+        tokens += len(sample.token_ids)
+        steps += sample.steps or 0
+    return tokens / steps if steps else None
+
+
+def median_busy(samples: Sequence[Sample]) -> dict[str, float]:
+    """The median share of each worker."""
+    names = dict.fromkeys(name for sample in samples for name in sample.busy or {})
+    return {
+        name: statistics.median((sample.busy or {}).get(name, 0.0) for sample in samples)
+        for name in names
+    }

@@ -1,0 +1,71 @@
+"""Prints a stream of tokens as it comes, broken at words, drafted ones in a colour of their own."""
+
+from __future__ import annotations
+
+import re
+
+from rich.console import Console
+from rich.text import Text
+
+from paceline.generation import Chunk, Origin
+
+STYLES: dict[Origin, str] = {"draft": "green", "target": "bold yellow"}
+MAX_WIDTH = 80
+
+
+class TokenPrinter:
+    """Writes text to a console, at most MAX_WIDTH columns a line.
+
+    A word is held back until the space after it is there, since it may not fit the line. Colours
+    are left out where the console is no terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._width = min(console.width, MAX_WIDTH)
+        self._column = 0
+        self._word = Text()
+
+    def add(self, chunk: Chunk) -> None:
+        """Print the text that became certain with these tokens."""
+        if not chunk.pieces:
+            self._append(chunk.text, "target")
+        for piece, origin in zip(chunk.pieces, chunk.origins, strict=bool(chunk.pieces)):
+            self._append(piece, origin)
+
+    def close(self) -> None:
+        """Print what is held back, and end the line."""
+        self._flush_word()
+        self._newline()
+
+    def _append(self, piece: str, origin: Origin) -> None:
+        for part in re.split(r"(\s)", piece):
+            if not part:
+                continue
+            if part.isspace():
+                self._flush_word()
+                self._space(part)
+            else:
+                self._word.append(part, STYLES[origin])
+
+    def _space(self, space: str) -> None:
+        if space == "\n":
+            self._newline()
+        elif self._column < self._width:
+            self._write(Text(" "))
+            self._column += 1
+
+    def _flush_word(self) -> None:
+        length = self._word.cell_len
+        if self._column and self._column + length > self._width:
+            self._newline()
+        self._write(self._word)
+        self._column += length
+        self._word = Text()
+
+    def _newline(self) -> None:
+        self._write(Text("\n"))
+        self._column = 0
+
+    def _write(self, text: Text) -> None:
+        self._console.print(text, end="", soft_wrap=True)

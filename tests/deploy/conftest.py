@@ -1,0 +1,77 @@
+"""A running server for commands to talk to, and a way to call commands."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import deploy.cli
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server of a tiny model, its checkpoint and the configuration that names it."""
+
+    address: str
+    checkpoint: Path
+    config: Path
+
+
+@dataclass(frozen=True)
+class Called:
+    code: int
+    stdout: str
+    stderr: str
+
+
+Call = Callable[..., Called]
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("served")
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.deploy.serve_tiny", str(folder)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        address = process.stdout.readline().strip()
+        assert address, "the system did not start"
+        checkpoint = folder / "target"
+        config = folder / "tiny.toml"
+        config.write_text(
+            f'[target]\nmodel = "{checkpoint}"\n\n[[drafters]]\nmodel = "{folder / "drafter"}"\n'
+        )
+        try:
+            yield Served(address, checkpoint, config)
+        finally:
+            process.stdin.close()
+            process.wait(timeout=20)
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Call `paceline` with arguments, in this process."""
+
+    def run(*arguments: object) -> Called:
+        monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            deploy.cli.main()
+        shown = capsys.readouterr()
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Called(code or 0, shown.out, shown.err)
+
+    return run

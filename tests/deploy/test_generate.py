@@ -1,0 +1,186 @@
+"""`paceline generate`: rows in, rows out, in order; what is wrong is said before it starts."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import Client, GenerateOptions, Message
+from tests.deploy.conftest import ROOT, Call, Served
+
+ROWS = [
+    {"id": "one", "prompt": "The quick brown fox"},
+    {"id": 2, "question": "What is a train?"},
+    {"turns": ["Write a poem.", "Another."], "category": "writing"},
+    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]},
+]
+FIELDS = {
+    "index",
+    "prompt_token_ids",
+    "token_ids",
+    "text",
+    "finish_reason",
+    "steps",
+    "drafted",
+    "accepted",
+    "acceptance_length",
+    "seconds",
+    "ttft_seconds",
+}
+
+
+def write_rows(path: Path, rows: list[Any]) -> Path:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def input_file(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "in.jsonl", ROWS)
+
+
+def test_rows_come_back_in_order_with_their_ids(
+    call: Call, served: Served, input_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    flags = ("--max-tokens", 12, "--temperature", 1, "--seed", 5, "--concurrency", 3)
+    done = call(
+        *("generate", "--server", served.address, "--config", served.config),
+        *("--input", input_file, "--output", output, *flags),
+    )
+    assert done.code == 0, done.stderr
+    rows = read(output)
+    assert [row["index"] for row in rows] == [0, 1, 2, 3]
+    assert [row.get("id") for row in rows] == ["one", 2, None, None]
+    assert set(rows[2]) == FIELDS
+    assert done.stdout.startswith("4 rows, ")
+    assert "acceptance length" in done.stdout
+    # Row i is the request with seed 5 + i, whatever its neighbours.
+    with Client(served.address) as client:
+        alone = client.generate(
+            [Message("user", "Write a poem.")],
+            GenerateOptions(temperature=1.0, seed=7, max_tokens=12, policy="off"),
+        )
+    assert tuple(rows[2]["token_ids"]) == alone.token_ids
+    assert tuple(rows[2]["prompt_token_ids"]) == alone.prompt_token_ids
+    assert rows[2]["text"] == alone.text
+    assert rows[2]["acceptance_length"] == len(rows[2]["token_ids"]) / rows[2]["steps"]
+
+
+def test_limit_takes_the_first_rows(
+    call: Call, served: Served, input_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    done = call(
+        *("generate", "--server", served.address, "--input", input_file, "--output", output),
+        *("--limit", 2, "--max-tokens", 2),
+    )
+    assert done.code == 0, done.stderr
+    assert [row["id"] for row in read(output)] == ["one", 2]
+
+
+def test_bad_rows_are_named_by_line_and_the_others_run(
+    call: Call, served: Served, tmp_path: Path
+) -> None:
+    too_long = {"prompt": "word " * 2000}
+    rows = [ROWS[0], "{not json", {"id": "none"}, too_long, ROWS[1]]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    output = tmp_path / "out.jsonl"
+    done = call(
+        *("generate", "--server", served.address, "--input", source, "--output", output),
+        *("--max-tokens", 3),
+    )
+    assert done.code == 1
+    assert "line 2" in done.stderr
+    assert "line 3" in done.stderr
+    answers = read(output)
+    assert [row["finish_reason"] == "error" for row in answers] == [False, True, True, True, False]
+    assert set(answers[3]) == FIELDS | {"error"}
+    assert "3 rows failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--temperature", "nan"), "temperature"),
+        (("--temperature", "-0.5"), "temperature"),
+        (("--top-p", "0"), "top_p"),
+        (("--top-k", "-1"), "top_k"),
+        (("--window", "0"), "window"),
+        (("--window", "65"), "window"),
+        (("--concurrency", "0"), "concurrency"),
+        (("--limit", "0"), "limit"),
+        (("--max-tokens", "0"), "max-tokens"),
+        (("--seed", "-1"), "seed"),
+        (("--policy", "pearl"), "policy"),
+        (("--verification", "rejection"), "verification"),
+        (("--input", "/nowhere/in.jsonl"), "input"),
+        (("--output", "/nowhere/out.jsonl"), "output"),
+        (("--output", "/"), "output"),
+        (("--config", "/nowhere/paceline.toml"), "no such file"),
+    ],
+)
+def test_bad_flags_are_one_line_and_exit_2_before_anything_starts(
+    call: Call, input_file: Path, tmp_path: Path, flags: tuple[str, str], named: str
+) -> None:
+    output = tmp_path / "out.jsonl"
+    # The server is not there: had it been asked first, the exit code would be 3.
+    done = call(
+        *("generate", "--server", "127.0.0.1:1", "--input", input_file, "--output", output), *flags
+    )
+    assert done.code == 2
+    assert named in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
+
+
+def test_an_absent_server_is_exit_3_and_leaves_no_file(
+    call: Call, input_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text("of an earlier run\n")
+    done = call(*("generate", "--server", "127.0.0.1:1", "--input", input_file, "--output", output))
+    assert done.code == 3
+    assert "127.0.0.1:1" in done.stderr
+    assert output.read_text() == "of an earlier run\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_an_interrupt_leaves_no_file_and_no_sequence(served: Served, tmp_path: Path) -> None:
+    rows = [{"prompt": f"Number {number}"} for number in range(400)]
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    command = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "deploy.cli", "generate", "--server", served.address),
+            *("--input", str(source), "--output", str(tmp_path / "out.jsonl")),
+            *("--max-tokens", "200", "--concurrency", "2"),
+        ],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with command, Client(served.address) as client:
+        while not client.stats().sequences_running:
+            assert command.poll() is None
+            time.sleep(0.02)
+        command.send_signal(signal.SIGINT)
+        _, stderr = command.communicate(timeout=30)
+        assert command.returncode == 130, stderr
+        assert "Traceback" not in stderr
+        give_up = time.monotonic() + 5
+        while client.stats().sequences_running and time.monotonic() < give_up:
+            time.sleep(0.02)
+        assert client.stats().sequences_running == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

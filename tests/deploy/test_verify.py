@@ -1,0 +1,121 @@
+"""`paceline verify`: equal text is found equal, and what is not equal is found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from deploy.comparison import Divergence, Variant, first_difference, variants_of
+from deploy.peers import TransformersPeer
+from tests.deploy.conftest import Call, Served
+from tests.deploy.test_generate import ROWS, write_rows
+
+PROMPT = "The quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def peer(served: Served) -> TransformersPeer:
+    return TransformersPeer(served.checkpoint, threads=1)
+
+
+def test_every_policy_is_the_same_text_and_that_of_transformers(
+    call: Call, served: Served, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ROWS)
+    found = tmp_path / "found.json"
+    done = call(
+        *("verify", "--server", served.address, "--config", served.config, "--input", source),
+        *("--max-tokens", 24, "--policy", "off,lockstep,chain", "--window", "1,4"),
+        *("--concurrency", "1,4", "--temperature", "0,0.7", "--json", found),
+    )
+    assert done.code == 0, done.stdout + done.stderr
+    assert "same text: 0 divergences" in done.stdout
+    report = json.loads(found.read_text())
+    assert report["ok"] is True
+    (file,) = report["files"]
+    # Two temperatures; plain decoding alone and at 4, and two policies x two windows x 1 and 4.
+    assert len(file["runs"]) == 2 * (2 + 8)
+    assert all(run["divergences"] == [] for run in file["runs"])
+    assert file["transformers"]["rows"] == 4
+    assert file["transformers"]["rows_with_other_prompt_tokens"] == []
+
+
+def test_a_failed_row_is_exit_1(call: Call, served: Served, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [ROWS[0], "oops"])
+    done = call(
+        *("verify", "--server", served.address, "--config", served.config, "--input", source),
+        *("--max-tokens", 4),
+    )
+    assert done.code == 1
+    assert "line 2" in done.stdout
+    assert "1 rows failed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--verification", "rejection"), "verification"),
+        (("--policy", "chain,pearl"), "policy"),
+        (("--window", "1,two"), "window"),
+        (("--window", "0,1"), "window"),
+        (("--concurrency", "1,0"), "concurrency"),
+        (("--temperature", "0,nan"), "temperature"),
+        (("--json", "/nowhere/found.json"), "json"),
+    ],
+)
+def test_bad_flags_are_exit_2_before_anything_starts(
+    call: Call, flags: tuple[str, str], named: str
+) -> None:
+    done = call("verify", "--server", "127.0.0.1:1", *flags)
+    assert done.code == 2
+    assert named in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_variants_leave_out_the_reference_and_windows_of_off() -> None:
+    assert variants_of(["off", "chain"], [1, 2], [1, 4]) == [
+        Variant("off", None, 4),
+        Variant("chain", 1, 1),
+        Variant("chain", 1, 4),
+        Variant("chain", 2, 1),
+        Variant("chain", 2, 4),
+    ]
+
+
+def test_the_first_difference_is_found_also_where_a_text_ended() -> None:
+    assert first_difference(3, [1, 2, 3], [1, 2, 3]) is None
+    assert first_difference(3, [1, 2, 3], [1, 5, 3]) == Divergence(3, 1, 2, 5)
+    assert first_difference(3, [1, 2, 3], [1, 2]) == Divergence(3, 2, 3, None)
+    assert first_difference(3, [1, 2], [1, 2, 3]) == Divergence(3, 2, None, 3)
+
+
+def test_a_wrong_token_is_a_departure_with_its_margin(peer: TransformersPeer) -> None:
+    prompt = peer.encode(PROMPT)
+    theirs = peer.greedy(prompt, 8)
+    assert peer.departures(prompt, theirs.token_ids, 8) == []
+    second = theirs.logits_TV[2].topk(2).indices[1].item()
+    wrong = [*theirs.token_ids[:2], second, *theirs.token_ids[3:]]
+    (departure,) = peer.departures(prompt, wrong, 8)
+    assert (departure.position, departure.ours) == (2, second)
+    expected = theirs.logits_TV[2].max() - theirs.logits_TV[2, second]
+    assert departure.margin == pytest.approx(expected.item())
+    assert not departure.tie
+
+
+def test_a_tie_is_no_failure_and_hides_nothing(
+    peer: TransformersPeer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = peer.encode(PROMPT)
+    theirs = peer.greedy(prompt, 8)
+    second = int(theirs.logits_TV[2].topk(2).indices[1])
+    prefix = [*theirs.token_ids[:2], second]
+    rest = peer.greedy([*prompt, *prefix], 5).token_ids
+    # With so wide a margin the second-best token counts as a tie.
+    monkeypatch.setattr("deploy.peers.TIE_MARGIN", 1e3)
+    (tie,) = peer.departures(prompt, [*prefix, *rest], 8)
+    assert tie.tie
+    wrong = [*prefix, *rest[:-1], (rest[-1] + 1) % 256]
+    found = peer.departures(prompt, wrong, 8)
+    assert [departure.position for departure in found] == [2, len(wrong) - 1]
