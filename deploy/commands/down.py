@@ -1,0 +1,49 @@
+"""`paceline down`: end what `paceline up` started, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import typer
+
+from deploy import ray_head
+from deploy.record import alone, read_record, remove_record
+from deploy.session import enter_ray
+from paceline.errors import UnavailableError
+from workers.models import default_home
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `down` to the command tree."""
+
+    @app.command("down")
+    def down() -> None:
+        """End the cluster of `paceline up`. No error when there is none, or parts are dead."""
+        home = default_home(environ)
+        with alone(home):
+            record = read_record(home)
+            if record is None:
+                typer.echo("nothing is up", err=True)
+                return
+            if record.head is not None:
+                ray_head.stop_head(record.head)
+            else:
+                _end_on(record.ray_address, record.name)
+            remove_record(home)
+        typer.echo("down", err=True)
+
+
+def _end_on(ray_address: str, name: str) -> None:
+    """End the deployment on somebody else's Ray cluster, if both are still there."""
+    try:
+        leave = enter_ray(ray_address, own=False)
+    except UnavailableError:
+        typer.echo(f"the Ray cluster at {ray_address} is gone, and all with it", err=True)
+        return
+    from cluster.launch import find_cluster
+
+    handle = find_cluster(name)
+    if handle is not None:
+        handle.stop()
+    if leave is not None:
+        leave()

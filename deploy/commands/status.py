@@ -1,0 +1,101 @@
+"""`paceline status`: what is up, and how busy it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy import ray_head
+from deploy.record import read_record
+from paceline.errors import UnavailableError
+from workers.models import default_home
+
+if TYPE_CHECKING:
+    from paceline.generation import ModelDescription, Stats
+
+_PATIENCE_SECONDS = 5.0
+_WIDTH_OF_A_FILE = 160
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `status` to the command tree."""
+
+    @app.command("status")
+    def status(
+        as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    ) -> None:
+        """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
+        record = read_record(default_home(environ))
+        if record is None:
+            raise UnavailableError("nothing is up; start a cluster with `paceline up`")
+        if record.address is None:
+            raise UnavailableError(
+                "the cluster is still coming up, or its start was killed: wait, or `paceline down`"
+            )
+        if not ray_head.is_listening(record.address):
+            raise UnavailableError(
+                f"the server at {record.address} does not answer; clean up with `paceline down`"
+            )
+        from paceline.client import Client
+
+        with Client(record.address, timeout=_PATIENCE_SECONDS) as client:
+            stats, model = client.stats(), client.describe()
+        if as_json:
+            fields = {"address": record.address, "ray_address": record.ray_address}
+            fields["model"] = model.model
+            typer.echo(json.dumps(fields | summary(stats) | asdict(stats), indent=2))
+        else:
+            show(record.address, model, stats)
+
+
+def summary(stats: Stats) -> dict[str, float | None]:
+    """Figures that follow from the counters; None where there is nothing to count yet."""
+    return {
+        "acceptance_length": stats.committed_tokens / stats.steps if stats.steps else None,
+        "accepted_share": stats.accepted / stats.drafted if stats.drafted else None,
+    }
+
+
+def show(address: str, model: ModelDescription, stats: Stats) -> None:
+    """A line and a table on stdout."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH_OF_A_FILE)
+    figures = summary(stats)
+    length = figures["acceptance_length"]
+    share = figures["accepted_share"]
+    console.print(
+        f"{model.model} at {address}, up {stats.uptime_seconds:.0f} s: "
+        f"{stats.sequences_running} running, {stats.sequences_waiting} waiting, "
+        f"{stats.requests_finished} finished; {stats.committed_tokens} tokens in {stats.steps} "
+        f"steps, acceptance length {'none' if length is None else f'{length:.2f}'}, "
+        f"accepted {'none' if share is None else f'{share:.0%}'}, "
+        f"gap {stats.gap_ms_p50:.2f} ms",
+        markup=False,
+        soft_wrap=True,
+    )
+    table = Table(box=None, pad_edge=False)
+    for title in ("worker", "kind", "address", "pid", "state"):
+        table.add_column(title, no_wrap=True)
+    for title in ("busy", "passes", "tokens", "lost"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for worker in stats.workers:
+        busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
+        table.add_row(
+            worker.name,
+            worker.kind,
+            worker.address,
+            str(worker.pid),
+            "connected" if worker.connected else "lost",
+            f"{busy:.0%}",
+            str(worker.passes),
+            str(worker.tokens),
+            str(worker.reconnects),
+        )
+    console.print(table)

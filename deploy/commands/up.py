@@ -1,0 +1,143 @@
+"""`paceline up`: a cluster that stays."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.config import Config, load_config
+from deploy import ray_head
+from deploy.reach import teller
+from deploy.record import ClusterRecord, alone, read_record, remove_record, write_record
+from deploy.session import (
+    Progress,
+    check_models,
+    ending_on_sigterm,
+    enter_ray,
+    own_cores,
+    running_ray,
+    signals_held,
+    start_own_head,
+)
+from paceline.errors import UnavailableError
+from workers.models import default_home
+
+CONTROLLER_NAME = "paceline"
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `up` to the command tree."""
+
+    @app.command("up")
+    def up(
+        config: Annotated[
+            Path | None, typer.Argument(help="TOML file; without it, the local demo.")
+        ] = None,
+    ) -> None:
+        """Start a cluster and its server; `paceline down` ends it. The last line is its address."""
+        settings = load_config(config, environ)
+        home = default_home(environ)
+        console = Console(stderr=True)
+        began = time.monotonic()
+        with alone(home), ending_on_sigterm():
+            refuse_second(home)
+            refuse_taken_port(settings)
+            check_models(settings, home=home)
+            with teller(console) as tell:
+                record = start(settings, environ, home=home, progress=tell)
+        console.print(
+            f"up after {time.monotonic() - began:.1f} s: gRPC at {record.address}, "
+            f"Ray at {record.ray_address}",
+            highlight=False,
+            soft_wrap=True,
+        )
+        typer.echo(record.address)
+
+
+def start(
+    config: Config, environ: Mapping[str, str], *, home: Path, progress: Progress
+) -> ClusterRecord:
+    """Bring it up and record it; when that fails, end what was started."""
+    running = running_ray(environ)
+    with ExitStack() as undo:
+        head = None
+        if running is None:
+            head = start_own_head(config, progress)
+            undo.callback(ray_head.stop_head, head)
+        else:
+            progress(f"Ray: using the cluster at {running}")
+        record = ClusterRecord(
+            name=CONTROLLER_NAME,
+            address=None,
+            deployment_digest=config.deployment_digest(),
+            ray_address=head.address if head else running or "",
+            head=head,
+        )
+        # From here on `down` can clean up, should this process be killed.
+        undo.callback(remove_record, home)
+        write_record(home, record)
+        enter_ray(record.ray_address, own=head is not None)
+        from cluster.launch import disconnect, start_cluster
+
+        try:
+            handle = start_cluster(
+                config,
+                home=home,
+                progress=progress,
+                detached=True,
+                name=CONTROLLER_NAME,
+                cores=own_cores() if head else None,
+            )
+            record = ClusterRecord(
+                name=record.name,
+                address=handle.address,
+                deployment_digest=record.deployment_digest,
+                ray_address=record.ray_address,
+                head=head,
+            )
+            undo.callback(handle.stop)
+            write_record(home, record)
+            undo.pop_all()
+        finally:
+            with signals_held():
+                undo.close()
+                disconnect()
+    return record
+
+
+def refuse_second(home: Path) -> None:
+    """Raise UnavailableError when `up` has one running; forget one that is dead."""
+    record = read_record(home)
+    if record is None:
+        return
+    if ray_head.is_listening(record.ray_address):
+        where = f"at {record.address}" if record.address else "half-way"
+        raise UnavailableError(
+            f"a cluster is up already {where}: end it with `paceline down`, "
+            "or look at it with `paceline status`"
+        )
+    if record.head is not None:
+        ray_head.stop_head(record.head)
+    remove_record(home)
+
+
+def refuse_taken_port(config: Config) -> None:
+    """Raise UnavailableError when the server's port is taken on this host."""
+    server = config.server
+    if server.grpc_port == 0:
+        return
+    try:
+        with socket.create_server((server.host, server.grpc_port)):
+            return
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot listen on {server.host}:{server.grpc_port} ({error.strerror}): set "
+            "server.grpc_port to another port (0: any free one), or end what holds it"
+        ) from None

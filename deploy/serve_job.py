@@ -1,0 +1,75 @@
+"""What `paceline up` does, as a Ray job that ends all it started when it is stopped.
+
+    ray job submit --working-dir . -- python -m deploy.serve_job [--config C]
+
+It stays in the foreground. Its workers are not detached: they end with this process, however it
+ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.config import load_config
+from deploy.session import check_models, ending_on_sigterm, enter_ray, running_ray, signals_held
+from paceline.errors import PacelineError, UnavailableError, WorkerLostError, outward
+from workers.models import default_home
+
+_LOOK_SECONDS = 2.0
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file; without it, the local demo.")
+    ] = None,
+) -> None:
+    """Serve on the Ray cluster that runs this job until the job is stopped."""
+    try:
+        _serve(config)
+    except PacelineError as error:
+        _log(f"error: {error}")
+        raise typer.Exit(outward(error).exit_code) from error
+
+
+def _serve(config: Path | None) -> None:
+    settings = load_config(config, os.environ)
+    home = default_home(os.environ)
+    address = running_ray(os.environ)
+    if address is None:
+        raise UnavailableError(
+            "no Ray cluster is running: submit this with `ray job submit`, or use `paceline up`"
+        )
+    check_models(settings, home=home)
+    with ending_on_sigterm():
+        enter_ray(address, own=False)
+        from cluster.launch import disconnect, start_cluster
+
+        try:
+            cluster = start_cluster(
+                settings, home=home, progress=_log, detached=False, name=None, cores=None
+            )
+            try:
+                _log(f"serving: gRPC at {cluster.address}")
+                while cluster.workers():
+                    time.sleep(_LOOK_SECONDS)
+                raise WorkerLostError("the controller has no workers any more")
+            finally:
+                with signals_held():
+                    cluster.stop()
+        finally:
+            disconnect()
+
+
+def _log(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    typer.run(serve)
