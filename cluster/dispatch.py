@@ -121,7 +121,6 @@ class Dispatch:
         """A stream to a shard broke. Requests wait a while for the target to come back."""
         if self._stopped:
             return
-        _log.warning("the target is lost: %s", reason)
         self._handle(TargetLost(time.monotonic()))
         self._impatience = self._loop.call_later(self._target_patience, self._give_up, reason)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc
@@ -46,19 +47,32 @@ class DrafterListener(Protocol):
         """It will not draft for a sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class TargetVocabulary:
+    """The target's name and the digest of its vocabulary."""
+
+    model: str
+    digest: bytes
+
+
 class DrafterLink:
     """Keeps the stream to one drafter open, as well as it can."""
 
     def __init__(
-        self, meter: WorkerMeter, listener: DrafterListener, *, model: str, digest: bytes
+        self,
+        meter: WorkerMeter,
+        listener: DrafterListener,
+        target: TargetVocabulary,
+        *,
+        probe_timeout: float,
     ) -> None:
-        """`model` and `digest` are the target's name and vocabulary."""
+        """`probe_timeout`: seconds that a drafter has to say that it is still alive."""
         self.meter = meter
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when it was tried once; with VocabularyMismatchError if that is why it failed."""
         self._listener = listener
-        self._model = model
-        self._digest = digest
+        self._target = target
+        self._probe_timeout = probe_timeout
         self._outbox: Outbox[drafting_pb2.DraftRequest] | None = None
         self._overflown = asyncio.Event()
 
@@ -84,6 +98,7 @@ class DrafterLink:
                 reason, wait = str(error), _REFUSED_WAIT
                 if not self.first_try.done():
                     self.first_try.set_exception(error)
+                    self.first_try.exception()  # nobody may be waiting for it
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 reason = one_line(error)
             except Exception as error:
@@ -115,18 +130,20 @@ class DrafterLink:
                 self._listener.drafter_joined(name, description.max_position)
                 if not self.first_try.done():
                     self.first_try.set_result(None)
-                await run_until_one_ends(self._read(call), self._outbox.run(), self._watch())
+                await run_until_one_ends(
+                    self._read(call), self._outbox.run(), self._watch(), self._probe(stub)
+                )
             finally:
                 self._outbox = None
                 self.meter.connected = False
                 self._listener.drafter_lost(name)
 
     def _check_vocabulary(self, description: drafting_pb2.DescribeDrafterResponse) -> None:
-        if description.vocab_size and description.vocabulary_digest != self._digest:
+        if description.vocab_size and description.vocabulary_digest != self._target.digest:
             raise VocabularyMismatchError(
                 f"drafter {self.meter.name} ({description.model!r}, {description.vocab_size} "
-                f"tokens) does not have the vocabulary of the target {self._model!r}; choose a "
-                "drafter that was made with the target's tokenizer"
+                f"tokens) does not have the vocabulary of the target {self._target.model!r}; choose "
+                "a drafter that was made with the target's tokenizer"
             )
 
     async def _read(self, call: Any) -> None:
@@ -142,6 +159,14 @@ class DrafterLink:
                 declined = response.declined
                 self._listener.declined(name, declined.sequence_id, declined.reason)
         raise WorkerLostError(f"{name} ended its stream")
+
+    async def _probe(self, stub: Any) -> None:
+        """Ask now and then; a drafter that hangs answers pings, but not this."""
+        while True:
+            await asyncio.sleep(self._probe_timeout / 2)
+            await stub.DescribeDrafter(
+                drafting_pb2.DescribeDrafterRequest(), timeout=self._probe_timeout
+            )
 
     async def _watch(self) -> None:
         await self._overflown.wait()

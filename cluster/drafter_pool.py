@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from cluster.drafter_link import DrafterLink, DrafterListener
+from cluster.drafter_link import DrafterLink, DrafterListener, TargetVocabulary
 from cluster.meters import WorkerMeter
 from cluster.worker_wire import DraftInstruction
 from paceline.errors import VocabularyMismatchError
 
 
 class DrafterPool:
-    """One link a drafter. `model` and `digest` are the target's name and vocabulary."""
+    """One link a drafter. `probe_timeout`: seconds after which a silent drafter counts as hung."""
 
-    def __init__(self, listener: DrafterListener, *, model: str, digest: bytes) -> None:
+    def __init__(
+        self, listener: DrafterListener, target: TargetVocabulary, *, probe_timeout: float
+    ) -> None:
         self._listener = listener
-        self._model = model
-        self._digest = digest
+        self._target = target
+        self._probe_timeout = probe_timeout
         self._meters: dict[str, WorkerMeter] = {}
         self._links: dict[str, DrafterLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -64,7 +66,7 @@ class DrafterPool:
     def _add(self, name: str, address: str) -> None:
         meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
         meter.address = address
-        link = DrafterLink(meter, self._listener, model=self._model, digest=self._digest)
+        link = DrafterLink(meter, self._listener, self._target, probe_timeout=self._probe_timeout)
         self._links[name] = link
         self._tasks[name] = asyncio.create_task(link.run())
 

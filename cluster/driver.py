@@ -15,6 +15,7 @@ from cluster.decoding.events import Request
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.dispatch import Dispatch
+from cluster.drafter_link import TargetVocabulary
 from cluster.drafter_pool import DrafterPool
 from cluster.generation import Generation
 from cluster.requests import RequestResolver
@@ -32,6 +33,7 @@ class DriverOptions:
     `folder`: the checkpoint, of which the driver reads the tokenizer and the defaults.
     `drafter_addresses`: by name. `wait_ms`: most that policy lockstep waits in a step.
     `max_waiting`: requests beyond the running ones before callers are turned away.
+    `drafter_timeout`: seconds in which a drafter must answer a question about itself.
     `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long
     `start` waits for workers.
     """
@@ -46,6 +48,7 @@ class DriverOptions:
     max_step_tokens: int = 512
     max_waiting: int = 1024
     step_timeout: StepTimeout = field(default_factory=StepTimeout)
+    drafter_timeout: float = 5.0
     target_patience: float = 30.0
     connect_seconds: float = 30.0
 
@@ -179,7 +182,11 @@ class Driver:
             vocabulary_digest=digest,
             step_timeout=options.step_timeout,
         )
-        drafters = DrafterPool(self._dispatch, model=checkpoint.name, digest=digest)
+        drafters = DrafterPool(
+            self._dispatch,
+            TargetVocabulary(checkpoint.name, digest),
+            probe_timeout=options.drafter_timeout,
+        )
         self._dispatch.connect(target.send, drafters.send)
         return _Running(
             codec=codec,

@@ -111,6 +111,7 @@ class TargetLink:
     async def run(self) -> None:
         """Connect, serve, and again when a stream breaks, until cancelled or refused."""
         waits = waits_between_tries()
+        said = ""
         while True:
             joined = self.meters[0].joins
             try:
@@ -119,11 +120,15 @@ class TargetLink:
                 self.last_error = str(error)
                 if not self.refused.done():
                     self.refused.set_exception(error)
+                    self.refused.exception()  # nobody may be waiting for it
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 self.last_error = one_line(error)
             except Exception as error:
                 _log.exception("a defect ended the streams to the target")
                 self.last_error = one_line(error)
+            if self.last_error != said:
+                _log.warning("the target is not in use: %s", self.last_error)
+                said = self.last_error
             if self.meters[0].joins > joined:
                 waits = waits_between_tries()
             await asyncio.sleep(next(waits))

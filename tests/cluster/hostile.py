@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -70,6 +71,25 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
             token_ids=(small, small, huge, [], small * 1000, small)[kind],
             last=self.random.random() < 0.3,
         )
+
+
+class HungDrafter(LyingDrafter):
+    """Answers who it is once, then nothing more; a second life would answer again."""
+
+    async def DescribeDrafter(
+        self, request: drafting_pb2.DescribeDrafterRequest, context: Any
+    ) -> drafting_pb2.DescribeDrafterResponse:
+        self.told += 1
+        if self.told % 2 == 0:
+            await asyncio.sleep(30)
+        return await super().DescribeDrafter(request, context)
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: Any
+    ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+        async for _ in request_iterator:
+            pass
+        yield drafting_pb2.DraftResponse()
 
 
 class HungTarget(target_pb2_grpc.TargetServiceServicer):

@@ -71,9 +71,13 @@ async def running_system(
     checkpoints: Checkpoints,
     *,
     drafters: dict[str, Path | None] | None = None,
+    more_targets: tuple[str, ...] = (),
     **options: Any,
 ) -> AsyncIterator[System]:
-    """`drafters`: a checkpoint folder by name, None for n-gram. `options`: of the driver."""
+    """`drafters`: a checkpoint folder by name, None for n-gram. `options`: of the driver.
+
+    `more_targets`: addresses of shards after the first.
+    """
     async with AsyncExitStack() as stack:
         target = await start_target(checkpoints.target)
         stack.push_async_callback(target.stop)
@@ -83,7 +87,7 @@ async def running_system(
             stack.push_async_callback(servers[name].stop)
         wanted = DriverOptions(
             folder=checkpoints.target,
-            target_addresses=(target.address,),
+            target_addresses=(target.address, *more_targets),
             drafter_addresses={name: server.address for name, server in servers.items()},
         )
         driver, server = await serve_driver(replace(wanted, **options), host=HOST)

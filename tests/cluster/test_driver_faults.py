@@ -17,6 +17,7 @@ from paceline import Chunk, Completion, GenerateOptions, UnavailableError
 from paceline.errors import OverloadedError, VocabularyMismatchError, WorkerLostError
 from paceline.generation import CompletionBuilder
 from tests.cluster.hostile import (
+    HungDrafter,
     HungTarget,
     LyingDrafter,
     LyingTarget,
@@ -180,6 +181,17 @@ async def test_a_lying_drafter_alters_nothing(checkpoints: Checkpoints) -> None:
             assert liar.told > 100
             assert system.driver.scheduler.totals.dropped_proposals > 0
             assert "liar" in system.connected()
+            await system.settle()
+        finally:
+            await server.stop()
+
+
+async def test_a_hung_drafter_is_left(checkpoints: Checkpoints) -> None:
+    async with running_system(checkpoints, drafter_timeout=0.1) as system:
+        server = await serve_lying_drafter(HungDrafter())
+        try:
+            await system.driver.set_drafters({"hung": server.address})
+            await eventually(lambda: system.driver.stats().workers[1].reconnects >= 1)
             await system.settle()
         finally:
             await server.stop()
