@@ -142,8 +142,8 @@ class DrafterLink:
         if description.vocab_size and description.vocabulary_digest != self._target.digest:
             raise VocabularyMismatchError(
                 f"drafter {self.meter.name} ({description.model!r}, {description.vocab_size} "
-                f"tokens) does not have the vocabulary of the target {self._target.model!r}; choose "
-                "a drafter that was made with the target's tokenizer"
+                f"tokens) does not have the vocabulary of the target {self._target.model!r}; "
+                "choose a drafter that was made with the target's tokenizer"
             )
 
     async def _read(self, call: Any) -> None:

@@ -48,7 +48,7 @@ class DriverOptions:
     max_step_tokens: int = 512
     max_waiting: int = 1024
     step_timeout: StepTimeout = field(default_factory=StepTimeout)
-    drafter_timeout: float = 5.0
+    drafter_timeout: float = 10.0
     target_patience: float = 30.0
     connect_seconds: float = 30.0
 

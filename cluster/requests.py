@@ -58,6 +58,7 @@ class RequestResolver:
         """
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
+        self._check_length(generate_input, room)
         prompt_token_ids = self._encode(generate_input)
         ends = () if options.ignore_eos else self._checkpoint.end_token_ids
         return ResolvedRequest(
@@ -86,6 +87,18 @@ class RequestResolver:
         sampling = replace(self._checkpoint.default_sampling, **set_fields)
         sampling.validate(self._checkpoint.vocab_size)
         return sampling
+
+    def _check_length(self, generate_input: GenerateInput, room: int) -> None:
+        """Refuse text that cannot fit before time is spent on its tokens."""
+        if isinstance(generate_input, str):
+            characters = len(generate_input)
+        else:
+            characters = sum(len(m.content) for m in generate_input if isinstance(m, Message))
+        if characters > room * self._codec.longest_token:
+            raise PromptTooLongError(
+                "prompt",
+                f"it has {characters} characters, which cannot fit into {room} tokens; shorten it",
+            )
 
     def _encode(self, generate_input: GenerateInput) -> tuple[int, ...]:
         if isinstance(generate_input, str):

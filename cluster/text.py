@@ -52,6 +52,8 @@ class TextCodec:
         self._byte_tokens = frozenset(
             vocabulary[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary
         )
+        self.longest_token = max(map(len, self._raw.get_vocab()), default=1)
+        """Most characters that a token stands for."""
         self.anchor = next(
             (
                 token_id

@@ -88,6 +88,14 @@ def test_bad_inputs(resolver: RequestResolver, field: str, generate_input: Gener
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize("wrap", [str, lambda text: [Message("user", text)]])
+def test_a_prompt_that_is_not_worth_tokenising(
+    resolver: RequestResolver, wrap: Callable[[str], GenerateInput]
+) -> None:
+    with pytest.raises(PromptTooLongError, match="10000000 characters"):
+        resolver.resolve(wrap("a" * 10_000_000), GenerateOptions(), room=ROOM)
+
+
 def test_a_prompt_that_fills_the_context(resolver: RequestResolver) -> None:
     with pytest.raises(PromptTooLongError, match=r"512 tokens.*at most 511"):
         resolver.resolve([5] * ROOM, GenerateOptions(), room=ROOM)
