@@ -129,7 +129,7 @@ def _check_tensors(
         shapes.update(_read_shapes(path))
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises many kinds
         raise CheckpointError(
             f"{folder / 'config.json'}: not a causal language model that can be built: "

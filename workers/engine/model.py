@@ -13,15 +13,18 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.errors import CheckpointError
 from workers.engine import attention
+from workers.engine.fusing import join_projections, replace_norms
 from workers.engine.invariance import replace_activations
 from workers.engine.linears import WeightForm, replace_linears
 
 
 def load_model(folder: Path, weights: WeightForm) -> PreTrainedModel:
-    """The model with paged attention, our linears and slab activations. Raises CheckpointError."""
+    """The model with paged attention and our own modules. Raises CheckpointError."""
     model = load_plain_model(folder, weights)
+    join_projections(model)
     replace_linears(model, weights)
     replace_activations(model)
+    replace_norms(model)
     return model
 
 
@@ -55,9 +58,9 @@ def load_plain_model(folder: Path, weights: WeightForm) -> PreTrainedModel:
 def _quiet() -> Iterator[None]:
     """Without transformers' progress bars: workers have no terminal."""
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,108 @@
+"""Fewer and larger operations where Hugging Face's modules allow it, with the same bits.
+
+Projections that read the same input (query, key and value) become one matrix product. Norms go
+through torch's own rms_norm where that gives the very bits of the module it replaces.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+class SharedProjection(nn.Module):
+    """One product in the place of several linears that are called with the same input.
+
+    The first part computes it for all; the others, called later with the same tensor, take theirs.
+    """
+
+    def __init__(self, joined: nn.Module, widths: list[int]) -> None:
+        super().__init__()
+        self.joined = joined
+        self._widths = widths
+        self._left: list[Tensor] = []
+
+    def part(self, index: int, rows_TN: Tensor) -> Tensor:
+        """The result of linear `index`; 0 must be asked for first."""
+        if index == 0:
+            self._left = list(torch.split(self.joined(rows_TN), self._widths, dim=-1))
+        result = self._left[index]
+        if index == len(self._widths) - 1:
+            self._left = []
+        return result
+
+
+class ProjectionPart(nn.Module):
+    """Stands where one of the joined linears stood."""
+
+    def __init__(self, shared: SharedProjection, index: int, width: int) -> None:
+        super().__init__()
+        self.shared = shared
+        self.index = index
+        self.out_features = width
+
+    def forward(self, rows_TN: Tensor) -> Tensor:
+        """This linear's share of the product."""
+        return self.shared.part(self.index, rows_TN)
+
+
+def join_projections(model: nn.Module) -> None:
+    """Join the plain query, key and value linears of every attention module of `model`."""
+    for module in list(model.modules()):
+        linears = [getattr(module, name, None) for name in _PROJECTIONS]
+        plain = [linear for linear in linears if type(linear) is nn.Linear]
+        if len(plain) < len(_PROJECTIONS) or len({linear.bias is None for linear in plain}) > 1:
+            continue
+        widths = [linear.out_features for linear in plain]
+        shared = SharedProjection(_concatenate(plain), widths)
+        for index, name in enumerate(_PROJECTIONS):
+            setattr(module, name, ProjectionPart(shared, index, widths[index]))
+
+
+def _concatenate(linears: list[nn.Linear]) -> nn.Linear:
+    first = linears[0]
+    joined = nn.Linear(
+        first.in_features,
+        sum(linear.out_features for linear in linears),
+        bias=first.bias is not None,
+        device="meta",
+    )
+    joined.weight = nn.Parameter(
+        torch.cat([linear.weight.detach() for linear in linears]), requires_grad=False
+    )
+    if first.bias is not None:
+        joined.bias = nn.Parameter(
+            torch.cat([linear.bias.detach() for linear in linears]), requires_grad=False
+        )
+    return joined
+
+
+class NativeNorm(nn.Module):
+    """torch's rms_norm with the weight and epsilon of a module that computes the same."""
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self._weight = weight.detach()
+        self._epsilon = epsilon
+        self._shape = tuple(weight.shape)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Each row divided by its root mean square, times the weight."""
+        return torch.rms_norm(rows, self._shape, self._weight, self._epsilon)
+
+
+def replace_norms(model: nn.Module) -> None:
+    """Replace the RMS norms of `model` whose results a NativeNorm gives bit for bit."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            weight = getattr(child, "weight", None)
+            epsilon = getattr(child, "variance_epsilon", None)
+            if not isinstance(weight, Tensor) or not isinstance(epsilon, float):
+                continue
+            native = NativeNorm(weight, epsilon)
+            generator = torch.Generator().manual_seed(0)
+            rows = torch.randn(64, *weight.shape, generator=generator).to(weight.dtype)
+            if torch.equal(native(rows), child(rows)):
+                setattr(parent, name, native)
