@@ -39,8 +39,11 @@ from workers.standalone import parse_cores, parse_weights, run_standalone
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
 DrafterKind = Literal["model", "ngram"]
 QUIET_SECONDS = 0.0001
-"""After a message, the next one is waited for so long before a pass begins: gRPC hands messages
-over one by one, and an outcome usually comes with a grant."""
+QUIET_SECONDS_OF_MANY = 0.0003
+"""After a message, the next one is waited for so long before a pass begins. gRPC hands messages
+over one by one; with several sequences open, those that a step brought should share a pass."""
+CATCH_UP_SECONDS = 0.01
+"""Messages that never end do not keep passes from being run."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
@@ -70,7 +73,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self._desk: DraftingDesk | None = None
         self._outboxes: dict[DraftingSession, _Outbox] = {}
         self._woken = asyncio.Event()
-        self._handled = 0
+        # Messages handled, and how many of them when a pass was last prepared.
+        self._handled = self._seen = 0
         self._drafting: asyncio.Task[None] | None = None
 
     def begin(self, desk: DraftingDesk) -> None:
@@ -97,9 +101,11 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             pid=os.getpid(),
         )
 
-    async def Draft(
+    # It writes to the context rather than yield: a generator that is cancelled at a yield is closed
+    # by whoever collects it, and until then its sequences would hold their memory.
+    async def Draft(  # type: ignore[override]
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: _Context
-    ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+    ) -> None:
         desk = await self._loaded(context)
         session = desk.open_session()
         outbox: _Outbox = asyncio.Queue()
@@ -109,7 +115,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             while (answer := await outbox.get()) is not None:
                 if isinstance(answer, PacelineError):
                     await context.abort(status_code(answer), str(answer))
-                yield answer
+                await context.write(answer)
         finally:
             reader.cancel()
             del self._outboxes[session]
@@ -146,13 +152,16 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         while True:
             await self._woken.wait()
             self._woken.clear()
+            await self._catch_up(desk)
             while desk.has_work:
                 try:
                     self._run_pass(desk)
                 except Exception as error:
                     _log.exception("a drafting pass failed; all streams are ended")
-                    self._fail_all(desk, InternalError(f"a drafting pass failed: {error!r}"))
-                await self._catch_up()
+                    for outbox in self._outboxes.values():
+                        outbox.put_nowait(InternalError(f"a drafting pass failed: {error!r}"))
+                    break  # until a stream brings something new
+                await self._catch_up(desk)
 
     def _run_pass(self, desk: DraftingDesk) -> None:
         begin = time.perf_counter()
@@ -162,25 +171,21 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             for answer in to_responses(item, pass_seconds):
                 self._outboxes[item.session].put_nowait(answer)
 
-    def _fail_all(self, desk: DraftingDesk, error: InternalError) -> None:
-        for session, outbox in self._outboxes.items():
-            for sequence_id in list(session.paths):
-                session.close(sequence_id)
-            outbox.put_nowait(error)
-
-    async def _catch_up(self) -> None:
+    async def _catch_up(self, desk: DraftingDesk) -> None:
         """Let answers go out and messages that have arrived be handled.
 
-        Two turns of the loop start the writes and resume the readers. When a message was handled,
-        more may be waiting inside gRPC: go on until none came for QUIET_SECONDS.
+        Two turns of the loop start the writes and resume the readers. When messages were handled
+        since the last time, more may be waiting inside gRPC: go on until none came for a
+        moment, but no longer than CATCH_UP_SECONDS.
         """
-        handled = self._handled
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        while self._handled != handled:
-            handled = self._handled
-            quiet_at = time.perf_counter() + QUIET_SECONDS
-            while self._handled == handled and time.perf_counter() < quiet_at:
+        quiet = QUIET_SECONDS if desk.num_open <= 1 else QUIET_SECONDS_OF_MANY
+        end = time.perf_counter() + CATCH_UP_SECONDS
+        while self._handled != self._seen and time.perf_counter() < end:
+            self._seen = self._handled
+            quiet_at = time.perf_counter() + quiet
+            while self._handled == self._seen and time.perf_counter() < quiet_at:
                 await asyncio.sleep(0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from pathlib import Path
 
 import torch
@@ -30,4 +31,7 @@ async def load_engine(
     )
     # OpenMP keeps the number per thread, and this is the thread that steps.
     torch.set_num_threads(threads)
+    # What was loaded stays: without this, a full collection walks all of it in the midst of a step.
+    gc.collect()
+    gc.freeze()
     return engine

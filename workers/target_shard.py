@@ -1,8 +1,8 @@
 """A shard of the target: the gRPC servicer of target.proto around an engine.
 
 Everything runs on one event loop, the forward pass included: a step has nothing to overlap with on
-its own device, and a hop to a thread and back costs more than it saves (docs/performance.md). gRPC
-answers pings below Python, so a long pass does not look like a dead process.
+its own device, and stepping in a thread was measured to gain nothing. gRPC answers pings below
+Python, so a long pass does not look like a dead process.
 """
 
 from __future__ import annotations
@@ -79,9 +79,11 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             batch_invariant=engine.batch_invariant,
         )
 
-    async def Step(
+    # It writes to the context rather than yield: a generator that is cancelled at a yield is closed
+    # by whoever collects it, and until then the next stream would find the shard taken.
+    async def Step(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
-    ) -> AsyncIterator[target_pb2.StepResponse]:
+    ) -> None:
         engine = await self._loaded(context)
         try:
             async with asyncio.timeout(TAKE_OVER_SECONDS):
@@ -94,7 +96,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         try:
             stepper = _Stepper(engine)
             async for request in request_iterator:
-                yield stepper.step(request)
+                await context.write(stepper.step(request))
         except PacelineError as error:
             await context.abort(status_code(error), str(error))
         finally:

@@ -119,11 +119,16 @@ class DraftingDesk:
         """Whether a pass would give something."""
         return any(_ready(path) or path.wants_last for _, _, path in self._all_paths())
 
+    @property
+    def num_open(self) -> int:
+        """How many sequences are open, those of all streams together."""
+        return sum(len(session.paths) for session in self._sessions)
+
     def reason_to_decline(self, num_tokens: int) -> str | None:
         """Why a sequence of so many tokens is not taken, or None."""
         if num_tokens >= self.info.max_position:
             return f"{num_tokens} tokens leave no room in a context of {self.info.max_position}"
-        if sum(len(session.paths) for session in self._sessions) >= self._max_sequences:
+        if self.num_open >= self._max_sequences:
             return f"{self._max_sequences} sequences are open, the most that this drafter takes"
         return None
 

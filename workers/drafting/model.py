@@ -11,7 +11,7 @@ from workers.engine.engine import Engine, Slice
 from workers.engine.local_cache import LocalCache, LocalSequence
 from workers.verification.coupled import choose_token
 
-PREFILL_ALONE = 256
+PREFILL_ALONE = 128
 """Most prompt tokens that a pass feeds while no sequence is drafting."""
 PREFILL_BESIDE = 32
 """The same while others draft: their next token waits for it."""
