@@ -96,6 +96,48 @@ async def running_system(
         yield System(driver, client, server, target, servers)
 
 
+class Wire:
+    """A TCP relay to an address that can be cut: then nothing passes, and nobody is told."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._cut = False
+        self._relays: set[asyncio.Task[None]] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def open(self) -> str:
+        """Begin; the address to connect to."""
+        self._server = await asyncio.start_server(self._accept, HOST, 0)
+        return f"{HOST}:{self._server.sockets[0].getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Pass nothing more."""
+        self._cut = True
+
+    async def close(self) -> None:
+        self._server.close()
+        for relay in self._relays:
+            relay.cancel()
+        await asyncio.gather(*self._relays, return_exceptions=True)
+        for writer in self._writers:
+            writer.close()
+        await asyncio.gather(*(w.wait_closed() for w in self._writers), return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._address.rpartition(":")
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        self._writers += [writer, far_writer]
+        for pair in ((reader, far_writer), (far_reader, writer)):
+            self._relays.add(asyncio.create_task(self._relay(*pair)))
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while passed := await reader.read(65536):
+            if not self._cut:
+                writer.write(passed)
+        if not self._cut:
+            writer.close()
+
+
 async def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     """Wait for a condition. Raises TimeoutError."""
     async with asyncio.timeout(seconds):

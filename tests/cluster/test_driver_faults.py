@@ -28,6 +28,7 @@ from tests.cluster.system import (
     HOST,
     Checkpoints,
     System,
+    Wire,
     eventually,
     make_checkpoints,
     running_system,
@@ -184,6 +185,25 @@ async def test_a_lying_drafter_alters_nothing(checkpoints: Checkpoints) -> None:
             await system.settle()
         finally:
             await server.stop()
+
+
+async def test_a_cut_wire_is_noticed_by_keepalive(checkpoints: Checkpoints) -> None:
+    """About 1.5 s (DESIGN.md section 7), long before the drafter's own deadline of 10 s."""
+    drafter = await start_drafter(None)
+    wire = Wire(drafter.address)
+    try:
+        async with running_system(checkpoints) as system:
+            await system.driver.set_drafters({"far": await wire.open()})
+            await eventually(lambda: "far" in system.connected())
+            began = time.monotonic()
+            wire.cut()
+            await eventually(lambda: "far" not in system.connected())
+            assert time.monotonic() - began < 4
+            assert len((await system.client.generate(PROMPT, OPTIONS)).token_ids) == 120
+            await system.driver.set_drafters({})
+    finally:
+        await wire.close()
+        await drafter.stop()
 
 
 async def test_a_hung_drafter_is_left(checkpoints: Checkpoints) -> None:
