@@ -117,9 +117,14 @@ class DriverActor(_Actor):
         super().__init__()
         self._driver: Driver | None = None
 
-    async def prepare(self) -> None:
-        """Import what is slow to import, while the workers load."""
+    async def prepare(self, setup: WorkerSetup) -> None:
+        """Import what is slow to import, while the workers load. Raises CheckpointError."""
         import cluster.inference  # noqa: F401
+        from workers.engine.checkpoint import inspect_checkpoint
+        from workers.models import resolve_model
+
+        files = await asyncio.to_thread(resolve_model, setup.config.target.model, home=setup.home)
+        await asyncio.to_thread(inspect_checkpoint, files.folder)
 
     async def serve(
         self, setup: WorkerSetup, target_address: str, drafters: Mapping[str, str], port: int

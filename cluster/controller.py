@@ -75,7 +75,7 @@ class Controller:
         """
         await self._reserve()
         self._driver.handle = self._make_actor(None)
-        preparing = self._driver.handle.prepare.remote()
+        preparing = self._driver.handle.prepare.remote(self._setup)
         for worker in self._workers:
             worker.handle = self._make_actor(worker.plan)
         async with asyncio.TaskGroup() as group:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -70,6 +72,7 @@ def connect(address: str) -> bool:
     """
     if ray.is_initialized():
         return False
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(
             address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
@@ -78,6 +81,8 @@ def connect(address: str) -> bool:
         raise UnavailableError(
             f"cannot join the Ray cluster at {address}: {_first_line(error)}"
         ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, and prints a trace.
     return True
 
 

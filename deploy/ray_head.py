@@ -14,7 +14,6 @@ import secrets
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,8 @@ _SYSTEM_CONFIG = {
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
+    # Its default of 15 would give way to whatever else runs on this host.
+    "worker_niceness": 0,
 }
 
 
@@ -54,24 +55,18 @@ def start_head(*, num_cpus: int, dashboard: bool = False) -> RayHead:
     ports = free_ports(3)
     token = secrets.token_hex(16)
     log = Path(folder) / "start.log"
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            _command(folder, ports, num_cpus=num_cpus, dashboard=dashboard),
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=_environment(token),
-        )
+    environment = _environment(token)
+    command = _command(folder, ports, num_cpus=num_cpus, dashboard=dashboard)
+    session = _spawn(command, environment, log)
     head = RayHead(
         address=f"{_LOOPBACK}:{ports[0]}",
-        session=process.pid,
+        session=session,
         token=token,
         folder=folder,
         dashboard=f"http://{_LOOPBACK}:{ports[2]}" if dashboard else None,
     )
     try:
-        _await_start(process, Path(folder), log)
+        _await_start(session, Path(folder), log)
     except BaseException:
         stop_head(head)
         raise
@@ -85,6 +80,8 @@ def stop_head(head: RayHead) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
+    with contextlib.suppress(ChildProcessError):  # `down` is not its parent.
+        os.waitpid(head.session, 0)
     shutil.rmtree(head.folder, ignore_errors=True)
 
 
@@ -154,11 +151,26 @@ def _environment(token: str) -> dict[str, str]:
     return environment
 
 
-def _await_start(process: subprocess.Popen[bytes], folder: Path, log: Path) -> None:
+def _spawn(command: list[str], environment: dict[str, str], log: Path) -> int:
+    """Start it in a session of its own, in which it may outlive us; return its number."""
+    return os.posix_spawn(
+        command[0],
+        command,
+        environment,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+
+
+def _await_start(session: int, folder: Path, log: Path) -> None:
     give_up = time.monotonic() + START_SECONDS
     # Ray writes its address there when all its processes are up.
     while not (folder / "ray_current_cluster").exists():
-        if process.poll() is not None:
+        if _is_zombie(session):
             raise UnavailableError(f"Ray did not start: {_last_line(log)}")
         if time.monotonic() > give_up:
             raise UnavailableError(

@@ -17,6 +17,7 @@ from cluster.config_model import Config
 from cluster.placement import Node, plan_placement
 from deploy import ray_head
 from deploy.fetch_progress import show_fetch
+from deploy.head_guard import guarded
 from deploy.record import read_record
 from paceline.errors import UnavailableError, VocabularyMismatchError
 from workers.models import CATALOGUE, is_present, resolve_model
@@ -83,21 +84,20 @@ def running_address(config: Config, home: Path) -> str | None:
 def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead | None]:
     """Join the Ray that runs (yields None), or a head of ours that ends with the block."""
     running = running_ray(os.environ)
-    with ExitStack() as stack:
+    stack = ExitStack()
+    try:
         head = None
         if running is None:
             head = start_own_head(config, progress)
-            stack.callback(_end_head, head)
+            stack.enter_context(guarded(head))
         else:
             progress(f"Ray: using the cluster at {running}")
         if leave := enter_ray(head.address if head else running or "", own=head is not None):
             stack.callback(leave)
         yield head
-
-
-def _end_head(head: ray_head.RayHead) -> None:
-    with signals_held():
-        ray_head.stop_head(head)
+    finally:
+        with signals_held():
+            stack.close()
 
 
 def start_own_head(config: Config, progress: Progress) -> ray_head.RayHead:

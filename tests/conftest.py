@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 os.environ.update(
     {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # As deploy/ray_head.py has it: the heads of tests listen on the loopback interface alone.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "GRPC_VERBOSITY": "ERROR",
@@ -42,3 +45,22 @@ def demo_folder() -> Path:
     from workers.models import default_home, resolve_model
 
     return resolve_model("demo", home=default_home(os.environ)).folder
+
+
+@pytest.fixture(scope="session")
+def ray_address() -> Iterator[str]:
+    """The one Ray cluster of a test session, started when a first test needs it; already joined.
+
+    It has more CPUs than the machine, so that no test waits for another's to come free.
+    """
+    from deploy.ray_head import start_head, stop_head
+
+    head = start_head(num_cpus=16)
+    try:
+        from cluster import launch
+
+        launch.connect(head.address)
+        yield head.address
+        launch.disconnect()
+    finally:
+        stop_head(head)

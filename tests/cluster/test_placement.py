@@ -1,0 +1,89 @@
+"""Placement: who gets which threads, cores and groups."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config_model import Config, DrafterConfig, TargetConfig
+from cluster.placement import Node, plan_placement
+from paceline.errors import UnavailableError
+
+NGRAM = DrafterConfig(kind="ngram")
+MODEL = DrafterConfig(model="demo-draft")
+
+
+def config_of(*drafters: DrafterConfig, threads: int | None = None) -> Config:
+    target = TargetConfig() if threads is None else TargetConfig(threads=threads)
+    return Config(target=target, drafters=drafters)
+
+
+def threads_of(config: Config, *nodes: Node, enforce: bool = True) -> list[int]:
+    plan = plan_placement(config, nodes, enforce=enforce)
+    return [worker.threads for worker in plan.workers]
+
+
+def test_without_a_model_drafter_the_target_has_all_cores() -> None:
+    assert threads_of(config_of(), Node("n", 4)) == [4]
+    assert threads_of(config_of(NGRAM), Node("n", 4)) == [4, 1]
+
+
+def test_model_drafters_share_the_cores_with_the_target() -> None:
+    assert threads_of(config_of(MODEL), Node("n", 2)) == [1, 1]
+    assert threads_of(config_of(MODEL), Node("n", 5)) == [3, 2]
+    assert threads_of(config_of(MODEL, MODEL), Node("n", 8)) == [4, 2, 2]
+
+
+def test_given_threads_are_kept() -> None:
+    drafter = DrafterConfig(model="demo-draft", threads=3)
+    assert threads_of(config_of(drafter, threads=2), Node("n", 8)) == [2, 3]
+    assert threads_of(config_of(drafter), Node("n", 8)) == [5, 3]
+
+
+def test_on_two_nodes_the_drafters_do_not_cost_the_target_its_cores() -> None:
+    assert threads_of(config_of(MODEL), Node("a", 8), Node("b", 4)) == [8, 4]
+
+
+def test_the_driver_and_ngrams_sit_beside_the_target_and_model_drafters_apart() -> None:
+    plan = plan_placement(config_of(NGRAM, MODEL, MODEL), [Node("n", 6)])
+    assert [worker.name for worker in plan.workers] == [
+        "shard-0",
+        "drafter-0",
+        "drafter-1",
+        "drafter-2",
+    ]
+    assert [(worker.group, worker.bundle) for worker in plan.workers] == [
+        (0, 0),
+        (0, 0),
+        (1, 0),
+        (1, 1),
+    ]
+    assert [group.bundles for group in plan.groups] == [
+        ({"CPU": 2.0},),
+        ({"CPU": 2.0}, {"CPU": 2.0}),
+    ]
+    assert plan.reserved_cpus == 6
+
+
+def test_each_model_worker_gets_a_gpu_where_there_are_enough() -> None:
+    both = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4, gpus=2)])
+    assert [worker.reserved_gpus for worker in both.workers] == [1, 1, 0]
+    one = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4, gpus=1)])
+    assert [worker.reserved_gpus for worker in one.workers] == [0, 0, 0]
+
+
+def test_cores_are_shared_out_without_overlap() -> None:
+    plan = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4)], cores=(2, 3, 6, 7))
+    assert [worker.cores for worker in plan.workers] == [(2, 3), (6, 7), None]
+
+
+def test_too_few_cores_pin_nobody() -> None:
+    plan = plan_placement(config_of(MODEL, MODEL), [Node("n", 2)], cores=(0, 1), enforce=False)
+    assert [worker.cores for worker in plan.workers] == [None, None, None]
+    assert plan.reserved_cpus == 3
+
+
+@pytest.mark.parametrize("nodes", [[Node("n", 3)], [Node("a", 2), Node("b", 1)], []])
+def test_no_room_says_what_is_needed_and_what_is_there(nodes: list[Node]) -> None:
+    config = config_of(DrafterConfig(model="demo-draft", threads=2), threads=2)
+    with pytest.raises(UnavailableError, match=r"shard-0 2 CPUs, drafter-0 2 CPUs; free are"):
+        plan_placement(config, nodes)

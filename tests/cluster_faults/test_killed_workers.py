@@ -1,0 +1,147 @@
+"""Workers on a real Ray cluster, killed half-way through a request: the text stays the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from cluster.config_model import Config, DrafterConfig, ServerConfig, TargetConfig
+from paceline import Chunk, Client, GenerateOptions, Stats, WorkerStats
+from tests.tiny import make_tiny_checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+PROMPT = "The quick brown fox"
+NUM_TOKENS = 1500
+KILL_AT = 300
+LONGEST_PAUSE = 0.2
+RESTART_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def client(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    from cluster.launch import start_cluster
+
+    folder = tmp_path_factory.mktemp("killed")
+    target = make_tiny_checkpoint(folder / "target", max_position_embeddings=2048)
+    drafter = make_tiny_checkpoint(folder / "drafter", max_position_embeddings=2048)
+    cluster = start_cluster(
+        Config(
+            target=TargetConfig(model=str(target), threads=1, kv_memory=64 << 20),
+            drafters=(DrafterConfig(model=str(drafter), threads=1),),
+            server=ServerConfig(grpc_port=0),
+        ),
+        home=folder,
+        progress=lambda line: None,
+        detached=False,
+        name=None,
+    )
+    try:
+        with Client(cluster.address) as client:
+            yield client
+    finally:
+        cluster.stop()
+
+
+def worker_of(stats: Stats, name: str) -> WorkerStats:
+    return next(worker for worker in stats.workers if worker.name == name)
+
+
+def options_of(policy: str) -> GenerateOptions:
+    return GenerateOptions(
+        policy=policy, temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
+    )
+
+
+def plain_tokens(client: Client) -> tuple[int, ...]:
+    return client.generate(PROMPT, options_of("off")).token_ids
+
+
+def stream_and_kill(client: Client, pid: int) -> tuple[list[int], list[float]]:
+    """Token ids of a `chain` request whose worker `pid` is killed, and when each chunk came."""
+    token_ids: list[int] = []
+    times: list[float] = []
+    killed = False
+    for event in client.stream(PROMPT, options_of("chain")):
+        if not isinstance(event, Chunk):
+            continue
+        times.append(time.monotonic())
+        token_ids += event.token_ids
+        if not killed and len(token_ids) >= KILL_AT:
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+    assert killed
+    return token_ids, times
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + RESTART_SECONDS
+    while not condition():
+        assert time.monotonic() < give_up, "it did not come back"
+        time.sleep(0.1)
+
+
+def is_back(client: Client, name: str, killed_pid: int) -> bool:
+    worker = worker_of(client.stats(), name)
+    return worker.connected and worker.pid != killed_pid
+
+
+def test_a_killed_drafter_costs_nothing_and_comes_back(client: Client) -> None:
+    expected = plain_tokens(client)
+    pid = worker_of(client.stats(), "drafter-0").pid
+    token_ids, times = stream_and_kill(client, pid)
+    assert tuple(token_ids) == expected
+    assert max(later - earlier for earlier, later in pairwise(times)) <= LONGEST_PAUSE
+
+    eventually(lambda: is_back(client, "drafter-0", pid))
+    before = client.stats().accepted
+    assert client.generate(PROMPT, options_of("chain")).token_ids == expected
+    assert client.stats().accepted > before
+
+
+def test_a_killed_target_shard_comes_back_and_the_request_goes_on(client: Client) -> None:
+    expected = plain_tokens(client)
+    pid = worker_of(client.stats(), "shard-0").pid
+    token_ids, _ = stream_and_kill(client, pid)
+    assert tuple(token_ids) == expected
+    assert is_back(client, "shard-0", pid)
+
+
+def test_a_checkpoint_that_is_not_there_leaves_nothing_behind(
+    ray_address: str, tmp_path: Path
+) -> None:
+    import ray
+
+    from cluster.launch import start_cluster
+    from paceline.errors import CheckpointError
+
+    config = Config(
+        target=TargetConfig(model=str(tmp_path / "absent"), threads=1),
+        drafters=(),
+        server=ServerConfig(grpc_port=0),
+    )
+    before = ray.available_resources()["CPU"]
+    with pytest.raises(CheckpointError, match="absent"):
+        start_cluster(
+            config,
+            home=tmp_path,
+            progress=lambda line: None,
+            detached=False,
+            name=None,
+        )
+    eventually(lambda: ray.available_resources().get("CPU") == before)
+
+
+def test_no_room_is_said_at_once(ray_address: str, tmp_path: Path) -> None:
+    from cluster.launch import start_cluster
+    from paceline.errors import UnavailableError
+
+    config = Config(target=TargetConfig(threads=1000), drafters=())
+    with pytest.raises(UnavailableError, match="1000 CPUs"):
+        start_cluster(config, home=tmp_path, progress=lambda line: None, detached=False, name=None)

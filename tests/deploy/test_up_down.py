@@ -1,0 +1,195 @@
+"""`up`, `status`, `down` and private sessions: what they start, and that nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.ray_head import is_listening
+from tests.tiny import make_tiny_checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 120.0
+PRIVATE_SESSION = """
+import sys, time
+from pathlib import Path
+from cluster.config import load_config
+from deploy.session import open_cluster
+with open_cluster(
+    load_config(Path(sys.argv[1]), {}), home=Path(sys.argv[2]), progress=print, server=None
+) as cluster:
+    print("address", cluster.address, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("up")
+    target = make_tiny_checkpoint(folder / "target")
+    path = folder / "tiny.toml"
+    path.write_text(
+        f'[target]\nmodel = "{target}"\nkv_memory = "8MiB"\nthreads = 1\n'
+        '[[drafters]]\nkind = "ngram"\n[server]\ngrpc_port = 0\n'
+    )
+    return path
+
+
+class Shell:
+    """Runs the command with a home and a folder for temporary files of its own."""
+
+    def __init__(self, home: Path, temporary: Path, ray_address: str | None = None) -> None:
+        self.home = home
+        self.temporary = temporary
+        self.environment = os.environ | {
+            "PACELINE_HOME": str(home),
+            "TMPDIR": str(temporary),
+        }
+        if ray_address is not None:
+            self.environment["RAY_ADDRESS"] = ray_address
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "deploy.cli", *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+        )
+
+    def processes(self) -> list[int]:
+        """Living processes that were started with this home."""
+        mark = f"PACELINE_HOME={self.home}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.name.isdecimal() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+        return found
+
+    def assert_nothing_is_left(self) -> None:
+        assert self.processes() == []
+        assert list(self.temporary.glob("paceline-*")) == []
+        assert not (self.home / "run" / "cluster.json").exists()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    temporary = Path("/tmp") / f"pl{os.getpid()}"  # Unix sockets lie in it: it must be short.
+    temporary.mkdir()
+    shell = Shell(tmp_path / "home", temporary)
+    try:
+        yield shell
+    finally:
+        for pid in shell.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(OSError):
+            temporary.rmdir()
+
+
+def test_up_stays_until_down(shell: Shell, config: Path) -> None:
+    up = shell.run("up", str(config))
+    assert up.returncode == 0, up.stderr
+    address = up.stdout.splitlines()[-1]
+    assert is_listening(address)
+    assert "shard-0: serving" in up.stderr
+
+    second = shell.run("up", str(config))
+    assert second.returncode == 3
+    assert "paceline down" in second.stderr
+    assert is_listening(address)
+
+    status = json.loads(shell.run("status", "--json").stdout)
+    assert status["address"] == address
+    workers = {worker["name"]: worker for worker in status["workers"]}
+    assert workers["shard-0"]["connected"]
+    assert workers["drafter-0"]["kind"] == "ngram"
+    assert "shard-0" in shell.run("status").stdout
+
+    head = json.loads((shell.home / "run" / "cluster.json").read_text())["head"]
+    os.kill(head["session"], signal.SIGKILL)
+    down = shell.run("down")
+    assert down.returncode == 0, down.stderr
+    shell.assert_nothing_is_left()
+    assert shell.run("status").returncode == 3
+    assert shell.run("down").returncode == 0
+
+
+def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(
+    tmp_path: Path, config: Path, ray_address: str
+) -> None:
+    from cluster.launch import find_cluster
+
+    shell = Shell(tmp_path / "home", tmp_path, ray_address)
+    up = shell.run("up", str(config))
+    assert up.returncode == 0, up.stderr
+    address = up.stdout.splitlines()[-1]
+    cluster = find_cluster("paceline")
+    assert cluster is not None
+    assert cluster.address == address
+    assert {worker.name for worker in cluster.workers()} == {"shard-0", "drafter-0", "driver"}
+
+    assert shell.run("down").returncode == 0
+    assert find_cluster("paceline") is None
+    assert not is_listening(address)
+    assert is_listening(ray_address)
+
+
+def test_a_taken_port_is_said_before_anything_starts(shell: Shell, config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        shell.environment["PACELINE_SERVER__GRPC_PORT"] = str(port)
+        up = shell.run("up", str(config))
+    assert up.returncode == 3
+    assert f"127.0.0.1:{port}" in up.stderr
+    assert "Ray" not in up.stderr
+    shell.assert_nothing_is_left()
+
+
+def test_a_broken_checkpoint_is_said_before_anything_starts(shell: Shell, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    config = tmp_path / "broken.toml"
+    config.write_text(f'drafters = []\n[target]\nmodel = "{tmp_path / "broken"}"\n')
+    shell.environment["PACELINE_SERVER__GRPC_PORT"] = "0"
+    up = shell.run("up", str(config))
+    assert up.returncode == 2
+    assert len(up.stderr.splitlines()) == 1
+    shell.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_private_session_ends_with_its_process(
+    shell: Shell, config: Path, number: signal.Signals
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRIVATE_SESSION, str(config), str(shell.home)],
+        cwd=ROOT,
+        env=shell.environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        lines = iter(process.stdout.readline, "")
+        address = next(line.split()[1] for line in lines if line.startswith("address"))
+        assert is_listening(address)
+        process.send_signal(number)
+        process.wait(timeout=20)
+    assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
+    give_up = time.monotonic() + 10
+    while shell.processes() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    shell.assert_nothing_is_left()
