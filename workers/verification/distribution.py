@@ -170,3 +170,23 @@ def _top_p(before: Distribution, top_p: float) -> Distribution:
     ties = np.flatnonzero(near_weights == smallest)
     kept[ties[: num_kept - int(np.count_nonzero(kept))]] = True
     return before.at(near[kept])
+
+
+def probabilities_of(
+    adjusted_V: NDArray[np.float32], sampling: SamplingParams
+) -> NDArray[np.float64]:
+    """The float64 probabilities [V] of adjusted logits; at temperature 0 all on the likeliest.
+
+    Raises as distribution_of does.
+    """
+    probs_V = np.zeros(adjusted_V.size, dtype=np.float64)
+    if sampling.greedy:
+        probs_V[likeliest_token(adjusted_V)] = 1.0
+        return probs_V
+    kept = distribution_of(adjusted_V, sampling)
+    weights_N = np.exp(kept.log_weights, dtype=np.float64)
+    weights_N /= weights_N.sum()
+    if kept.token_ids is None:
+        return weights_N
+    probs_V[kept.token_ids] = weights_N
+    return probs_V

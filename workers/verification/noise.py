@@ -6,6 +6,8 @@ generator state, so there is nothing to save, restore, roll back or send.
 
 from __future__ import annotations
 
+import enum
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -18,6 +20,20 @@ _WORD_BITS = np.uint64(32)
 
 LANES = 4
 """Tokens that share one counter."""
+
+
+class Purpose(enum.IntEnum):
+    """What noise is for: each purpose has numbers of its own."""
+
+    COUPLED = 0
+    """The target's own token, also at a position that had no candidate; a coupled draft."""
+    ACCEPTANCE = 1
+    """Whether a candidate is accepted."""
+    RESIDUAL = 2
+    """The token after all candidates of a position were refused."""
+    DRAFTING = 3
+    """A candidate that is not coupled."""
+
 
 # x is a 32-bit word; v = (x + 0.5) / 2^32 lies in (0, 1). In float32 the largest x would round up
 # to v = 1, whose exponential is infinite: the cap keeps v below 1 and all noise finite.
@@ -66,19 +82,24 @@ def _philox(
 def _words_of_counters(
     first_N: NDArray[np.integer],
     seed: int,
-    position: int,
+    position: int | NDArray[np.int64],
     sample_index: int,
     purpose: int,
-    candidate: int,
+    candidate: int | NDArray[np.int64],
 ) -> NDArray[np.uint32]:
-    """Words [N, 4] of the counters (first_N, position, purpose + 256 candidate, sample index)."""
+    """Words [N, 4] of the counters (first_N, position, purpose + 256 candidate, sample index).
+
+    Position and candidate are one for all counters, or [N].
+    """
     assert 0 <= seed < 2**64, f"a seed is an unsigned 64-bit number, got {seed}"
     assert 0 <= purpose < 256, f"a purpose is a byte, got {purpose}"
     even_2N = np.empty((2, first_N.size), dtype=np.uint64)
     even_2N[0] = first_N
     even_2N[1] = purpose + 256 * candidate
-    odd_21 = np.array([[position], [sample_index]], dtype=np.uint64)
-    return _philox(even_2N, odd_21, (seed & _LOW_WORD, seed >> 32))
+    odd_2N = np.empty((2, np.size(position)), dtype=np.uint64)
+    odd_2N[0] = position
+    odd_2N[1] = sample_index
+    return _philox(even_2N, odd_2N, (seed & _LOW_WORD, seed >> 32))
 
 
 def _gumbel(words_N: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -105,7 +126,7 @@ def gumbel_noise_V(
 ) -> NDArray[np.float32]:
     """Gumbel noise [V] of every token at one position: bit-equal whenever the arguments are.
 
-    Purposes (ALGORITHMS.md section 2): 0 coupled sampling, 1 acceptance, 2 residual, 3 drafting.
+    `purpose` is a Purpose (ALGORITHMS.md section 2); `candidate` keeps several draws apart.
     """
     counters = np.arange(-(-vocab_size // LANES), dtype=np.uint64)
     words_N4 = _words_of_counters(counters, seed, position, sample_index, purpose, candidate)
@@ -126,3 +147,17 @@ def gumbel_noise_of(
         token_ids_N // LANES, seed, position, sample_index, purpose, candidate
     )
     return _gumbel(words_N4[np.arange(token_ids_N.size), token_ids_N % LANES])
+
+
+def uniforms_N(
+    positions_N: NDArray[np.int64],
+    candidates_N: NDArray[np.int64],
+    *,
+    seed: int,
+    purpose: int,
+    sample_index: int = 0,
+) -> NDArray[np.float64]:
+    """A number in (0, 1) for each pair of position and candidate number: token id 0's v."""
+    first_N = np.zeros(positions_N.size, dtype=np.uint64)
+    words_N4 = _words_of_counters(first_N, seed, positions_N, sample_index, purpose, candidates_N)
+    return (words_N4[:, 0] + 0.5) * 2.0**-32

@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The first `num_accepted` candidates are committed, and `token_id` after them.
+    """The accepted candidates are committed, and `token_id` after them.
 
-    `token_id` is the target's own token: the recovered one where a candidate was refused, the
-    bonus where all were accepted.
+    `token_id` is the target's own token: the recovered one where candidates were refused, the
+    bonus where a path was accepted to its end. `accepted` are the indices of the accepted
+    candidates, each the child of the one before; left out, they are the first `num_accepted`.
     """
 
     num_accepted: int
     token_id: int
+    accepted: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.accepted:
+            object.__setattr__(self, "accepted", tuple(range(self.num_accepted)))
+        assert len(self.accepted) == self.num_accepted, "a path and its length disagree"

@@ -1,0 +1,140 @@
+"""The candidates of one window: a tree of token ids, of which a chain is the simplest.
+
+Nodes are numbered as on the wire: node 0 is the last committed token, node i + 1 is candidate i.
+Row n of a window's logits follows node n, so a node's number is also that of its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTree:
+    """Candidate i is `token_ids[i]`, a child of node `parents[i]`; parents precede children.
+
+    `multiplicities[i]` says how many independently drawn paths run through candidate i (k-SEQ);
+    left out, one through each. Raises ProtocolError where the three do not make a tree.
+    """
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    multiplicities: tuple[int, ...] = ()
+    _children: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        size = len(self.token_ids)
+        if not self.multiplicities:
+            object.__setattr__(self, "multiplicities", (1,) * size)
+        for name, values in (("parents", self.parents), ("multiplicities", self.multiplicities)):
+            if len(values) != size:
+                raise ProtocolError(
+                    f"expected {size} {name}, one a candidate, got {len(values)}: send as many "
+                    f"{name} as token ids"
+                )
+        children: list[list[int]] = [[] for _ in range(size + 1)]
+        for index, parent in enumerate(self.parents):
+            if not 0 <= parent <= index:
+                raise ProtocolError(
+                    f"expected candidate {index} to have a parent from 0 to {index}, got {parent}: "
+                    "number parents before their children (0 is the last committed token)"
+                )
+            children[parent].append(index)
+        object.__setattr__(self, "_children", tuple(tuple(one) for one in children))
+
+    @classmethod
+    def chain(cls, token_ids: Sequence[int]) -> CandidateTree:
+        """Each candidate continues the one before."""
+        return cls(tuple(token_ids), tuple(range(len(token_ids))))
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no node has more than one child, drawn once."""
+        return self.parents == tuple(range(len(self))) and max(self.multiplicities, default=1) == 1
+
+    def children(self, node: int) -> tuple[int, ...]:
+        """The candidates under a node, in the order of their indices."""
+        return self._children[node]
+
+    def copies(self, node: int) -> tuple[int, ...]:
+        """The candidates under a node, each as often as paths run through it."""
+        return tuple(i for i in self._children[node] for _ in range(self.multiplicities[i]))
+
+    def child_with(self, node: int, token_id: int) -> int | None:
+        """The first candidate under a node that is this token."""
+        return next((i for i in self._children[node] if self.token_ids[i] == token_id), None)
+
+    def tokens_of(self, accepted: Sequence[int]) -> list[int]:
+        """The token ids of candidates."""
+        return [self.token_ids[i] for i in accepted]
+
+    def check(self, *, vocab_size: int, max_nodes: int, equal_siblings: bool = False) -> None:
+        """Raise ProtocolError where a proposal with these candidates is not acceptable.
+
+        `equal_siblings` allows two children of one node to be the same token.
+        """
+        if len(self) > max_nodes:
+            raise ProtocolError(
+                f"expected at most {max_nodes} candidates, got {len(self)}: draft no further than "
+                "the grant"
+            )
+        for index, token_id in enumerate(self.token_ids):
+            if not 0 <= token_id < vocab_size:
+                raise ProtocolError(
+                    f"expected token ids below {vocab_size}, got {token_id} for candidate {index}: "
+                    "drafter and target must share one vocabulary"
+                )
+        for node, children in enumerate(self._children):
+            tokens = self.tokens_of(children)
+            if not equal_siblings and len(set(tokens)) < len(tokens):
+                raise ProtocolError(
+                    f"expected different tokens under node {node}, got {tokens}: merge equal "
+                    "siblings, or draw without replacement"
+                )
+        self._check_multiplicities()
+
+    def _check_multiplicities(self) -> None:
+        for index, count in enumerate(self.multiplicities):
+            if count < 1:
+                raise ProtocolError(
+                    f"expected at least one path through candidate {index}, got {count}: leave "
+                    "out candidates that no path visits"
+                )
+        if max(self.multiplicities, default=1) == 1:
+            return
+        for index, count in enumerate(self.multiplicities):
+            below = sum(self.multiplicities[child] for child in self._children[index + 1])
+            if below > count:
+                raise ProtocolError(
+                    f"expected at most {count} paths below candidate {index}, got {below}: a path "
+                    "passes through its parents"
+                )
+
+
+def merge_paths(paths: Sequence[Sequence[int]]) -> CandidateTree:
+    """The tree of paths that were drawn independently, equal beginnings merged and counted.
+
+    Its children stand in the order in which paths first reach them, level by level.
+    """
+    node_of: dict[tuple[int, ...], int] = {(): 0}
+    token_ids: list[int] = []
+    parents: list[int] = []
+    multiplicities: list[int] = []
+    for depth in range(1, max(map(len, paths), default=0) + 1):
+        for path in paths:
+            if len(path) < depth:
+                continue
+            beginning = tuple(path[:depth])
+            if beginning not in node_of:
+                token_ids.append(beginning[-1])
+                parents.append(node_of[beginning[:-1]])
+                multiplicities.append(0)
+                node_of[beginning] = len(token_ids)
+            multiplicities[node_of[beginning] - 1] += 1
+    return CandidateTree(tuple(token_ids), tuple(parents), tuple(multiplicities))

@@ -1,0 +1,84 @@
+"""The logits of one window, each row with the hypothetical prefix of its own node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.errors import InternalError
+from paceline.sampling import SequenceSpec
+from workers.verification.candidates import CandidateTree
+from workers.verification.distribution import adjusted_logits, depends_on_tokens
+
+
+class WindowRows:
+    """Rows of a float32 CPU tensor [1 + candidates, V]: row n follows `prefix` and node n's path.
+
+    The tensor is not changed. Raises InternalError where it has another shape or dtype, or where
+    penalties meet a token id that is not in the vocabulary.
+    """
+
+    def __init__(
+        self,
+        logits_RV: torch.Tensor,
+        tree: CandidateTree,
+        spec: SequenceSpec,
+        prefix: Sequence[int],
+    ) -> None:
+        self._rows_RV = _as_numpy(logits_RV, len(tree))
+        self._tree = tree
+        self._spec = spec
+        self._num_prefix = len(prefix)
+        self._prefix_ids = np.empty(0, dtype=np.int64)
+        self._reads_tokens = depends_on_tokens(spec.sampling)
+        if self._reads_tokens:
+            self._prefix_ids = np.array(prefix, dtype=np.int64)
+            for ids in (self._prefix_ids, np.array(tree.token_ids, dtype=np.int64)):
+                _check_ids(ids, self.vocab_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._rows_RV.shape[1]
+
+    def adjusted_V(self, node: int, accepted: Sequence[int]) -> NDArray[np.float32]:
+        """A node's logits after bias, penalties and min_tokens.
+
+        `accepted` are the candidates from the root to the node, the node's own included. A
+        function of this row alone, so equal in every window and batch.
+        """
+        prefix_ids = self._prefix_ids
+        if self._reads_tokens and accepted:
+            path = np.array(self._tree.tokens_of(accepted), dtype=np.int64)
+            prefix_ids = np.concatenate((prefix_ids, path))
+        position = self._num_prefix + len(accepted)
+        return adjusted_logits(self._rows_RV[node], self._spec, position, prefix_ids)
+
+
+def _as_numpy(logits_RV: torch.Tensor, num_candidates: int) -> NDArray[np.float32]:
+    """The logits as a numpy view, after checks of what a caller could get wrong."""
+    if logits_RV.dtype != torch.float32 or logits_RV.dim() != 2 or logits_RV.shape[1] == 0:
+        raise InternalError(
+            f"expected float32 logits [1 + window, V], got {logits_RV.dtype} "
+            f"{list(logits_RV.shape)}: convert them after the LM head"
+        )
+    if logits_RV.shape[0] != 1 + num_candidates:
+        raise InternalError(
+            f"expected {1 + num_candidates} rows of logits for {num_candidates} candidates, got "
+            f"{logits_RV.shape[0]}: ask the engine for 1 + window rows"
+        )
+    rows_RV: NDArray[np.float32] = logits_RV.detach().numpy()
+    return rows_RV
+
+
+def _check_ids(ids: NDArray[np.int64], vocab_size: int) -> None:
+    """Raise InternalError where a token id is outside the vocabulary."""
+    outside = ids[(ids < 0) | (ids >= vocab_size)]
+    if outside.size:
+        raise InternalError(
+            f"expected token ids below {vocab_size}, got {int(outside[0])}: drafter and target "
+            "must share one vocabulary"
+        )
