@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -134,7 +134,7 @@ def find_cluster(name: str) -> ClusterHandle | None:
         return None
     address: str | None = None
     with contextlib.suppress(RayError):
-        address = ray.get(controller.address.remote(), timeout=5.0)
+        address = cast("str | None", ray.get(controller.address.remote(), timeout=5.0))
     return ClusterHandle(address or "", controller)
 
 

@@ -45,12 +45,12 @@ def _serve(config: Path | None) -> None:
         raise UnavailableError(
             "no Ray cluster is running: submit this with `ray job submit`, or use `paceline up`"
         )
-    check_models(settings, home=home)
     with ending_on_sigterm():
         enter_ray(address, own=False)
         from cluster.launch import disconnect, start_cluster
 
         try:
+            check_models(settings, home=home)
             cluster = start_cluster(
                 settings, home=home, progress=_log, detached=False, name=None, cores=None
             )

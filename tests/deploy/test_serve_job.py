@@ -1,0 +1,66 @@
+"""deploy.serve_job: it serves on a cluster that runs, and ends what it started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from deploy.ray_head import is_listening
+from paceline import Client, GenerateOptions
+from tests.tiny import make_tiny_checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_it_serves_until_it_is_stopped(ray_address: str, tmp_path: Path) -> None:
+    target = make_tiny_checkpoint(tmp_path / "target")
+    config = tmp_path / "tiny.toml"
+    config.write_text(
+        f'drafters = []\n[target]\nmodel = "{target}"\nkv_memory = "8MiB"\nthreads = 1\n'
+        "[server]\ngrpc_port = 0\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "deploy.serve_job", "--config", str(config)],
+        cwd=ROOT,
+        env=os.environ | {"RAY_ADDRESS": ray_address, "PACELINE_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        lines = iter(job.stdout.readline, "")
+        address = next(line.split()[-1] for line in lines if line.startswith("serving:"))
+        with Client(address) as client:
+            completion = client.generate("hello", GenerateOptions(max_tokens=3, ignore_eos=True))
+        assert len(completion.token_ids) == 3
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(timeout=20) == 128 + signal.SIGTERM
+    give_up = time.monotonic() + 5
+    while is_listening(address) and time.monotonic() < give_up:
+        time.sleep(0.05)
+    assert not is_listening(address)
+    assert is_listening(ray_address)
+
+
+def test_without_a_cluster_it_says_what_to_do(tmp_path: Path) -> None:
+    environ = os.environ | {"RAY_ADDRESS": "127.0.0.1:1", "PACELINE_HOME": str(tmp_path)}
+    config = tmp_path / "empty.toml"
+    target = make_tiny_checkpoint(tmp_path / "target")
+    config.write_text(f'drafters = []\n[target]\nmodel = "{target}"\n')
+    ended = subprocess.run(
+        [sys.executable, "-m", "deploy.serve_job", "--config", str(config)],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 3
+    assert "no Ray cluster at 127.0.0.1:1" in ended.stdout
