@@ -1,6 +1,6 @@
 """gRPC options of every client and server of ours, in one place (figures: DESIGN.md section 7).
 
-Clients ping each second, so that a peer which is gone is noticed within about 1.5 s even when no
+Clients ping each second, so that a peer which is gone is noticed within about 2.5 s even when no
 call is running. A server with gRPC's defaults would end such a connection after five seconds
 (`too_many_pings`), therefore ours allow it.
 """
@@ -11,7 +11,14 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message that either side takes or sends."""
 
 KEEPALIVE_MS = 1000
-"""Time between two pings, and time to wait for an answer to one."""
+"""Time between two pings."""
+
+PING_TIMEOUT_MS = 2000
+"""Time to wait for an answer to a ping. One second is too short: on two busy cores (load 10) a
+worker in good health was once taken for gone."""
+
+CONNECT_ATTEMPT_MS = 2000
+"""Time that one attempt to connect may take."""
 
 Options = list[tuple[str, int]]
 
@@ -21,7 +28,8 @@ def client_options() -> Options:
     return [
         *_common_options(),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Bounds an attempt; the wait after one that failed is between the two others.
+        ("grpc.min_reconnect_backoff_ms", CONNECT_ATTEMPT_MS),
         ("grpc.max_reconnect_backoff_ms", 500),
     ]
 
@@ -41,9 +49,9 @@ def _common_options() -> Options:
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
         # Without it an unanswered ping is waited for a minute, whatever the keepalive's timeout is.
-        ("grpc.http2.ping_timeout_ms", KEEPALIVE_MS),
+        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

@@ -188,7 +188,7 @@ async def test_a_lying_drafter_alters_nothing(checkpoints: Checkpoints) -> None:
 
 
 async def test_a_cut_wire_is_noticed_by_keepalive(checkpoints: Checkpoints) -> None:
-    """About 1.5 s (DESIGN.md section 7), long before the drafter's own deadline of 10 s."""
+    """About 2.5 s, long before the drafter's own deadline of 10 s."""
     drafter = await start_drafter(None)
     wire = Wire(drafter.address)
     try:
@@ -198,7 +198,7 @@ async def test_a_cut_wire_is_noticed_by_keepalive(checkpoints: Checkpoints) -> N
             began = time.monotonic()
             wire.cut()
             await eventually(lambda: "far" not in system.connected())
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 6
             assert len((await system.client.generate(PROMPT, OPTIONS)).token_ids) == 120
             await system.driver.set_drafters({})
     finally:
