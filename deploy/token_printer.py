@@ -11,6 +11,8 @@ from paceline.generation import Chunk, Origin
 
 STYLES: dict[Origin, str] = {"draft": "green", "target": "bold yellow"}
 MAX_WIDTH = 80
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What a terminal would obey; only newlines and tabs are let through."""
 
 
 class TokenPrinter:
@@ -39,7 +41,7 @@ class TokenPrinter:
         self._newline()
 
     def _append(self, piece: str, origin: Origin) -> None:
-        for part in re.split(r"(\s)", piece):
+        for part in re.split(r"(\s)", _CONTROL.sub("", piece)):
             if not part:
                 continue
             if part.isspace():

@@ -21,8 +21,7 @@ from paceline.generation import GenerateInput, GenerateOptions
 from workers.models import resolve_model
 
 CORES = 2
-GAP_STEPS = 1000
-GAP_ROWS = ("off", "off-1", "chain")
+GAP_ROWS = ("off", "chain")
 GAP_TEMPERATURES = (0.0, 1.0)
 CALIBRATION_PROMPTS = 2
 ASSISTANCES = tuple(
@@ -55,6 +54,7 @@ class DecodeSettings:
     max_tokens: int
     repeats: int
     calibrate: bool
+    gap_steps: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class DecodeBench:
         )
 
     def _gaps(self) -> dict[tuple[str, float], float]:
-        """The median gap between forward passes over GAP_STEPS steps of each row alone."""
+        """The median gap between forward passes over the last steps of each row alone."""
         gaps: dict[tuple[str, float], float] = {}
         for temperature in GAP_TEMPERATURES:
             for contender in self._own:
@@ -190,7 +190,7 @@ class DecodeBench:
     def _gap_ms(self, contender: OwnContender, temperature: float) -> float:
         client = contender.client
         options = replace(contender.options(256, temperature), ignore_eos=True)
-        until = client.stats().steps + GAP_STEPS
+        until = client.stats().steps + self._settings.gap_steps
         number = 0
         # The server's figure is over its last 1,000 steps.
         while client.stats().steps < until:

@@ -12,6 +12,11 @@ from deploy.bench.interleave import Measured
 
 RATIOS = (("off", "hf", 2.0), ("chain", "hf-assisted", 1.8), ("chain", "off-1", 1.15))
 """A row, the row it is measured against, and the ratio that we aim at on two cores."""
+LEGEND = """
+spread: of a round over all prompts. len: tokens a step. busy: share of time in
+forward passes, target then drafter. gap: median ms between two passes of the
+target, at temperature 0/1. same: the tokens of off.
+"""
 
 
 def decode_json(result: DecodeResult, machine: Mapping[str, object]) -> dict[str, object]:
@@ -42,9 +47,9 @@ def print_decode(console: Console, result: DecodeResult) -> None:
     """The rows, how each ran, and the ratios; at most 80 columns."""
     off = by_name(result)["off"]
     table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for heading in ("tokens/s", "ms/token", "/ off", "spread", "tok/step", "busy", "gap", "same"):
-        table.add_column(heading, justify="right")
+    table.add_column("", no_wrap=True)
+    for heading in ("tok/s", "ms/tok", "/off", "spread", "len", "busy", "gap", "same"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in result.rows:
         length = row.acceptance_length
         table.add_row(
@@ -62,11 +67,7 @@ def print_decode(console: Console, result: DecodeResult) -> None:
     console.print()
     for row in result.rows:
         console.print(f"{row.contender.name}: {row.contender.setting}", highlight=False)
-    console.print(
-        "\nbusy: share of time in forward passes, target then drafter. gap: median ms between "
-        "two\npasses of the target, temperature 0 / 1. same: the tokens of off.\n",
-        highlight=False,
-    )
+    console.print(LEGEND, highlight=False)
     for one, other, ratio, aim in ratios(result):
         console.print(f"{one} / {other} = {ratio:.2f} (aim {aim:g})", highlight=False)
 

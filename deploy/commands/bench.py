@@ -37,6 +37,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         calibrate: Annotated[
             bool, typer.Option(help="Try windows and assistant settings; else the defaults.")
         ] = True,
+        gap_steps: Annotated[
+            int, typer.Option(help="Steps over which the gap between passes is taken.")
+        ] = 1000,
         json_path: JsonOption = None,
     ) -> None:
         """Measure ratios: our rows and transformers', in turns, in one run."""
@@ -44,7 +47,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
         if suite not in SUITES:
             raise InvalidRequestError("suite", f"expected {', '.join(SUITES)}, got {suite!r}")
-        for name, value in (("limit", limit), ("max-tokens", max_tokens), ("repeats", repeats)):
+        counts = {
+            "limit": limit,
+            "max-tokens": max_tokens,
+            "repeats": repeats,
+            "gap-steps": gap_steps,
+        }
+        for name, value in counts.items():
             check_at_least_one(name, value)
         if json_path is not None:
             check_writable("json", json_path)
@@ -61,7 +70,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         from deploy.bench.machine import describe_machine
         from deploy.bench.report import decode_json, print_decode
 
-        settings = DecodeSettings(max_tokens=max_tokens, repeats=repeats, calibrate=calibrate)
+        settings = DecodeSettings(max_tokens, repeats, calibrate, gap_steps)
         configs = deployments(config)
         machine = describe_machine()
         with tempfile.TemporaryDirectory() as folder, teller(console) as tell:

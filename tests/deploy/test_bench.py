@@ -1,0 +1,159 @@
+"""`paceline bench`: what is made of samples, and the whole suite on tiny models."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.config import Config
+from deploy.bench.decode import ASSISTANCES, CORES, DecodeResult, deployments
+from deploy.bench.interleave import fastest, measure_in_turns
+from deploy.bench.machine import describe_machine
+from deploy.bench.report import decode_json, print_decode
+from deploy.bench.transformers_process import TransformersProcess
+from deploy.measure import Sample
+from deploy.peers import TransformersPeer
+from paceline.errors import UnavailableError
+from tests.deploy.conftest import ROOT, Call, Served
+from tests.deploy.test_generate import ROWS, write_rows
+
+ROW_NAMES = ("off", "off-1", "lockstep", "chain", "chain-ngram", "hf", "hf-assisted")
+
+
+@dataclass
+class Clockwork:
+    """A contender that takes a set time for each prompt."""
+
+    name: str
+    seconds: float
+    seen: list[tuple[str, int]] = field(default_factory=list)
+    setting: str = "clockwork"
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        self.seen.append((self.name, prompt_token_ids[0]))
+        return Sample((1, 2, 3, 4), self.seconds * prompt_token_ids[0], 2, {"shard-0": 0.5})
+
+
+def test_contenders_take_turns_and_each_goes_first() -> None:
+    seen: list[tuple[str, int]] = []
+    fast, slow = Clockwork("fast", 0.1, seen), Clockwork("slow", 0.2, seen)
+    rows = measure_in_turns([fast, slow], [[1], [3]], max_tokens=4, repeats=2)
+    warm_up, turns = seen[:2], seen[2:]
+    assert [name for name, _ in warm_up] == ["fast", "slow"]
+    assert turns[:4] == [("fast", 1), ("slow", 1), ("slow", 3), ("fast", 3)]
+    assert turns[4:] == [("slow", 1), ("fast", 1), ("fast", 3), ("slow", 3)]
+    assert rows[0].tokens == 8
+    assert rows[0].seconds == pytest.approx(0.4)
+    assert rows[0].spread == 0
+    assert rows[0].acceptance_length == 2
+    assert rows[0].same_text(rows[1])
+    assert fastest(rows).contender is fast
+
+
+def test_a_report_has_a_speedup_for_every_row_against_off() -> None:
+    contenders = [Clockwork(name, 0.1 * (1 + at)) for at, name in enumerate(ROW_NAMES)]
+    rows = measure_in_turns(contenders, [[1]], max_tokens=4, repeats=1)
+    result = DecodeResult(rows, {("off", 0.0): 0.4, ("off", 1.0): 0.9})
+    report = decode_json(result, {"cores": 2})
+    assert (report["suite"], report["emulated"]) == ("decode", False)
+    found = report["rows"]
+    assert isinstance(found, list)
+    assert [row["name"] for row in found] == list(ROW_NAMES)
+    assert [row["speedup"] for row in found[:2]] == [1.0, pytest.approx(0.5)]
+    assert (found[0]["gap_ms_p50"], found[0]["gap_ms_p50_t1"]) == (0.4, 0.9)
+    stream = io.StringIO()
+    print_decode(Console(file=stream, width=80), result)
+    assert "off / hf = 6.00" in stream.getvalue()
+    assert "0.40/0.90" in stream.getvalue()
+    assert max(map(len, stream.getvalue().splitlines())) <= 80
+
+
+def test_deployments_keep_the_models_and_set_the_threads() -> None:
+    configs = deployments(Config())
+    assert configs["plain"].target.threads == CORES
+    assert configs["plain"].drafters == ()
+    assert configs["drafted"].target.threads == 1
+    assert [one.kind for one in configs["drafted"].drafters] == ["model"]
+    assert [one.kind for one in configs["ngram"].drafters] == ["ngram"]
+    assert {one.server.grpc_port for one in configs.values()} == {0}
+
+
+def test_the_machine_is_named() -> None:
+    machine = describe_machine()
+    assert machine["cpu"]
+    assert machine["cores"]
+
+
+def test_transformers_decodes_the_same_text_with_and_without_assistance(
+    served: Served, tmp_path: Path
+) -> None:
+    peer = TransformersPeer(served.checkpoint, threads=1)
+    prompt = peer.encode("The quick brown fox")
+    expected = tuple(peer.greedy(prompt, 12).token_ids)
+    folder = served.checkpoint
+    log = tmp_path / "log"
+    with TransformersProcess(folder, folder, draft_weights="int8", threads=1, log=log) as process:
+        for assistance in (None, ASSISTANCES[0], ASSISTANCES[-2]):
+            answer = process.generate(prompt, max_tokens=12, assistance=assistance)
+            assert answer.token_ids == expected
+            assert answer.seconds > 0
+
+
+def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        TransformersProcess(
+            tmp_path, tmp_path, draft_weights="int8", threads=1, log=log
+        ) as process,
+        pytest.raises(UnavailableError, match="process ended"),
+    ):
+        process.generate([1], max_tokens=1, assistance=None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("nothing",), "suite"),
+        (("decode", "--repeats", "0"), "repeats"),
+        (("decode", "--limit", "0"), "limit"),
+        (("decode", "--input", "/nowhere.jsonl"), "input"),
+        (("decode", "--json", "/nowhere/out.json"), "json"),
+    ],
+)
+def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str) -> None:
+    done = call("bench", *arguments)
+    assert done.code == 2
+    assert named in done.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_decode_measures_every_row(served: Served, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:2])
+    found = tmp_path / "found.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "deploy.cli", "bench", "decode", "--config", served.config),
+            *("--input", source, "--json", found, "--max-tokens", "8", "--repeats", "1"),
+            *("--no-calibrate", "--gap-steps", "20"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(found.read_text())
+    assert [row["name"] for row in report["rows"]] == list(ROW_NAMES)
+    assert all(row["same_text"] for row in report["rows"])
+    assert report["rows"][0]["speedup"] == 1
+    assert report["rows"][0]["gap_ms_p50"] > 0
+    assert "chain / hf-assisted" in done.stdout
