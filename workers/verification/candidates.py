@@ -58,6 +58,14 @@ class CandidateTree:
         """Whether no node has more than one child, drawn once."""
         return self.parents == tuple(range(len(self))) and max(self.multiplicities, default=1) == 1
 
+    @property
+    def height(self) -> int:
+        """The number of candidates on the longest path."""
+        depths = [0] * (len(self) + 1)
+        for index, parent in enumerate(self.parents):
+            depths[index + 1] = depths[parent] + 1
+        return max(depths)
+
     def children(self, node: int) -> tuple[int, ...]:
         """The candidates under a node, in the order of their indices."""
         return self._children[node]
@@ -97,9 +105,9 @@ class CandidateTree:
                     f"expected different tokens under node {node}, got {tokens}: merge equal "
                     "siblings, or draw without replacement"
                 )
-        self._check_multiplicities()
+        self._check_multiplicities(max_nodes)
 
-    def _check_multiplicities(self) -> None:
+    def _check_multiplicities(self, max_paths: int) -> None:
         for index, count in enumerate(self.multiplicities):
             if count < 1:
                 raise ProtocolError(
@@ -108,6 +116,12 @@ class CandidateTree:
                 )
         if max(self.multiplicities, default=1) == 1:
             return
+        num_paths = sum(self.multiplicities[child] for child in self._children[0])
+        if num_paths > max_paths:
+            raise ProtocolError(
+                f"expected at most {max_paths} paths, got {num_paths}: draw no more of them than "
+                "candidates are granted"
+            )
         for index, count in enumerate(self.multiplicities):
             below = sum(self.multiplicities[child] for child in self._children[index + 1])
             if below > count:

@@ -160,4 +160,4 @@ def uniforms_N(
     """A number in (0, 1) for each pair of position and candidate number: token id 0's v."""
     first_N = np.zeros(positions_N.size, dtype=np.uint64)
     words_N4 = _words_of_counters(first_N, seed, positions_N, sample_index, purpose, candidates_N)
-    return (words_N4[:, 0] + 0.5) * 2.0**-32
+    return (words_N4[:, 0].astype(np.float64) + 0.5) * 2.0**-32

@@ -42,7 +42,7 @@ class WindowRows:
     @property
     def vocab_size(self) -> int:
         """V."""
-        return self._rows_RV.shape[1]
+        return int(self._rows_RV.shape[1])
 
     def adjusted_V(self, node: int, accepted: Sequence[int]) -> NDArray[np.float32]:
         """A node's logits after bias, penalties and min_tokens.

@@ -1,0 +1,132 @@
+"""What a drafter draws from its distribution, for each kind of candidates (see CandidateKind).
+
+For the rules that toss coins it draws with noise of its own (Purpose.DRAFTING), from its
+distribution cut to its likeliest tokens: `cut_draft_probs` gives the pairs that it draws from and
+sends. For the coupled rule it takes the target's noise, and sends nothing but tokens.
+
+Nodes at the same depth of a tree share their noise. That is harmless: of them only one lies on the
+path that verification follows, and which one was decided by the noise of earlier positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.sampling import SequenceSpec
+from workers.verification.candidates import CandidateTree
+from workers.verification.choice import choose_from, noise_of
+from workers.verification.distribution import Distribution, distribution_of, likeliest_token
+from workers.verification.draft_probs import SparseProbs
+from workers.verification.noise import Purpose
+from workers.verification.rows import WindowRows
+
+NUM_KEPT = 64
+"""Pairs of a draft distribution that are kept and sent."""
+
+
+def cut_draft_probs(
+    logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], *, num_kept: int = NUM_KEPT
+) -> SparseProbs:
+    """A drafter's distribution after `prefix`, cut to its likeliest tokens and renormalised.
+
+    `logits_V` is its float32 CPU logits [V]; the request's sampling parameters apply to them as to
+    the target's. Tokens whose float32 probability is 0 are left out. Raises as choose_token does.
+    """
+    adjusted_V = _adjusted(logits_V, spec, prefix)
+    if spec.sampling.greedy:
+        token_ids = np.array([likeliest_token(adjusted_V)], dtype=np.int64)
+        return SparseProbs(token_ids, np.ones(1, dtype=np.float32))
+    kept = distribution_of(adjusted_V, spec.sampling)
+    kept = kept.at(np.sort(_largest(kept.log_weights, num_kept)))
+    weights_M = np.exp(kept.log_weights, dtype=np.float64)
+    probs_M = (weights_M / weights_M.sum()).astype(np.float32)
+    positive = np.flatnonzero(probs_M > 0)
+    assert kept.token_ids is not None
+    return SparseProbs(kept.token_ids[positive], probs_M[positive])
+
+
+def draw_chain_token(draft: SparseProbs, spec: SequenceSpec, position: int) -> int:
+    """One draw: the candidate of a chain at `position`."""
+    return draw_independent(draft, spec, position, (0,))[0]
+
+
+def draw_independent(
+    draft: SparseProbs, spec: SequenceSpec, position: int, numbers: Sequence[int]
+) -> tuple[int, ...]:
+    """A draw for each number, independent of each other: children, or continuations of paths.
+
+    A path has one number at all its positions, and no two paths have the same.
+    """
+    kept = _logs(draft)
+    return tuple(
+        # The bound on the vocabulary only says where noise is computed; its values are the same.
+        choose_from(kept, _bound(draft), spec, position, purpose=Purpose.DRAFTING, candidate=number)
+        for number in numbers
+    )
+
+
+def draw_without_replacement(
+    draft: SparseProbs, spec: SequenceSpec, position: int, num_children: int
+) -> tuple[int, ...]:
+    """Draws one after another, none twice, in that order: the largest of log draft_probs + noise.
+
+    Fewer where the distribution has fewer tokens. (Kool et al. 2019: this is sampling without
+    replacement.)
+    """
+    kept = _logs(draft)
+    scores_M = kept.log_weights + noise_of(
+        kept, _bound(draft), spec, position, purpose=Purpose.DRAFTING
+    )
+    return tuple(draft.token_ids_M[_largest(scores_M, num_children)].tolist())
+
+
+def top_children(
+    logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], num_children: int
+) -> tuple[int, ...]:
+    """Candidates for the coupled rule: the largest of log draft_probs + the target's noise.
+
+    The likeliest to be the target's token first; the first is what choose_token gives. Fewer where
+    the sampling parameters leave fewer tokens; at temperature 0 the tokens of the largest logits.
+    """
+    adjusted_V = _adjusted(logits_V, spec, prefix)
+    if spec.sampling.greedy:
+        likeliest_token(adjusted_V)  # raises for what has no likeliest
+        best = _largest(adjusted_V, num_children)
+        return tuple(best[adjusted_V[best] > -np.inf].tolist())
+    kept = distribution_of(adjusted_V, spec.sampling)
+    scores_N = kept.log_weights + noise_of(kept, adjusted_V.size, spec, len(prefix))
+    best = _largest(scores_N, num_children)
+    best = best[scores_N[best] > -np.inf]
+    return tuple((best if kept.token_ids is None else kept.token_ids[best]).tolist())
+
+
+def _adjusted(
+    logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int]
+) -> NDArray[np.float32]:
+    no_candidates = CandidateTree((), ())
+    return WindowRows(logits_V[None], no_candidates, spec, prefix).adjusted_V(0, ())
+
+
+def _logs(draft: SparseProbs) -> Distribution:
+    with np.errstate(divide="ignore"):  # a pair may have probability 0: it is never drawn
+        log_weights_M = np.log(draft.probs_M.astype(np.float64))
+    log_weights_M -= log_weights_M.max()
+    return Distribution(draft.token_ids_M, log_weights_M.astype(np.float32))
+
+
+def _bound(draft: SparseProbs) -> int:
+    return int(draft.token_ids_M[-1]) + 1
+
+
+def _largest(values_N: NDArray[np.float32], num: int) -> NDArray[np.int64]:
+    """The indices of the largest values, largest first; of equal ones the lowest indices."""
+    num = min(num, values_N.size)
+    if num == 0:
+        return np.empty(0, dtype=np.int64)
+    smallest = np.partition(values_N, values_N.size - num)[values_N.size - num]
+    indices = np.flatnonzero(values_N >= smallest)
+    return indices[np.argsort(-values_N[indices], kind="stable")[:num]]
