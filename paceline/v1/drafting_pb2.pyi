@@ -44,6 +44,8 @@ class DescribeDrafterResponse(_message.Message):
     VOCABULARY_DIGEST_FIELD_NUMBER: _builtins.int
     MAX_POSITION_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"model" or "ngram"."""
     model: _builtins.str
@@ -56,6 +58,12 @@ class DescribeDrafterResponse(_message.Message):
     """It drafts no token at or beyond this position."""
     pid: _builtins.int
     """Its process id, for operators and tests."""
+    wants_top_tokens: _builtins.bool
+    """It learns from the target's likeliest tokens: outcomes should carry them."""
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.VerificationRule.ValueType]:
+        """Rules for which it can draft. Empty: the coupled rule alone."""
+
     def __init__(
         self,
         *,
@@ -65,10 +73,12 @@ class DescribeDrafterResponse(_message.Message):
         vocabulary_digest: _builtins.bytes = ...,
         max_position: _builtins.int = ...,
         pid: _builtins.int = ...,
+        rules: _abc.Iterable[_types_pb2.VerificationRule.ValueType] | None = ...,
+        wants_top_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "max_position", b"max_position", "model", b"model", "pid", b"pid", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "max_position", b"max_position", "model", b"model", "pid", b"pid", "rules", b"rules", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest", "wants_top_tokens", b"wants_top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -117,27 +127,57 @@ class OpenSequence(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    DRAFTING_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
+    tenant: _builtins.str
+    """Whose requests share what the drafter learns (recycling tables). Empty: everybody's."""
     @_builtins.property
     def spec(self) -> _types_pb2.SequenceSpec: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """All committed tokens so far: the prompt, and the output when a sequence moves here half-way."""
 
+    @_builtins.property
+    def drafting(self) -> Global___DraftingParams: ...
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         spec: _types_pb2.SequenceSpec | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        drafting: Global___DraftingParams | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "spec", b"spec", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "sequence_id", b"sequence_id", "spec", b"spec", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSequence: _TypeAlias = OpenSequence  # noqa: Y015
+
+@_typing.final
+class DraftingParams(_message.Message):
+    """How to draft for a sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STOPPING_FIELD_NUMBER: _builtins.int
+    stopping: _types_pb2.StoppingRule.ValueType
+    """Unspecified: fixed."""
+    def __init__(
+        self,
+        *,
+        stopping: _types_pb2.StoppingRule.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stopping", b"stopping"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftingParams: _TypeAlias = DraftingParams  # noqa: Y015
 
 @_typing.final
 class Outcome(_message.Message):
@@ -148,6 +188,7 @@ class Outcome(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     position: _builtins.int
     """Position of the first of them: the number of tokens that were committed before."""
@@ -155,16 +196,21 @@ class Outcome(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Never empty."""
 
+    @_builtins.property
+    def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
+        """For drafters that want them: of tokens that the target was fed since the last outcome."""
+
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         position: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_tokens: _abc.Iterable[_types_pb2.TopTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -179,21 +225,38 @@ class Grant(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     UNTIL_POSITION_FIELD_NUMBER: _builtins.int
     BRANCHES_FIELD_NUMBER: _builtins.int
+    NODES_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_MS_FIELD_NUMBER: _builtins.int
+    STEP_MS_PER_CANDIDATE_FIELD_NUMBER: _builtins.int
+    DRAFTING_IS_FREE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     until_position: _builtins.int
     """Draft tokens for positions below this one."""
     branches: _builtins.int
-    """Candidates for each position; 1: a chain."""
+    """Candidates for each position; 1: a chain. For k-SEQ the number of independent paths."""
+    nodes: _builtins.int
+    """Most candidates beyond the committed tokens, all branches together. 0: as many as positions."""
+    tokens_per_ms: _builtins.float
+    """For stopping by cost: committed tokens per millisecond at present (0: not known yet), and the
+    milliseconds that one more candidate adds to a step.
+    """
+    step_ms_per_candidate: _builtins.float
+    drafting_is_free: _builtins.bool
+    """The target is busy anyway: the time to draft costs nothing."""
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         until_position: _builtins.int = ...,
         branches: _builtins.int = ...,
+        nodes: _builtins.int = ...,
+        tokens_per_ms: _builtins.float = ...,
+        step_ms_per_candidate: _builtins.float = ...,
+        drafting_is_free: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "sequence_id", b"sequence_id", "until_position", b"until_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "drafting_is_free", b"drafting_is_free", "nodes", b"nodes", "sequence_id", b"sequence_id", "step_ms_per_candidate", b"step_ms_per_candidate", "tokens_per_ms", b"tokens_per_ms", "until_position", b"until_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -284,20 +347,63 @@ class Proposal(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StoppingStateEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    MULTIPLICITIES_FIELD_NUMBER: _builtins.int
+    STOPPING_STATE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     last: _builtins.bool
-    """No further token will come under this base: the draft reached a stop token or its context, or
-    has nothing to propose (then token_ids may be empty). Policies that wait need not wait on.
+    """Nothing more will come before the next outcome: the draft reached a stop token, its context,
+    the grant's nodes or its stopping rule's end, or has nothing to propose (then token_ids may be
+    empty). Policies that wait need not wait on.
     """
     @_builtins.property
     def base(self) -> _types_pb2.Base: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """1 to 1024 tokens. Without parents, each continues the one before."""
+        """At most 1024 tokens. Without parents, each continues the one before."""
+
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A tree: one a token, 0 for a child of the base, i + 1 for a child of token i, i before it.
+        Siblings are in the order in which they were drawn.
+        """
+
+    @_builtins.property
+    def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.DraftDistribution]:
+        """For rules that need them: of every node of this proposal, the base included, that has children."""
+
+    @_builtins.property
+    def multiplicities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """How many of k-SEQ's paths go through each token; empty: 1 each."""
+
+    @_builtins.property
+    def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The stopping rule's state by name, for the metrics of the request."""
 
     def __init__(
         self,
@@ -305,11 +411,15 @@ class Proposal(_message.Message):
         sequence_id: _builtins.int = ...,
         base: _types_pb2.Base | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        distributions: _abc.Iterable[_types_pb2.DraftDistribution] | None = ...,
         last: _builtins.bool = ...,
+        multiplicities: _abc.Iterable[_builtins.int] | None = ...,
+        stopping_state: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "last", b"last", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "distributions", b"distributions", "last", b"last", "multiplicities", b"multiplicities", "parents", b"parents", "sequence_id", b"sequence_id", "stopping_state", b"stopping_state", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -88,6 +88,9 @@ class GenerateRequest(_message.Message):
     POLICY_FIELD_NUMBER: _builtins.int
     RULE_FIELD_NUMBER: _builtins.int
     WINDOW_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for its logs; the server makes one where it is empty. At most 128 characters."""
     prompt: _builtins.str
@@ -102,6 +105,11 @@ class GenerateRequest(_message.Message):
     rule: _types_pb2.VerificationRule.ValueType
     window: _builtins.int
     """Most candidates a step verifies, 1 to 64. Missing: the server's."""
+    stopping: _types_pb2.StoppingRule.ValueType
+    branches: _builtins.int
+    """Candidates for each position, 1 to 8 (1: chains). Missing: the server's."""
+    drafter: _builtins.str
+    """Kind of drafter: "model", "ngram" or "recycling". Empty: any that fits the rule."""
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Continued as they are."""
@@ -140,11 +148,16 @@ class GenerateRequest(_message.Message):
         policy: Global___LookaheadPolicy.ValueType = ...,
         rule: _types_pb2.VerificationRule.ValueType = ...,
         window: _builtins.int | None = ...,
+        stopping: _types_pb2.StoppingRule.ValueType = ...,
+        branches: _builtins.int | None = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "seed", b"seed", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "seed", b"seed", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
+    _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
@@ -153,6 +166,8 @@ class GenerateRequest(_message.Message):
     _WhichOneofArgType__window: _TypeAlias = _typing.Literal["_window", b"_window"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__branches) -> _WhichOneofReturnType__branches | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
     @_typing.overload
@@ -460,12 +475,33 @@ class RequestStats(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class StoppingStateEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     STEPS_FIELD_NUMBER: _builtins.int
     DRAFTED_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
+    STOPPING_STATE_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Verdicts, those of steps without candidates included."""
     drafted: _builtins.int
@@ -478,6 +514,10 @@ class RequestStats(_message.Message):
     """From admission to the last token."""
     ttft_seconds: _builtins.float
     """From admission to the first token."""
+    @_builtins.property
+    def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """The stopping rule's last state by name; empty for `fixed`."""
+
     def __init__(
         self,
         *,
@@ -487,10 +527,11 @@ class RequestStats(_message.Message):
         acceptance_length: _builtins.float = ...,
         seconds: _builtins.float = ...,
         ttft_seconds: _builtins.float = ...,
+        stopping_state: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "drafted", b"drafted", "seconds", b"seconds", "steps", b"steps", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "drafted", b"drafted", "seconds", b"seconds", "steps", b"steps", "stopping_state", b"stopping_state", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -635,6 +676,8 @@ class WorkerStats(_message.Message):
     PASSES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     RECONNECTS_FIELD_NUMBER: _builtins.int
+    MALFORMED_FIELD_NUMBER: _builtins.int
+    SUSPECT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"shard-0", "drafter-0", ..."""
     kind: _builtins.str
@@ -649,6 +692,10 @@ class WorkerStats(_message.Message):
     """Proposed tokens (drafters) or tokens fed (target)."""
     reconnects: _builtins.int
     """Times that it was lost and found again."""
+    malformed: _builtins.int
+    """Malformed proposals of a drafter."""
+    suspect: _builtins.bool
+    """It sent so many of them that it is no longer used."""
     def __init__(
         self,
         *,
@@ -661,10 +708,12 @@ class WorkerStats(_message.Message):
         passes: _builtins.int = ...,
         tokens: _builtins.int = ...,
         reconnects: _builtins.int = ...,
+        malformed: _builtins.int = ...,
+        suspect: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_seconds", b"busy_seconds", "connected", b"connected", "kind", b"kind", "name", b"name", "passes", b"passes", "pid", b"pid", "reconnects", b"reconnects", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_seconds", b"busy_seconds", "connected", b"connected", "kind", b"kind", "malformed", b"malformed", "name", b"name", "passes", b"passes", "pid", b"pid", "reconnects", b"reconnects", "suspect", b"suspect", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

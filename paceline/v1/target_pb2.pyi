@@ -167,6 +167,11 @@ class Slice(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     NEW_BLOCKS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    KV_MOVES_FIELD_NUMBER: _builtins.int
+    DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    MULTIPLICITIES_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     start: _builtins.int
     """Position of the first token fed. Positions below it hold KV already; what this sequence held
@@ -176,6 +181,8 @@ class Slice(_message.Message):
     """How many of the last token_ids are candidates. Plain decoding and prefill: 0."""
     verdict: _builtins.bool
     """Answer with a verdict. False for a prefill chunk that is not the last; then window is 0."""
+    top_tokens: _builtins.bool
+    """Answer with the likeliest next tokens after every token whose logits the step computes."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed tokens fed (a prefill chunk; in decoding the last committed token), then the
@@ -186,6 +193,27 @@ class Slice(_message.Message):
     def new_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks appended to the sequence's block table since its last slice."""
 
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """A tree: one a candidate, 0 for a child of the token before the window, i + 1 for a child of
+        candidate i, i before it. Empty: a chain. Candidate i's KV goes to position
+        start + (token_ids - window) + i whatever its depth.
+        """
+
+    @_builtins.property
+    def kv_moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvMove]:
+        """Applied, in order, before anything else of the slice: what an accepted path of the step before
+        needs to lie at its own positions.
+        """
+
+    @_builtins.property
+    def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.DraftDistribution]:
+        """For rules that need them: of every node that has children here."""
+
+    @_builtins.property
+    def multiplicities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For k-SEQ: how many paths go through each candidate; empty: 1 each."""
+
     def __init__(
         self,
         *,
@@ -195,14 +223,43 @@ class Slice(_message.Message):
         window: _builtins.int = ...,
         verdict: _builtins.bool = ...,
         new_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        kv_moves: _abc.Iterable[Global___KvMove] | None = ...,
+        distributions: _abc.Iterable[_types_pb2.DraftDistribution] | None = ...,
+        multiplicities: _abc.Iterable[_builtins.int] | None = ...,
+        top_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_blocks", b"new_blocks", "sequence_id", b"sequence_id", "start", b"start", "token_ids", b"token_ids", "verdict", b"verdict", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "kv_moves", b"kv_moves", "multiplicities", b"multiplicities", "new_blocks", b"new_blocks", "parents", b"parents", "sequence_id", b"sequence_id", "start", b"start", "token_ids", b"token_ids", "top_tokens", b"top_tokens", "verdict", b"verdict", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Slice: _TypeAlias = Slice  # noqa: Y015
+
+@_typing.final
+class KvMove(_message.Message):
+    """Copies the KV of one position of a sequence to another."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_POSITION_FIELD_NUMBER: _builtins.int
+    TO_POSITION_FIELD_NUMBER: _builtins.int
+    from_position: _builtins.int
+    to_position: _builtins.int
+    def __init__(
+        self,
+        *,
+        from_position: _builtins.int = ...,
+        to_position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_position", b"from_position", "to_position", b"to_position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvMove: _TypeAlias = KvMove  # noqa: Y015
 
 @_typing.final
 class StepResponse(_message.Message):
@@ -250,21 +307,33 @@ class Verdict(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
     TOKEN_ID_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     num_accepted: _builtins.int
-    """How many candidates were accepted, from the first on."""
+    """How many candidates were accepted."""
     token_id: _builtins.int
     """The token after them: the bonus when all were accepted, else the recovered token."""
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of a tree: the accepted candidates, from the root on. Empty for chains."""
+
+    @_builtins.property
+    def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
+        """Where the slice asked for them."""
+
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         num_accepted: _builtins.int = ...,
         token_id: _builtins.int = ...,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
+        top_tokens: _abc.Iterable[_types_pb2.TopTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "sequence_id", b"sequence_id", "token_id", b"token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "num_accepted", b"num_accepted", "sequence_id", b"sequence_id", "token_id", b"token_id", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

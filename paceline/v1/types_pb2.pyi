@@ -33,6 +33,16 @@ class _VerificationRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Veri
     VERIFICATION_RULE_UNSPECIFIED: _VerificationRule.ValueType  # 0
     VERIFICATION_RULE_COUPLED: _VerificationRule.ValueType  # 1
     """Shared Gumbel noise: the output is the text of plain decoding with the same seed."""
+    VERIFICATION_RULE_REJECTION: _VerificationRule.ValueType  # 2
+    """Leviathan et al. 2023, Chen et al. 2023: chains sampled from the draft distribution."""
+    VERIFICATION_RULE_KSEQ: _VerificationRule.ValueType  # 3
+    """SpecTr, Sun et al. 2023: independent paths, merged where equal."""
+    VERIFICATION_RULE_RECURSIVE: _VerificationRule.ValueType  # 4
+    """RSD, Jeon et al. 2024: trees whose children were drawn without replacement."""
+    VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT: _VerificationRule.ValueType  # 5
+    """The same with children drawn with replacement (MCSD, Yang et al. 2024)."""
+    VERIFICATION_RULE_ONE_HOT: _VerificationRule.ValueType  # 6
+    """Deterministic candidates, chains or trees."""
 
 class VerificationRule(_VerificationRule, metaclass=_VerificationRuleEnumTypeWrapper):
     """How candidates are accepted."""
@@ -40,7 +50,47 @@ class VerificationRule(_VerificationRule, metaclass=_VerificationRuleEnumTypeWra
 VERIFICATION_RULE_UNSPECIFIED: VerificationRule.ValueType  # 0
 VERIFICATION_RULE_COUPLED: VerificationRule.ValueType  # 1
 """Shared Gumbel noise: the output is the text of plain decoding with the same seed."""
+VERIFICATION_RULE_REJECTION: VerificationRule.ValueType  # 2
+"""Leviathan et al. 2023, Chen et al. 2023: chains sampled from the draft distribution."""
+VERIFICATION_RULE_KSEQ: VerificationRule.ValueType  # 3
+"""SpecTr, Sun et al. 2023: independent paths, merged where equal."""
+VERIFICATION_RULE_RECURSIVE: VerificationRule.ValueType  # 4
+"""RSD, Jeon et al. 2024: trees whose children were drawn without replacement."""
+VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT: VerificationRule.ValueType  # 5
+"""The same with children drawn with replacement (MCSD, Yang et al. 2024)."""
+VERIFICATION_RULE_ONE_HOT: VerificationRule.ValueType  # 6
+"""Deterministic candidates, chains or trees."""
 Global___VerificationRule: _TypeAlias = VerificationRule  # noqa: Y015
+
+class _StoppingRule:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StoppingRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StoppingRule.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STOPPING_RULE_UNSPECIFIED: _StoppingRule.ValueType  # 0
+    STOPPING_RULE_FIXED: _StoppingRule.ValueType  # 1
+    """Never before the grant."""
+    STOPPING_RULE_ADAEDL: _StoppingRule.ValueType  # 2
+    """AdaEDL, Agrawal et al. 2024: by the entropy of the draft distribution."""
+    STOPPING_RULE_CONFIDENCE: _StoppingRule.ValueType  # 3
+    """When the estimated chance that all so far are accepted falls below a threshold."""
+    STOPPING_RULE_COST: _StoppingRule.ValueType  # 4
+    """When a candidate's expected gain falls below what it costs."""
+
+class StoppingRule(_StoppingRule, metaclass=_StoppingRuleEnumTypeWrapper):
+    """When a drafter stops before its grant is used up (ALGORITHMS: "when to stop drafting")."""
+
+STOPPING_RULE_UNSPECIFIED: StoppingRule.ValueType  # 0
+STOPPING_RULE_FIXED: StoppingRule.ValueType  # 1
+"""Never before the grant."""
+STOPPING_RULE_ADAEDL: StoppingRule.ValueType  # 2
+"""AdaEDL, Agrawal et al. 2024: by the entropy of the draft distribution."""
+STOPPING_RULE_CONFIDENCE: StoppingRule.ValueType  # 3
+"""When the estimated chance that all so far are accepted falls below a threshold."""
+STOPPING_RULE_COST: StoppingRule.ValueType  # 4
+"""When a candidate's expected gain falls below what it costs."""
+Global___StoppingRule: _TypeAlias = StoppingRule  # noqa: Y015
 
 class _TokenOrigin:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -142,6 +192,68 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class DraftDistribution(_message.Message):
+    """The distribution that a node's children were drawn from: exactly these tokens, exactly these
+    probabilities. At most 1024 pairs, finite, non-negative, sum 1 within 1e-5.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    node: _builtins.int
+    """The node whose children it is about: 0 is the token before the candidates, i + 1 candidate i."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """One a token id."""
+
+    def __init__(
+        self,
+        *,
+        node: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node", b"node", "probabilities", b"probabilities", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftDistribution: _TypeAlias = DraftDistribution  # noqa: Y015
+
+@_typing.final
+class TopTokens(_message.Message):
+    """The likeliest next tokens of the target after one token."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_ID_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    token_id: _builtins.int
+    """The token that was fed."""
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The 8 token ids of the largest logits after it, the largest first."""
+
+    def __init__(
+        self,
+        *,
+        token_id: _builtins.int = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_id", b"token_id", "top_ids", b"top_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopTokens: _TypeAlias = TopTokens  # noqa: Y015
 
 @_typing.final
 class SequenceSpec(_message.Message):
