@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError
+from paceline.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +88,4 @@ class SequenceSpec:
     prompt_length: int
     sample_index: int = 0
     end_token_ids: tuple[int, ...] = ()
+    rule: Rule = Rule.COUPLED

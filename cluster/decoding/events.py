@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cluster.decoding.policies import PolicyName
+from paceline.rules import Rule, Stopping
 from paceline.sampling import SequenceSpec
+from workers.verification.draft_probs import SparseProbs
 
 
 class StopScanner(Protocol):
@@ -28,6 +30,10 @@ class Request:
     policy: PolicyName
     window: int
     stop_scanner: StopScanner | None = None
+    stopping: Stopping = Stopping.FIXED
+    branches: int = 1
+    drafter_kind: str | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +54,37 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Candidates, each continuing the one before, under the first `base_length` tokens."""
+    """Candidates under the first `base_length` tokens: a chain, or a tree where it has parents.
+
+    `parents`, `multiplicities` and the keys of `distributions` are those of drafting.proto. What
+    breaks that contract never gets here: it is a MalformedProposal.
+    """
 
     sequence_id: int
     base_length: int
     base_hash: int
     token_ids: tuple[int, ...]
     last: bool = False
+    parents: tuple[int, ...] = ()
+    multiplicities: tuple[int, ...] = ()
+    distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
+    stopping_state: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The target's likeliest next tokens after a token that it was fed, the likeliest first."""
+
+    token_id: int
+    top_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedProposal:
+    """A drafter sent a proposal that breaks the contract; it was dropped."""
+
+    now: float
+    drafter: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +107,16 @@ class DraftDeclined:
 
 @dataclass(frozen=True, slots=True)
 class SequenceVerdict:
-    """The target's answer for one sequence: accepted candidates and the token after them."""
+    """The target's answer for one sequence: accepted candidates and the token after them.
+
+    `accepted` are the candidates of the accepted path; left out, the first `num_accepted`.
+    """
 
     sequence_id: int
     num_accepted: int
     token_id: int
+    accepted: tuple[int, ...] = ()
+    top_tokens: tuple[TopTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +126,7 @@ class StepDone:
     now: float
     step: int
     verdicts: tuple[SequenceVerdict, ...]
+    step_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +136,9 @@ class DrafterJoined:
     now: float
     drafter: str
     max_position: int
+    kind: str = "model"
+    rules: frozenset[Rule] = frozenset({Rule.COUPLED})
+    wants_top_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +178,7 @@ Event = (
     Admitted
     | Cancelled
     | Proposed
+    | MalformedProposal
     | DraftDeclined
     | StepDone
     | DrafterJoined

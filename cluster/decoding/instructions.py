@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from cluster.decoding.events import TopTokens
+from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
+from workers.verification.draft_probs import SparseProbs
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +22,11 @@ class Slice:
     window: int
     verdict: bool
     new_blocks: tuple[int, ...]
+    parents: tuple[int, ...] = ()
+    kv_moves: tuple[tuple[int, int], ...] = ()
+    multiplicities: tuple[int, ...] = ()
+    distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
+    top_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +47,8 @@ class OpenDraft:
     sequence_id: int
     spec: SequenceSpec
     token_ids: tuple[int, ...]
+    stopping: Stopping = Stopping.FIXED
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +59,28 @@ class SendOutcome:
     sequence_id: int
     position: int
     token_ids: tuple[int, ...]
+    top_tokens: tuple[TopTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Let a drafter draft tokens for positions below `until_position`."""
+    """Let a drafter draft for positions below `until_position`, at most `nodes` candidates."""
 
     drafter: str
     sequence_id: int
     until_position: int
     branches: int = 1
+    nodes: int = 0
+    tokens_per_ms: float = 0.0
+    step_ms_per_candidate: float = 0.0
+    drafting_is_free: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A drafter sent too many malformed proposals and is used no more."""
+
+    drafter: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +119,7 @@ class SequenceStats:
     output_tokens: int
     seconds: float
     ttft_seconds: float | None
+    stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +138,6 @@ class WakeAt:
     time: float
 
 
-Instruction = RunStep | OpenDraft | SendOutcome | Grant | CloseDraft | Emit | Finish | WakeAt
+Instruction = (
+    RunStep | OpenDraft | SendOutcome | Grant | CloseDraft | Suspect | Emit | Finish | WakeAt
+)

@@ -91,6 +91,7 @@ class GenerateRequest(_message.Message):
     STOPPING_FIELD_NUMBER: _builtins.int
     BRANCHES_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for its logs; the server makes one where it is empty. At most 128 characters."""
     prompt: _builtins.str
@@ -110,6 +111,8 @@ class GenerateRequest(_message.Message):
     """Candidates for each position, 1 to 8 (1: chains). Missing: the server's."""
     drafter: _builtins.str
     """Kind of drafter: "model", "ngram" or "recycling". Empty: any that fits the rule."""
+    tenant: _builtins.str
+    """Whose requests share what drafters learn from text. At most 128 characters."""
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Continued as they are."""
@@ -151,10 +154,11 @@ class GenerateRequest(_message.Message):
         stopping: _types_pb2.StoppingRule.ValueType = ...,
         branches: _builtins.int | None = ...,
         drafter: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "seed", b"seed", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
     _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015

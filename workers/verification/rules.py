@@ -8,19 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from paceline.errors import InvalidRequestError, ProtocolError
+from paceline.rules import Rule
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
-
-
-class Rule(enum.Enum):
-    """How candidates are verified. The values are the names in configuration."""
-
-    COUPLED = "coupled"
-    REJECTION = "rejection"
-    KSEQ = "kseq"
-    RECURSIVE = "recursive"
-    MCSD = "mcsd"
-    ONE_HOT = "one-hot"
 
 
 class CandidateKind(enum.Enum):
