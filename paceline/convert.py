@@ -2,12 +2,74 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from paceline.errors import InvalidRequestError
+from paceline.rules import Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import types_pb2
 
 ANY_VOCABULARY = 1 << 32
 """A vocabulary size that every uint32 token id is below."""
+
+_RULE_TO_WIRE = MappingProxyType(
+    {
+        Rule.COUPLED: types_pb2.VERIFICATION_RULE_COUPLED,
+        Rule.REJECTION: types_pb2.VERIFICATION_RULE_REJECTION,
+        Rule.KSEQ: types_pb2.VERIFICATION_RULE_KSEQ,
+        Rule.RECURSIVE: types_pb2.VERIFICATION_RULE_RECURSIVE,
+        Rule.MCSD: types_pb2.VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT,
+        Rule.ONE_HOT: types_pb2.VERIFICATION_RULE_ONE_HOT,
+    }
+)
+_RULE_FROM_WIRE: Mapping[int, Rule] = MappingProxyType(
+    {number: rule for rule, number in _RULE_TO_WIRE.items()}
+)
+_STOPPING_TO_WIRE = MappingProxyType(
+    {
+        Stopping.FIXED: types_pb2.STOPPING_RULE_FIXED,
+        Stopping.ADAEDL: types_pb2.STOPPING_RULE_ADAEDL,
+        Stopping.CONFIDENCE: types_pb2.STOPPING_RULE_CONFIDENCE,
+        Stopping.COST: types_pb2.STOPPING_RULE_COST,
+    }
+)
+_STOPPING_FROM_WIRE: Mapping[int, Stopping] = MappingProxyType(
+    {number: stopping for stopping, number in _STOPPING_TO_WIRE.items()}
+)
+
+
+def rule_to_wire(rule: Rule) -> types_pb2.VerificationRule.ValueType:
+    """The number of a rule."""
+    return _RULE_TO_WIRE[rule]
+
+
+def rule_from_wire(number: int) -> Rule:
+    """The rule of a number. Raises InvalidRequestError naming the field `rule`."""
+    rule = _RULE_FROM_WIRE.get(number)
+    if rule is None:
+        known = ", ".join(f"{one.name} ({value})" for one, value in _RULE_TO_WIRE.items())
+        raise InvalidRequestError("rule", f"expected one of {known}, got {number}")
+    return rule
+
+
+def stopping_to_wire(stopping: Stopping) -> types_pb2.StoppingRule.ValueType:
+    """The number of a stopping rule."""
+    return _STOPPING_TO_WIRE[stopping]
+
+
+def stopping_from_wire(number: int) -> Stopping:
+    """The stopping rule of a number, unspecified being fixed.
+
+    Raises InvalidRequestError naming the field `stopping`.
+    """
+    if number == types_pb2.STOPPING_RULE_UNSPECIFIED:
+        return Stopping.FIXED
+    stopping = _STOPPING_FROM_WIRE.get(number)
+    if stopping is None:
+        known = ", ".join(f"{one.name} ({value})" for one, value in _STOPPING_TO_WIRE.items())
+        raise InvalidRequestError("stopping", f"expected one of {known}, got {number}")
+    return stopping
 
 
 def sampling_to_wire(params: SamplingParams) -> types_pb2.SamplingParams:
@@ -41,12 +103,12 @@ def sampling_from_wire(message: types_pb2.SamplingParams) -> SamplingParams:
 
 
 def spec_to_wire(spec: SequenceSpec) -> types_pb2.SequenceSpec:
-    """The message for `spec`, under the coupled rule."""
+    """The message for `spec`."""
     return types_pb2.SequenceSpec(
         sampling=sampling_to_wire(spec.sampling),
         seed=spec.seed,
         sample_index=spec.sample_index,
-        rule=types_pb2.VERIFICATION_RULE_COUPLED,
+        rule=rule_to_wire(spec.rule),
         prompt_length=spec.prompt_length,
         end_token_ids=spec.end_token_ids,
     )
@@ -56,8 +118,7 @@ def spec_from_wire(
     message: types_pb2.SequenceSpec, *, vocab_size: int = ANY_VOCABULARY
 ) -> SequenceSpec:
     """The plain value of a message, checked. Raises InvalidRequestError naming the field."""
-    if message.rule != types_pb2.VERIFICATION_RULE_COUPLED:
-        raise InvalidRequestError("rule", f"expected COUPLED (1), got {message.rule}")
+    rule = rule_from_wire(message.rule)
     if not message.HasField("sampling"):
         raise InvalidRequestError("sampling", "expected sampling parameters, got none")
     sampling = sampling_from_wire(message.sampling)
@@ -74,4 +135,5 @@ def spec_from_wire(
         prompt_length=message.prompt_length,
         sample_index=message.sample_index,
         end_token_ids=end_token_ids,
+        rule=rule,
     )
