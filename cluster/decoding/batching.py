@@ -27,6 +27,11 @@ class Target:
     block_size: int
     pool: BlockPool
 
+    @property
+    def room(self) -> int:
+        """Most tokens that a sequence can have."""
+        return min(self.max_model_len, self.pool.num_blocks * self.block_size)
+
 
 @dataclass(slots=True)
 class _Draft:
@@ -75,12 +80,12 @@ class Batching:
         target = self.target
         if target is None:
             return
-        room = min(target.max_model_len, target.pool.num_blocks * target.block_size)
-        if prompt_length + max_tokens > room:
+        if prompt_length + max_tokens > target.room:
             raise PromptTooLongError(
                 "prompt",
                 f"{prompt_length} prompt tokens and {max_tokens} to generate exceed the "
-                f"{room} tokens that a sequence may have here; shorten the prompt or max_tokens",
+                f"{target.room} tokens that a sequence may have here; "
+                "shorten the prompt or max_tokens",
             )
 
     def admit(self) -> list[Sequence]:
@@ -89,11 +94,11 @@ class Batching:
         while target and self.waiting and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
             wanted = blocks_for(
-                sequence.path.num_committed + sequence.request.window, target.block_size
+                sequence.tree.num_committed + sequence.request.window, target.block_size
             )
             # What running prefills will still take is spoken for.
             promised = sum(
-                blocks_for(other.path.num_committed, target.block_size) - len(other.block_table)
+                blocks_for(other.tree.num_committed, target.block_size) - len(other.block_table)
                 for other in self.running.values()
                 if other.prefilling
             )
@@ -119,11 +124,13 @@ class Batching:
         decoding = self._decoding_windows(now)
         spare = draft.budget - len(decoding)
         for sequence, wanted in decoding:
-            window = min(wanted, spare)
+            # Candidates of a tree take KV positions of their own, more than its depth.
+            room = self.target.room - sequence.tree.num_committed
+            window = min(wanted, spare, room)
             if self._take(draft, sequence, 1, window):
                 spare -= window
         for sequence in list(self.running.values()):
-            missing = sequence.path.num_committed - sequence.kv_length
+            missing = sequence.tree.num_committed - sequence.kv_length
             if missing > 1 and draft.budget > 0:
                 self._take(draft, sequence, min(missing, draft.budget), 0)
         if not draft.slices and not self._closes:
@@ -138,7 +145,7 @@ class Batching:
     def check_integrity(self) -> None:
         """Assert that blocks are neither leaked nor shared and tables cover what was computed."""
         for sequence in [*self.waiting, *self.running.values()]:
-            sequence.path.check_integrity()
+            sequence.tree.check_integrity()
         for sequence in self.waiting:
             assert not sequence.block_table
             assert sequence.in_flight is None
@@ -147,7 +154,7 @@ class Batching:
             self.target.pool.check_integrity(sequence.block_table for sequence in running)
             for sequence in running:
                 assert sequence.kv_length <= len(sequence.block_table) * self.target.block_size
-                assert sequence.kv_length < sequence.path.num_committed
+                assert sequence.kv_length < sequence.tree.num_committed
 
     def _decoding_windows(self, now: float) -> list[tuple[Sequence, int]]:
         """Sequences that may decode now, with the windows that their policies want."""
@@ -172,16 +179,22 @@ class Batching:
         if not sequence.open_at_target:
             draft.opens.append((sequence.sequence_id, sequence.request.spec))
             sequence.open_at_target = True
-        path = sequence.path
-        committed = path.token_ids[start : start + count]
+        tree = sequence.tree
+        candidates = tree.pin(window, num_paths=sequence.num_paths)
         sequence.in_flight = Slice(
             sequence_id=sequence.sequence_id,
             start=start,
-            token_ids=(*committed, *path.pin(window)),
-            window=window,
-            verdict=start + count == path.num_committed,
+            token_ids=(*tree.token_ids[start : start + count], *candidates.token_ids),
+            window=len(candidates.token_ids),
+            verdict=start + count == tree.num_committed,
             new_blocks=tuple(sequence.block_table[sequence.blocks_sent :]),
+            parents=candidates.parents,
+            kv_moves=sequence.kv_moves,
+            multiplicities=candidates.multiplicities,
+            distributions=candidates.distributions,
+            top_tokens=sequence.wants_top_tokens,
         )
+        sequence.kv_moves = ()
         sequence.blocks_sent = len(sequence.block_table)
         draft.slices.append(sequence.in_flight)
         draft.members.add(sequence.sequence_id)

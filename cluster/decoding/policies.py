@@ -21,11 +21,15 @@ class PolicyName(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class DraftView:
-    """What a policy may look at. Counts are tokens, `ready_since` is the driver's clock."""
+    """What a policy may look at. Counts are tokens, `ready_since` is the driver's clock.
 
-    num_committed: int
+    `window` bounds the candidates of a step; no more than `useful_candidates` on one path can be
+    of use.
+    """
+
     num_candidates: int
     window: int
+    is_tree: bool
     useful_candidates: int
     has_drafter: bool
     draft_exhausted: bool
@@ -45,8 +49,11 @@ class LookaheadPolicy(Protocol):
     drafts: bool
     """Whether a drafter is wanted at all."""
 
+    drafting_is_free: bool
+    """Whether the drafter works while the target is busy anyway."""
+
     def granted_candidates(self, view: DraftView) -> int:
-        """How many tokens beyond the committed ones the drafter may draft."""
+        """How many candidates beyond the committed tokens there may be."""
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
         """How many candidates a step that starts now verifies, or until when to wait."""
@@ -56,6 +63,7 @@ class Off:
     """Plain decoding."""
 
     drafts = False
+    drafting_is_free = False
 
     def granted_candidates(self, view: DraftView) -> int:
         """None."""
@@ -74,14 +82,15 @@ class Lockstep:
     """
 
     drafts = True
+    drafting_is_free = False
 
     def granted_candidates(self, view: DraftView) -> int:
         """One window, which is spent once it is drafted."""
-        return min(view.window, view.useful_candidates)
+        return view.window
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
         """A full window, or what is there when no more will come or the wait is over."""
-        full = min(view.window, view.useful_candidates)
+        full = view.window if view.is_tree else min(view.window, view.useful_candidates)
         give_up_at = view.ready_since + wait_seconds
         if (
             view.num_candidates >= full
@@ -97,14 +106,15 @@ class Chain:
     """The drafter keeps drafting; the target takes what has arrived and never waits."""
 
     drafts = True
+    drafting_is_free = True
 
     def granted_candidates(self, view: DraftView) -> int:
         """The window being verified, the token after it, and one window more."""
-        return min(2 * view.window + 1, view.useful_candidates)
+        return 2 * view.window + 1
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
         """Whatever is there, up to a window."""
-        return min(view.num_candidates, view.window, view.useful_candidates)
+        return min(view.num_candidates, view.window)
 
 
 _POLICIES: dict[PolicyName, LookaheadPolicy] = {

@@ -19,6 +19,7 @@ from cluster.decoding.events import (
     DrafterJoined,
     DrafterLost,
     Event,
+    MalformedProposal,
     Proposal,
     Proposed,
     SequenceVerdict,
@@ -27,9 +28,20 @@ from cluster.decoding.events import (
     TargetLost,
     Tick,
 )
-from cluster.decoding.instructions import Emit, Finish, FinishReason, Instruction, RunStep, WakeAt
+from cluster.decoding.instructions import (
+    Emit,
+    Finish,
+    FinishReason,
+    Instruction,
+    RunStep,
+    Slice,
+    WakeAt,
+)
 from cluster.decoding.sequence import Sequence
+from cluster.decoding.step_costs import StepCosts
+from cluster.decoding.verdicts import accepted_path, check_verdicts, cut_at_end, gives_up_bonus
 from paceline.errors import ProtocolError
+from paceline.rules import Rule
 from workers.engine.block_pool import BlockPool
 
 
@@ -43,6 +55,7 @@ class Totals:
     accepted: int = 0
     finished: int = 0
     dropped_proposals: int = 0
+    malformed_proposals: int = 0
 
 
 @dataclass(slots=True)
@@ -62,7 +75,8 @@ class Scheduler:
         self._batching = Batching(
             max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, wait_seconds=wait_seconds
         )
-        self._drafters = Drafters()
+        self._costs = StepCosts()
+        self._drafters = Drafters(self._costs)
         self._step: RunStep | None = None
         self._woken_for: float | None = None
         self.totals = Totals()
@@ -94,12 +108,16 @@ class Scheduler:
                 self._cancel(event, out)
             case Proposed():
                 self._propose(event)
+            case MalformedProposal():
+                self.totals.malformed_proposals += 1
+                self._drafters.blame(event.drafter, self._all(), out.drafters)
+                self._assign(out)
             case DraftDeclined():
                 self._decline(event, out)
             case StepDone():
                 self._finish_step(event, out)
             case DrafterJoined():
-                self._drafters.join(event.drafter, event.max_position)
+                self._drafters.join(event)
                 self._assign(out)
             case DrafterLost():
                 self._drafters.lose(event.drafter, self._all())
@@ -141,6 +159,8 @@ class Scheduler:
         if wake_at is not None and wake_at != self._woken_for:
             out.callers.append(WakeAt(wake_at))
         self._woken_for = wake_at
+        if self._step is None:
+            self._costs.pause()
         return self._step
 
     def _assign(self, out: _Outbox) -> None:
@@ -181,75 +201,84 @@ class Scheduler:
     def _propose(self, event: Proposed) -> None:
         for proposal in event.proposals:
             sequence = self._find(proposal.sequence_id)
-            if sequence is not None and not self._attach(sequence, proposal):
+            if sequence is not None and not self._attach(event.drafter, sequence, proposal):
                 self.totals.dropped_proposals += 1
 
-    def _attach(self, sequence: Sequence, proposal: Proposal) -> bool:
+    def _attach(self, drafter: str, sequence: Sequence, proposal: Proposal) -> bool:
         target = self._batching.target
-        granted = max(0, sequence.granted_until - proposal.base_length)
-        token_ids = proposal.token_ids[:granted]
-        if target is None or any(not 0 <= t < target.vocab_size for t in token_ids):
+        if target is None or any(not 0 <= t < target.vocab_size for t in proposal.token_ids):
             return False
-        if not sequence.path.attach(proposal.base_length, proposal.base_hash, token_ids):
+        if sequence.request.spec.rule is not Rule.COUPLED and drafter != sequence.drafter:
+            return False  # Only the coupled rule may mix candidates of several drafters.
+        if not sequence.tree.attach(
+            proposal, until_position=sequence.granted_until, max_nodes=sequence.granted_nodes
+        ):
             return False
-        end = proposal.base_length + len(token_ids)
-        if proposal.last and end == len(sequence.path.token_ids):
+        if proposal.last:
             sequence.draft_exhausted = True
+        if proposal.stopping_state:
+            sequence.stopping_state = proposal.stopping_state
         return True
 
     def _finish_step(self, event: StepDone, out: _Outbox) -> None:
         step = self._step
         if step is None or event.step != step.step:
             raise ProtocolError(f"step {event.step} was answered, but it is not in flight")
-        self._check_verdicts(step, event.verdicts)
+        target = self._batching.target
+        assert target is not None
+        check_verdicts(step, event.verdicts, self._batching.running, target.vocab_size)
         self._step = None
         self.totals.steps += 1
+        committed_before = self.totals.committed
         verdicts = iter(event.verdicts)
         for part in step.slices:
             sequence = self._batching.running[part.sequence_id]
             sequence.in_flight = None
             verdict = next(verdicts) if part.verdict else None
             if sequence.cancelled:
-                sequence.path.unpin()
+                sequence.tree.unpin()
                 self._finish(event.now, sequence, FinishReason.CANCELLED, out)
             elif verdict is None:
                 sequence.kv_length = part.start + len(part.token_ids)
-                sequence.path.unpin()
+                sequence.tree.unpin()
             else:
-                self._commit(event.now, sequence, part.window, verdict, out)
-
-    def _check_verdicts(self, step: RunStep, verdicts: tuple[SequenceVerdict, ...]) -> None:
-        asked = [(part.sequence_id, part.window) for part in step.slices if part.verdict]
-        if [sequence_id for sequence_id, _ in asked] != [v.sequence_id for v in verdicts]:
-            raise ProtocolError(f"the verdicts of step {step.step} are not those of its slices")
-        target = self._batching.target
-        assert target is not None
-        for (sequence_id, window), verdict in zip(asked, verdicts, strict=True):
-            fits = verdict.num_accepted <= window and verdict.token_id < target.vocab_size
-            if not fits or verdict.num_accepted < 0 or verdict.token_id < 0:
-                raise ProtocolError(
-                    f"the verdict of sequence {sequence_id} accepts {verdict.num_accepted} of "
-                    f"{window} candidates and adds token {verdict.token_id} "
-                    f"of a vocabulary of {target.vocab_size}"
-                )
+                self._commit(event.now, sequence, part, verdict, out)
+        if all(len(part.token_ids) == 1 + part.window for part in step.slices):
+            self._costs.add(
+                event.now,
+                candidates=sum(part.window for part in step.slices),
+                step_seconds=event.step_seconds,
+                tokens=self.totals.committed - committed_before,
+            )
 
     def _commit(
-        self, now: float, sequence: Sequence, window: int, verdict: SequenceVerdict, out: _Outbox
+        self,
+        now: float,
+        sequence: Sequence,
+        part: Slice,
+        verdict: SequenceVerdict,
+        out: _Outbox,
     ) -> None:
-        offset, position = sequence.output, sequence.path.num_committed
-        committed = sequence.path.commit(verdict.num_accepted, verdict.token_id)
-        sequence.kv_length = sequence.path.num_committed - 1
-        kept, reason = _cut(sequence, offset, committed)
-        num_drafted = min(verdict.num_accepted, len(kept))
-        self._count(now, sequence, window, len(kept), num_drafted)
+        tree, offset, position = sequence.tree, sequence.output, sequence.tree.num_committed
+        accepted = accepted_path(verdict)
+        token_id = None if gives_up_bonus(sequence, accepted) else verdict.token_id
+        committed = tree.commit(accepted, token_id)
+        sequence.kv_length = tree.num_committed - 1
+        sequence.kv_moves = tuple(
+            (position + index, position + place)
+            for place, index in enumerate(accepted)
+            if index != place
+        )
+        kept, reason = cut_at_end(sequence, offset, committed)
+        num_drafted = min(len(accepted), len(kept))
+        self._count(now, sequence, part.window, len(kept), num_drafted)
         out.callers.append(Emit(sequence.sequence_id, offset, kept, num_drafted))
         if reason is not None:
             self._finish(now, sequence, reason, out)
             return
         sequence.ready_since = now
-        if not sequence.path.num_candidates:
-            sequence.draft_exhausted = False
-        self._drafters.outcome(sequence, position, committed, out.drafters)
+        sequence.draft_exhausted = False
+        self._drafters.outcome(sequence, position, committed, verdict.top_tokens, out.drafters)
 
     def _count(
         self, now: float, sequence: Sequence, window: int, committed: int, accepted: int
@@ -269,26 +298,3 @@ class Scheduler:
         self._drafters.release(sequence, out.drafters)
         self.totals.finished += 1
         out.callers.append(Finish(sequence.sequence_id, reason, sequence.stats(now)))
-
-
-def _cut(
-    sequence: Sequence, offset: int, committed: tuple[int, ...]
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """What of newly committed tokens the caller gets, and why the sequence ends there if it does.
-
-    `offset` is the number of output tokens before them.
-    """
-    request = sequence.request
-    room = request.max_tokens - offset
-    kept, reason = committed, None
-    if len(committed) >= room:
-        kept, reason = committed[:room], FinishReason.LENGTH
-    for index, token_id in enumerate(kept):
-        if token_id in request.spec.end_token_ids:
-            kept, reason = kept[: index + 1], FinishReason.STOP
-            break
-    if request.stop_scanner is not None:
-        stop = request.stop_scanner.first_stop(kept)
-        if stop is not None:
-            kept, reason = kept[:stop], FinishReason.STOP
-    return kept, reason

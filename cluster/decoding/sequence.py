@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import SequenceStats, Slice
 from cluster.decoding.policies import DraftView, LookaheadPolicy, policy_named
-from cluster.decoding.token_path import TokenPath
+from cluster.decoding.token_tree import TokenTree
+from paceline.rules import Rule
 
 
 @dataclass(slots=True)
@@ -16,19 +18,22 @@ class Sequence:
 
     request: Request
     admitted_at: float
-    path: TokenPath
+    tree: TokenTree
     policy: LookaheadPolicy
     # KV. Positions below kv_length are computed; blocks_sent of the table are known to the shards.
     kv_length: int = 0
     block_table: list[int] = field(default_factory=list)
     blocks_sent: int = 0
     open_at_target: bool = False
+    kv_moves: tuple[tuple[int, int], ...] = ()
     in_flight: Slice | None = None
     cancelled: bool = False
     # Drafting.
     drafter: str | None = None
     draft_limit: int = 0
+    wants_top_tokens: bool = False
     granted_until: int = 0
+    granted_nodes: int = 0
     draft_exhausted: bool = False
     declined_by: set[str] = field(default_factory=set)
     ready_since: float = 0.0
@@ -38,6 +43,7 @@ class Sequence:
     output: int = 0
     drafted: int = 0
     accepted: int = 0
+    stopping_state: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def admitted(cls, request: Request, now: float) -> Sequence:
@@ -45,7 +51,7 @@ class Sequence:
         return cls(
             request=request,
             admitted_at=now,
-            path=TokenPath(request.prompt_token_ids),
+            tree=TokenTree(request.prompt_token_ids, chain=request.branches == 1),
             policy=policy_named(request.policy),
             ready_since=now,
         )
@@ -63,23 +69,29 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         """More than the last committed token has no KV yet."""
-        return self.kv_length < self.path.num_committed - 1
+        return self.kv_length < self.tree.num_committed - 1
+
+    @property
+    def num_paths(self) -> int:
+        """How many independent paths its windows are made of; 0: they are not (only k-SEQ's)."""
+        return self.request.branches if self.request.spec.rule is Rule.KSEQ else 0
 
     def draft_view(self) -> DraftView:
         """What a policy may look at."""
         return DraftView(
-            num_committed=self.path.num_committed,
-            num_candidates=self.path.num_candidates,
+            num_candidates=self.tree.num_candidates,
             window=self.request.window,
-            useful_candidates=self._useful_candidates(),
+            is_tree=self.request.branches > 1,
+            useful_candidates=self.useful_candidates,
             has_drafter=self.drafter is not None,
             draft_exhausted=self.draft_exhausted,
             ready_since=self.ready_since,
         )
 
-    def _useful_candidates(self) -> int:
-        """The verdict always adds a token of the target's, which leaves so many to candidates."""
-        return max(0, min(self.max_length - 1, self.draft_limit) - self.path.num_committed)
+    @property
+    def useful_candidates(self) -> int:
+        """Most candidates on a path: the verdict always adds a token of the target's."""
+        return max(0, min(self.max_length - 1, self.draft_limit) - self.tree.num_committed)
 
     def forget_kv(self) -> None:
         """Its blocks are no longer its own: the next slice starts from the first token."""
@@ -87,8 +99,9 @@ class Sequence:
         self.block_table = []
         self.blocks_sent = 0
         self.open_at_target = False
+        self.kv_moves = ()
         self.in_flight = None
-        self.path.unpin()
+        self.tree.unpin()
 
     def stats(self, now: float) -> SequenceStats:
         """Its counts as of `now`."""
@@ -100,4 +113,5 @@ class Sequence:
             output_tokens=self.output,
             seconds=now - self.admitted_at,
             ttft_seconds=None if first is None else first - self.admitted_at,
+            stopping_state=self.stopping_state,
         )

@@ -75,7 +75,9 @@ def test_admission_prefills_and_opens_the_draft() -> None:
     ]
     assert isinstance(opened, OpenDraft)
     assert opened.token_ids == PROMPT
-    assert grant == Grant("d", 1, 3 + 9)  # two windows of 4 and the token between them
+    assert grant == Grant(
+        "d", 1, 3 + 9, nodes=9, drafting_is_free=True
+    )  # two windows of 4 and the token between them
 
 
 def test_chain_takes_what_has_arrived_and_reports_the_outcome_after_the_step() -> None:

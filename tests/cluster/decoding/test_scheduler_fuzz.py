@@ -12,6 +12,7 @@ from cluster.decoding.events import (
     DraftDeclined,
     DrafterJoined,
     DrafterLost,
+    MalformedProposal,
     Proposal,
     Proposed,
     TargetLost,
@@ -19,7 +20,7 @@ from cluster.decoding.events import (
 )
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.decoding.token_path import TokenPath
+from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
 
 DRAFTERS = ("drafter-0", "drafter-1")
@@ -50,7 +51,13 @@ class Fuzz:
             case 0 | 1:
                 prompt = tuple(1 + self.draw(0, 5) for _ in range(self.draw(1, 12)))
                 policy = list(PolicyName)[self.draw(0, 2)]
-                asked = request(self.next_id, prompt, policy=policy, window=self.draw(1, 5))
+                asked = request(
+                    self.next_id,
+                    prompt,
+                    policy=policy,
+                    window=self.draw(1, 8),
+                    branches=self.draw(1, 3),
+                )
                 self.next_id += 1
                 world.send(Admitted(world.now, asked))
             case 2:
@@ -60,7 +67,8 @@ class Fuzz:
                     del world.drafters[name]
                     world.send(DrafterLost(world.now, name))
                 else:
-                    world.drafters[name] = PretendedDrafter(self.guess)
+                    pick = lambda count: self.draw(0, count - 1)  # noqa: E731
+                    world.drafters[name] = PretendedDrafter(self.guess, pick)
                     world.send(DrafterJoined(world.now, name, self.draw(8, 60)))
             case 4:
                 if world.target_joined and self.draw(0, 2) == 0:
@@ -74,11 +82,11 @@ class Fuzz:
                 proposal = Proposal(which, base, self.draw(0, 2**64 - 1), garbage, True)
                 world.send(Proposed(world.now, "nobody", (proposal,)))
             case 6:
-                if name in world.drafters:
-                    world.drafters[name].paths.pop(which := self.draw(1, self.next_id), None)
-                    world.drafters[name].paths.setdefault(which, [1])
-                    world.drafters[name].seeds.setdefault(which, 0)
-                    world.drafters[name].granted.setdefault(which, 0)
+                if name in world.drafters and self.draw(0, 3) == 0:
+                    world.send(MalformedProposal(world.now, name))
+                    for suspect in world.suspects:
+                        world.drafters.pop(suspect, None)
+                    world.suspects.clear()
             case 7:
                 world.send(DraftDeclined(world.now, name, self.draw(1, self.next_id)))
             case 8 if self.held:
@@ -102,6 +110,8 @@ class Fuzz:
         if not world.target_joined:
             world.join_target()
         for _ in range(5000):
+            for name in list(world.drafters):
+                world.draft(name)
             if world.step is not None:
                 world.answer()
             elif world.wake_at is not None and world.requests.keys() != world.finished.keys():
@@ -126,15 +136,15 @@ def test_random_schedules_keep_text_and_invariants(data: st.DataObject) -> None:
 def test_the_fuzzer_notices_a_wrong_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: candidates that survive a diverging verdict must be seen as wrong text."""
 
-    def careless_commit(path: TokenPath, num_accepted: int, token_id: int) -> tuple[int, ...]:
-        before = path.num_committed
-        tip = before + num_accepted
-        if tip == len(path.token_ids):
-            path._extend((token_id,))
-        path.num_committed = path.num_pinned = tip + 1
-        return tuple(path.token_ids[before : tip + 1])
+    right_commit = TokenTree.commit
 
-    monkeypatch.setattr(TokenPath, "commit", careless_commit)
+    def careless_commit(tree: TokenTree, accepted: list[int], token_id: int) -> tuple[int, ...]:
+        leaf = tree._pinned[accepted[-1]] if accepted else tree.root
+        if leaf.children:
+            token_id = leaf.children[0].token_id
+        return right_commit(tree, accepted, token_id)
+
+    monkeypatch.setattr(TokenTree, "commit", careless_commit)
     with pytest.raises(AssertionError):
         _draft_wrongly()
 

@@ -30,6 +30,7 @@ from cluster.decoding.instructions import (
     RunStep,
     SendOutcome,
     Slice,
+    Suspect,
     WakeAt,
 )
 from cluster.decoding.policies import PolicyName
@@ -69,12 +70,13 @@ def request(
     max_tokens: int = 20,
     policy: PolicyName = PolicyName.CHAIN,
     window: int = 4,
+    branches: int = 1,
 ) -> Request:
     """A request whose seed is its id."""
     spec = SequenceSpec(
         SamplingParams(), seed=sequence_id, prompt_length=len(prompt), end_token_ids=(END_TOKEN,)
     )
-    return Request(sequence_id, prompt, spec, max_tokens, policy, window)
+    return Request(sequence_id, prompt, spec, max_tokens, policy, window, branches=branches)
 
 
 @dataclass
@@ -85,6 +87,7 @@ class PretendedTarget:
     tables: dict[int, list[int]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
     max_slices: int = 0
+    num_trees: int = 0
 
     def run(self, step: RunStep) -> tuple[SequenceVerdict, ...]:
         """Apply a step and answer it."""
@@ -102,62 +105,109 @@ class PretendedTarget:
 
     def _run_slice(self, part: Slice) -> SequenceVerdict | None:
         table = self.tables[part.sequence_id]
+
+        def slot(position: int) -> tuple[int, int]:
+            return table[position // BLOCK_SIZE], position % BLOCK_SIZE
+
+        for source, to in part.kv_moves:
+            self.kv[slot(to)] = self.kv[slot(source)]
         table.extend(part.new_blocks)
         for offset, token_id in enumerate(part.token_ids):
-            position = part.start + offset
-            self.kv[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = token_id
+            self.kv[slot(part.start + offset)] = token_id
         if not part.verdict:
             return None
         end = part.start + len(part.token_ids)
-        read = [self.kv[table[i // BLOCK_SIZE], i % BLOCK_SIZE] for i in range(end)]
-        seed = self.seeds[part.sequence_id]
+        read = [self.kv[slot(position)] for position in range(end)]
         committed = end - part.window
-        for accepted in range(part.window + 1):
-            chosen = true_token(read[: committed + accepted], seed)
-            if accepted == part.window or read[committed + accepted] != chosen:
+        candidates = read[committed:]
+        parents = part.parents or tuple(range(part.window))
+        self.num_trees += bool(part.parents)
+        path, accepted, node = read[:committed], [], 0
+        while True:
+            chosen = true_token(path, self.seeds[part.sequence_id])
+            fitting = (i for i, t in enumerate(candidates) if parents[i] == node and t == chosen)
+            index = next(fitting, None)
+            if index is None:
                 break
-        return SequenceVerdict(part.sequence_id, accepted, chosen)
+            accepted.append(index)
+            path.append(chosen)
+            node = index + 1
+        is_first = accepted == list(range(len(accepted)))
+        told = () if is_first and not part.parents else tuple(accepted)
+        return SequenceVerdict(part.sequence_id, len(accepted), chosen, told)
+
+
+@dataclass
+class DraftedSequence:
+    """What a drafter keeps: committed tokens, and every candidate as the tokens that lead to it."""
+
+    committed: list[int]
+    seed: int
+    candidates: list[tuple[int, ...]] = field(default_factory=list)
+    until_position: int = 0
+    nodes: int = 0
+    branches: int = 1
 
 
 @dataclass
 class PretendedDrafter:
-    """Keeps sequences as a real drafter does; `guess` makes its tokens."""
+    """Keeps sequences as a real drafter does; `guess` makes tokens, `pick` chooses what grows."""
 
     guess: Callable[[list[int], int], int]
-    paths: dict[int, list[int]] = field(default_factory=dict)
-    seeds: dict[int, int] = field(default_factory=dict)
-    granted: dict[int, int] = field(default_factory=dict)
+    pick: Callable[[int], int] = lambda count: count - 1
+    sequences: dict[int, DraftedSequence] = field(default_factory=dict)
 
     def tell(self, message: OpenDraft | SendOutcome | Grant | CloseDraft) -> None:
         """A message of the driver."""
         match message:
             case OpenDraft(_, sequence_id, spec, token_ids):
-                self.paths[sequence_id] = list(token_ids)
-                self.seeds[sequence_id] = spec.seed
-                self.granted[sequence_id] = 0
+                self.sequences[sequence_id] = DraftedSequence(list(token_ids), spec.seed)
             case SendOutcome(_, sequence_id, position, token_ids):
-                path = self.paths[sequence_id]
-                for offset, token_id in enumerate(token_ids):
-                    at = position + offset
-                    if at < len(path) and path[at] != token_id:
-                        del path[at:]
-                    if at == len(path):
-                        path.append(token_id)
-            case Grant(_, sequence_id, until_position, _):
-                self.granted[sequence_id] = until_position
+                drafted = self.sequences[sequence_id]
+                assert position == len(drafted.committed)
+                drafted.committed.extend(token_ids)
+                count = len(token_ids)
+                drafted.candidates = [
+                    c[count:]
+                    for c in drafted.candidates
+                    if len(c) > count and c[:count] == token_ids
+                ]
+            case Grant(_, sequence_id):
+                drafted = self.sequences[sequence_id]
+                drafted.until_position, drafted.nodes = message.until_position, message.nodes
+                drafted.branches = message.branches
             case CloseDraft(_, sequence_id):
-                del self.paths[sequence_id]
+                del self.sequences[sequence_id]
 
     def run_pass(self) -> tuple[Proposal, ...]:
-        """One token for each sequence that may have one."""
-        proposals = []
-        for sequence_id, path in self.paths.items():
-            if len(path) < self.granted[sequence_id] and path[-1] != END_TOKEN:
-                base = (len(path), hash_prefix(path))
-                path.append(self.guess(path, self.seeds[sequence_id]))
-                last = path[-1] == END_TOKEN
-                proposals.append(Proposal(sequence_id, *base, (path[-1],), last))
-        return tuple(proposals)
+        """One node more, or the children of one, for each sequence that may have them."""
+        return tuple(
+            proposal
+            for sequence_id, drafted in self.sequences.items()
+            if (proposal := self._grow(sequence_id, drafted)) is not None
+        )
+
+    def _grow(self, sequence_id: int, drafted: DraftedSequence) -> Proposal | None:
+        inner = {c[:-1] for c in drafted.candidates}
+        leaves = [c for c in ((), *drafted.candidates) if c not in inner and c[-1:] != (END_TOKEN,)]
+        room = drafted.nodes - len(drafted.candidates)
+        if room <= 0 or not leaves:
+            return None
+        leaf = leaves[self.pick(len(leaves)) if drafted.branches > 1 else -1]
+        path = [*drafted.committed, *leaf]
+        if len(path) >= drafted.until_position:
+            return None
+        count = min(drafted.branches, room)
+        made = dict.fromkeys(self.guess(path, drafted.seed) for _ in range(count))
+        drafted.candidates.extend((*leaf, token_id) for token_id in made)
+        return Proposal(
+            sequence_id,
+            len(path),
+            hash_prefix(path),
+            tuple(made),
+            last=set(made) == {END_TOKEN},
+            parents=(0,) * len(made),
+        )
 
 
 class World:
@@ -171,6 +221,7 @@ class World:
         self.drafters: dict[str, PretendedDrafter] = {}
         self.step: RunStep | None = None
         self.wake_at: float | None = None
+        self.suspects: list[str] = []
         self.requests: dict[int, Request] = {}
         self.emitted: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
@@ -195,6 +246,8 @@ class World:
                     self.finished[sequence_id] = instruction
                 case WakeAt(time):
                     self.wake_at = time
+                case Suspect(drafter):
+                    self.suspects.append(drafter)
                 case _:
                     self.drafters[instruction.drafter].tell(instruction)
         self.scheduler.check_integrity()

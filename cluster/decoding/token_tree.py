@@ -1,0 +1,255 @@
+"""The tokens of one sequence: what is committed, and the tree of candidates that continue it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.decoding.events import Proposal
+from paceline.prefix_hash import extend_hash, hash_prefix
+from workers.verification.draft_probs import SparseProbs
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A candidate, or the last committed token, which is the root.
+
+    `length` counts the tokens up to this one, itself included; `prefix_hash` is their hash.
+    `distribution` is what its children were drawn from, where their rule needs it.
+    """
+
+    token_id: int
+    length: int
+    prefix_hash: int
+    parent: Node | None = None
+    multiplicity: int = 1
+    distribution: SparseProbs | None = None
+    children: list[Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Candidates for a step, as target.proto has them; no `parents`: a chain."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    multiplicities: tuple[int, ...]
+    distributions: Mapping[int, SparseProbs]
+
+
+# Where a token of a proposal lies: a number of committed tokens, a node, or nowhere.
+_Place = int | Node | None
+
+
+class TokenTree:
+    """Committed tokens, and the candidates beyond them in the order in which they arrived.
+
+    Proposals are placed by content: under the node whose prefix has the proposal's length and
+    hash. So it does not matter when a proposal arrives, or how often. With `chain` there is one
+    branch at most: where a proposal disagrees, the newer tokens win, since they are what the
+    drafter goes on from, but for those that are being verified.
+    """
+
+    __slots__ = ("_by_hash", "_hashes", "_nodes", "_pinned", "chain", "root", "token_ids")
+
+    def __init__(self, prompt_token_ids: Sequence[int], *, chain: bool = True) -> None:
+        self.chain = chain
+        self.token_ids: list[int] = []
+        self._hashes = [hash_prefix(())]
+        self._nodes: list[Node] = []
+        self._pinned: list[Node] = []
+        self._by_hash: dict[int, Node] = {}
+        for token_id in prompt_token_ids:
+            self._append(token_id)
+        self._set_root(Node(self.token_ids[-1], len(self.token_ids), self._hashes[-1]))
+
+    @property
+    def num_committed(self) -> int:
+        """Committed tokens, the prompt included."""
+        return len(self.token_ids)
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates held, those that are being verified included."""
+        return len(self._nodes)
+
+    def attach(self, proposal: Proposal, *, until_position: int, max_nodes: int) -> bool:
+        """Place a proposal: skip what is held already, take the rest.
+
+        Takes no token at or beyond `until_position` and holds at most `max_nodes` candidates.
+        Returns False, and takes nothing, when the proposal continues something else than this.
+        """
+        base = self._place_of_base(proposal.base_length, proposal.base_hash)
+        if base is None:
+            return False
+        places: list[_Place] = [base]
+        used: set[int] = set()
+        for index, token_id in enumerate(proposal.token_ids):
+            parent = places[proposal.parents[index] if proposal.parents else index]
+            if isinstance(parent, int):
+                places.append(self._committed_after(parent, token_id))
+                continue
+            node = None
+            if parent is not None and parent.length < until_position:
+                node = self._child(parent, token_id, used, max_nodes)
+            if node is not None:
+                used.add(id(node))
+                if proposal.multiplicities:
+                    node.multiplicity = proposal.multiplicities[index]
+            places.append(node)
+        for number, distribution in proposal.distributions.items():
+            place = places[number]
+            if isinstance(place, Node) and place.distribution is None:
+                place.distribution = distribution
+        return len(places) == 1 or any(place is not None for place in places[1:])
+
+    def holds(self, base_length: int, base_hash: int) -> bool:
+        """Whether this is a prefix of what may still be committed."""
+        return isinstance(self._place_of_base(base_length, base_hash), Node)
+
+    def pin(self, limit: int, *, num_paths: int = 0) -> Window:
+        """The first `limit` candidates, held fast until the verdict.
+
+        With `num_paths` (k-SEQ) all candidates down to the depth at which so many paths surely
+        fit: which of them are cut off must not depend on what they are.
+        """
+        if num_paths:
+            deepest = self.root.length + limit // num_paths
+            self._pinned = [node for node in self._nodes if node.length <= deepest]
+        else:
+            self._pinned = self._nodes[:limit]
+        number = {id(self.root): 0}
+        parents = []
+        for index, node in enumerate(self._pinned):
+            parents.append(number[id(node.parent)])
+            number[id(node)] = index + 1
+        inner = {parent: self._node_numbered(parent) for parent in parents}
+        distributions = {
+            parent: node.distribution
+            for parent, node in inner.items()
+            if node.distribution is not None
+        }
+        is_chain = parents == list(range(len(parents)))
+        multiplicities = tuple(node.multiplicity for node in self._pinned)
+        return Window(
+            token_ids=tuple(node.token_id for node in self._pinned),
+            parents=() if is_chain else tuple(parents),
+            multiplicities=multiplicities if num_paths else (),
+            distributions=distributions,
+        )
+
+    def unpin(self) -> None:
+        """There will be no verdict on what was pinned."""
+        self._pinned = []
+
+    def is_path(self, accepted: Sequence[int]) -> bool:
+        """Whether these pinned candidates are a path from the root."""
+        parent = self.root
+        for index in accepted:
+            if not 0 <= index < len(self._pinned) or self._pinned[index].parent is not parent:
+                return False
+            parent = self._pinned[index]
+        return True
+
+    def run_ahead_follows(self, accepted: Sequence[int]) -> bool:
+        """Whether candidates beyond the window continue this path, all of which was accepted."""
+        leaf = self._pinned[accepted[-1]] if accepted else self.root
+        pinned = {id(node) for node in self._pinned}
+        return bool(leaf.children) and not any(id(child) in pinned for child in leaf.children)
+
+    def commit(self, accepted: Sequence[int], token_id: int | None) -> tuple[int, ...]:
+        """Commit a path of pinned candidates and the token after them; returns the new tokens.
+
+        Candidates that continue them stay. `token_id` None: the path alone.
+        """
+        assert self.is_path(accepted), "candidates accepted that are no path of the window"
+        path = [self._pinned[index] for index in accepted]
+        root = path[-1] if path else self.root
+        if token_id is not None:
+            after = next((child for child in root.children if child.token_id == token_id), None)
+            root = after or Node(token_id, root.length + 1, extend_hash(root.prefix_hash, token_id))
+            path.append(root)
+        for node in path:
+            self._append(node.token_id)
+        self._set_root(root)
+        return tuple(node.token_id for node in path)
+
+    def drop_run_ahead(self) -> None:
+        """Forget all candidates but those that are being verified."""
+        self._keep(self._pinned)
+
+    def check_integrity(self) -> None:
+        """Assert that hashes fit the tokens and the tree hangs together."""
+        assert self._hashes[-1] == hash_prefix(self.token_ids) == self.root.prefix_hash
+        assert self.root.length == len(self.token_ids)
+        seen = {id(self.root)}
+        for node in self._nodes:
+            assert node.parent is not None
+            assert id(node.parent) in seen, "a candidate stands before its parent"
+            assert node in node.parent.children
+            assert node.length == node.parent.length + 1
+            assert node.prefix_hash == extend_hash(node.parent.prefix_hash, node.token_id)
+            seen.add(id(node))
+        assert sum(len(node.children) for node in [self.root, *self._nodes]) == len(self._nodes)
+        assert all(id(node) in seen for node in self._pinned)
+        assert not self.chain or all(len(n.children) <= 1 for n in [self.root, *self._nodes])
+
+    def _append(self, token_id: int) -> None:
+        self._hashes.append(extend_hash(self._hashes[-1], token_id))
+        self.token_ids.append(token_id)
+
+    def _set_root(self, root: Node) -> None:
+        root.parent = None
+        self.root = root
+        self._pinned = []
+        self._keep(self._nodes)
+
+    def _keep(self, nodes: Sequence[Node]) -> None:
+        """Hold those of `nodes` that hang from the root, and nothing else."""
+        held = {id(self.root)}
+        kept = []
+        for node in nodes:
+            if id(node.parent) in held:
+                held.add(id(node))
+                kept.append(node)
+        for node in (self.root, *kept):
+            if node.children:
+                node.children = [child for child in node.children if id(child) in held]
+        self._nodes = kept
+        self._by_hash = {self.root.prefix_hash: self.root}
+        for node in kept:
+            self._by_hash.setdefault(node.prefix_hash, node)
+
+    def _place_of_base(self, length: int, prefix_hash: int) -> _Place:
+        if length < len(self.token_ids):
+            return length if self._hashes[length] == prefix_hash else None
+        node = self._by_hash.get(prefix_hash)
+        return node if node is not None and node.length == length else None
+
+    def _committed_after(self, length: int, token_id: int) -> _Place:
+        """The place after `length` committed tokens and this one."""
+        if self.token_ids[length] != token_id:
+            return None
+        return self.root if length + 1 == len(self.token_ids) else length + 1
+
+    def _child(self, parent: Node, token_id: int, used: set[int], max_nodes: int) -> Node | None:
+        """The child with this token that `used` lacks, made where there is none and room for it."""
+        for child in parent.children:
+            if child.token_id == token_id and id(child) not in used:
+                return child
+        if self.chain and parent.children:
+            if any(node.parent is parent for node in self._pinned):
+                return None
+            parent.children[0].parent = None
+            self._keep(self._nodes)
+        if len(self._nodes) >= max_nodes:
+            return None
+        prefix_hash = extend_hash(parent.prefix_hash, token_id)
+        node = Node(token_id, parent.length + 1, prefix_hash, parent)
+        parent.children.append(node)
+        self._nodes.append(node)
+        self._by_hash.setdefault(prefix_hash, node)
+        return node
+
+    def _node_numbered(self, number: int) -> Node:
+        return self._pinned[number - 1] if number else self.root

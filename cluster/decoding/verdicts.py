@@ -1,0 +1,78 @@
+"""What verdicts mean: whether they answer a step, what they commit, where a sequence ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cluster.decoding.events import SequenceVerdict
+from cluster.decoding.instructions import FinishReason, RunStep
+from cluster.decoding.sequence import Sequence
+from paceline.errors import ProtocolError
+from paceline.rules import Rule
+
+
+def check_verdicts(
+    step: RunStep,
+    verdicts: Iterable[SequenceVerdict],
+    running: Mapping[int, Sequence],
+    vocab_size: int,
+) -> None:
+    """Raise ProtocolError unless these answer the step: its sequences, paths of their windows."""
+    asked = [(part.sequence_id, part.window) for part in step.slices if part.verdict]
+    if [sequence_id for sequence_id, _ in asked] != [v.sequence_id for v in verdicts]:
+        raise ProtocolError(f"the verdicts of step {step.step} are not those of its slices")
+    for (sequence_id, window), verdict in zip(asked, verdicts, strict=True):
+        if not 0 <= verdict.num_accepted <= window or not (0 <= verdict.token_id < vocab_size):
+            raise ProtocolError(
+                f"the verdict of sequence {sequence_id} accepts {verdict.num_accepted} of "
+                f"{window} candidates and adds token {verdict.token_id} "
+                f"of a vocabulary of {vocab_size}"
+            )
+        accepted = accepted_path(verdict)
+        tree = running[sequence_id].tree
+        if len(accepted) != verdict.num_accepted or not tree.is_path(accepted):
+            raise ProtocolError(
+                f"the verdict of sequence {sequence_id} accepts the candidates "
+                f"{list(accepted)}, which are no path of its window"
+            )
+
+
+def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:
+    """The candidates of the accepted path; a chain's are the first so many."""
+    return verdict.accepted or tuple(range(verdict.num_accepted))
+
+
+def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
+    """Whether the token after an accepted window is left to the candidates that follow it.
+
+    Under a rule that tosses coins the run-ahead was drawn as if its own next token came next, so
+    that token must be verified (ALGORITHMS.md section 3). It depends on what has arrived alone,
+    never on a token's value. With no candidate accepted the step would then have brought nothing:
+    so its token is taken.
+    """
+    if sequence.request.spec.rule is Rule.COUPLED or not accepted:
+        return False
+    return sequence.tree.run_ahead_follows(accepted)
+
+
+def cut_at_end(
+    sequence: Sequence, offset: int, committed: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """What of newly committed tokens the caller gets, and why the sequence ends there if it does.
+
+    `offset` is the number of output tokens before them.
+    """
+    request = sequence.request
+    room = request.max_tokens - offset
+    kept, reason = committed, None
+    if len(committed) >= room:
+        kept, reason = committed[:room], FinishReason.LENGTH
+    for index, token_id in enumerate(kept):
+        if token_id in request.spec.end_token_ids:
+            kept, reason = kept[: index + 1], FinishReason.STOP
+            break
+    if request.stop_scanner is not None:
+        stop = request.stop_scanner.first_stop(kept)
+        if stop is not None:
+            kept, reason = kept[:stop], FinishReason.STOP
+    return kept, reason
