@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 import grpc
 import typer
 
+from paceline.convert import rule_to_wire
 from paceline.errors import (
     ConfigError,
     InternalError,
@@ -99,6 +100,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             vocabulary_digest=info.vocabulary_digest,
             max_position=info.max_position,
             pid=os.getpid(),
+            rules=sorted(rule_to_wire(rule) for rule in info.rules),
+            wants_top_tokens=info.wants_top_tokens,
         )
 
     # It writes to the context rather than yield: a generator that is cancelled at a yield is closed
@@ -167,6 +170,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         begin = time.perf_counter()
         news = desk.run_pass()
         pass_seconds = time.perf_counter() - begin
+        desk.pass_took(1000 * pass_seconds)
         for item in news:
             for answer in to_responses(item, pass_seconds):
                 self._outboxes[item.session].put_nowait(answer)

@@ -6,24 +6,34 @@ of whichever session, so no stream waits for another's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import OverloadedError, ProtocolError
+from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
-from workers.drafting.path import DraftPath
-from workers.drafting.proposer import DrafterInfo, Proposer
+from workers.drafting.excerpt import excerpt_of
+from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
+from workers.drafting.tree import ROOT, DraftTree, Grant, NewNodes
+from workers.verification.draft_probs import SparseProbs
+
+_SLOW_CHANGE = 0.8
+"""Of the duration of a pass, so much is remembered from one to the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """Tokens, each continuing the one before, under the first `base_length` of a sequence."""
+    """Candidates under the first `base_length` tokens of a sequence (drafting.proto, Proposal)."""
 
     sequence_id: int
     base_length: int
     base_hash: int
     token_ids: tuple[int, ...]
     last: bool
+    parents: tuple[int, ...] = ()
+    multiplicities: tuple[int, ...] = ()
+    distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
+    stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +56,17 @@ class DraftingSession:
     def __init__(self, desk: DraftingDesk) -> None:
         self._desk = desk
         self.vocab_size = desk.info.vocab_size
-        self.paths: dict[int, DraftPath] = {}
+        self.trees: dict[int, DraftTree] = {}
 
-    def open(self, sequence_id: int, spec: SequenceSpec, token_ids: Sequence[int]) -> str | None:
+    def open(
+        self,
+        sequence_id: int,
+        spec: SequenceSpec,
+        token_ids: Sequence[int],
+        *,
+        stopping: Stopping = Stopping.FIXED,
+        tenant: str = "",
+    ) -> str | None:
         """Begin a sequence, replacing an open one. Returns why it is declined, or None."""
         self.close(sequence_id)
         if not 1 <= spec.prompt_length <= len(token_ids):
@@ -57,40 +75,52 @@ class DraftingSession:
                 f"got {spec.prompt_length}"
             )
         _check_vocabulary("open", token_ids, self._desk.info)
-        reason = self._desk.reason_to_decline(len(token_ids))
+        reason = self._desk.reason_to_decline(len(token_ids), spec)
         if reason is not None:
             return reason
-        path = DraftPath(spec, token_ids, max_position=self._desk.info.max_position)
+        tree = DraftTree(
+            spec,
+            token_ids,
+            max_position=self._desk.info.max_position,
+            stopping=stopping,
+            tenant=tenant,
+        )
         try:
-            self._desk.proposer.open(path)
+            self._desk.proposer.open(tree)
         except OverloadedError as error:
             return f"the drafter's KV memory is full: {error}"
-        self.paths[sequence_id] = path
+        self.trees[sequence_id] = tree
         return None
 
-    def outcome(self, sequence_id: int, position: int, token_ids: Sequence[int]) -> None:
-        """Commit tokens; run-ahead that agrees stays."""
+    def outcome(
+        self,
+        sequence_id: int,
+        position: int,
+        token_ids: Sequence[int],
+        top_tokens: Sequence[TopTokens] = (),
+    ) -> None:
+        """Commit tokens; the subtree that agrees stays."""
         if not token_ids:
             raise ProtocolError("outcome.token_ids: expected at least one token")
         _check_vocabulary("outcome", token_ids, self._desk.info)
-        path = self.paths.get(sequence_id)
-        if path is not None:
-            kept = path.commit(position, token_ids)
-            self._desk.proposer.committed(path, kept=kept)
+        tree = self.trees.get(sequence_id)
+        if tree is not None:
+            kept = tree.commit(position, token_ids)
+            self._desk.proposer.committed(tree, kept, top_tokens)
 
-    def grant(self, sequence_id: int, until_position: int, branches: int) -> None:
-        """Allow drafting below `until_position`. More branches than one still get a chain."""
-        if branches < 1:
-            raise ProtocolError(f"grant.branches: expected at least 1, got {branches}")
-        path = self.paths.get(sequence_id)
-        if path is not None:
-            path.grant(until_position)
+    def grant(self, sequence_id: int, grant: Grant) -> None:
+        """Leave to draft; replaces the grant before."""
+        if grant.branches < 1:
+            raise ProtocolError(f"grant.branches: expected at least 1, got {grant.branches}")
+        tree = self.trees.get(sequence_id)
+        if tree is not None:
+            tree.set_grant(grant)
 
     def close(self, sequence_id: int) -> None:
         """End a sequence and free what is kept for it."""
-        path = self.paths.pop(sequence_id, None)
-        if path is not None:
-            self._desk.proposer.close(path)
+        tree = self.trees.pop(sequence_id, None)
+        if tree is not None:
+            self._desk.proposer.close(tree)
 
 
 class DraftingDesk:
@@ -101,6 +131,7 @@ class DraftingDesk:
         self.info = proposer.info
         self._max_sequences = max_sequences
         self._sessions: list[DraftingSession] = []
+        self._pass_ms = 0.0
 
     def open_session(self) -> DraftingSession:
         """A session for a stream."""
@@ -110,22 +141,28 @@ class DraftingDesk:
 
     def close_session(self, session: DraftingSession) -> None:
         """Forget a stream and everything kept for it."""
-        for sequence_id in list(session.paths):
+        for sequence_id in list(session.trees):
             session.close(sequence_id)
         self._sessions.remove(session)
 
     @property
     def has_work(self) -> bool:
         """Whether a pass would give something."""
-        return any(_ready(path) or path.wants_last for _, _, path in self._all_paths())
+        return any(tree.ready or tree.wants_last for _, _, tree in self._all_trees())
 
     @property
     def num_open(self) -> int:
         """How many sequences are open, those of all streams together."""
-        return sum(len(session.paths) for session in self._sessions)
+        return sum(len(session.trees) for session in self._sessions)
 
-    def reason_to_decline(self, num_tokens: int) -> str | None:
+    def reason_to_decline(self, num_tokens: int, spec: SequenceSpec) -> str | None:
         """Why a sequence of so many tokens is not taken, or None."""
+        if spec.rule not in self.info.rules:
+            served = ", ".join(sorted(repr(rule.value) for rule in self.info.rules))
+            return (
+                f"a drafter of kind {self.info.kind!r} cannot draft for the rule "
+                f"{spec.rule.value!r}; it can for {served}"
+            )
         if num_tokens >= self.info.max_position:
             return f"{num_tokens} tokens leave no room in a context of {self.info.max_position}"
         if self.num_open >= self._max_sequences:
@@ -134,51 +171,67 @@ class DraftingDesk:
 
     def run_pass(self) -> list[SessionNews]:
         """Draft once for every sequence that has room."""
-        everyone = list(self._all_paths())
-        ready = [path for _, _, path in everyone if _ready(path)]
-        result = self.proposer.run_pass(ready)
-        drafts = {draft.path: draft for draft in result.drafts}
+        everyone = list(self._all_trees())
+        ready = [tree for _, _, tree in everyone if tree.ready]
+        result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
+        drafts = {draft.tree: draft for draft in result.drafts}
         declined = dict(result.declined)
         took_part = set(result.took_part)
         news: dict[DraftingSession, SessionNews] = {}
-        for session, sequence_id, path in everyone:
-            draft = drafts.get(path)
-            if path not in took_part and path not in declined and not path.wants_last:
+        for session, sequence_id, tree in everyone:
+            draft = drafts.get(tree)
+            if tree not in took_part and tree not in declined and not tree.wants_last:
                 continue
             mine = news.setdefault(session, SessionNews(session, result.tokens_fed))
-            if path in declined:
-                mine.declined.append((sequence_id, declined[path]))
+            if tree in declined:
+                mine.declined.append((sequence_id, declined[tree]))
                 session.close(sequence_id)
             elif draft is not None:
-                mine.proposals.append(_propose(sequence_id, path, draft.token_ids, draft.last))
-            elif path.wants_last:
-                mine.proposals.append(_propose(sequence_id, path, (), last=True))
+                mine.proposals.append(_propose(sequence_id, draft))
+            elif tree.wants_last:
+                mine.proposals.append(_propose(sequence_id, Draft(tree, NewNodes())))
         return list(news.values())
 
+    def pass_took(self, milliseconds: float) -> None:
+        """How long the pass before took, prefill passes left out: the price of drafting."""
+        kept = _SLOW_CHANGE if self._pass_ms else 0.0
+        self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds
+
     def check_integrity(self) -> None:
-        """Assert that paths and what the proposer keeps belong together."""
-        paths = [path for _, _, path in self._all_paths()]
-        for path in paths:
-            path.check_integrity()
-        self.proposer.check_integrity(paths)
+        """Assert that trees and what the proposer keeps belong together."""
+        trees = [tree for _, _, tree in self._all_trees()]
+        for tree in trees:
+            tree.check_integrity()
+        self.proposer.check_integrity(trees)
 
-    def _all_paths(self) -> Iterator[tuple[DraftingSession, int, DraftPath]]:
+    def _all_trees(self) -> Iterator[tuple[DraftingSession, int, DraftTree]]:
         for session in self._sessions:
-            for sequence_id, path in session.paths.items():
-                yield session, sequence_id, path
+            for sequence_id, tree in session.trees.items():
+                yield session, sequence_id, tree
 
 
-def _ready(path: DraftPath) -> bool:
-    return path.room > 0 and not path.told_last
-
-
-def _propose(sequence_id: int, path: DraftPath, token_ids: Sequence[int], last: bool) -> Proposal:
-    base_length, base_hash = len(path.token_ids), path.base_hash()
-    path.extend(token_ids)
-    ends = last or path.at_end
-    if ends:
-        path.tell_last()
-    return Proposal(sequence_id, base_length, base_hash, tuple(token_ids), ends)
+def _propose(sequence_id: int, draft: Draft) -> Proposal:
+    tree = draft.tree
+    first = tree.end + 1
+    tree.extend(draft.new)
+    used_up = bool(tree.grant.nodes) and tree.nodes_left == 0
+    ended = tree.ends(ROOT) or (tree.is_chain and tree.ends(tree.end))
+    final = draft.last or ended
+    if final or used_up or draft.grant_used:
+        tree.tell_last(until_grant=not final)
+    excerpt = excerpt_of(tree, first)
+    base_length, base_hash = tree.base(excerpt.base)
+    return Proposal(
+        sequence_id,
+        base_length,
+        base_hash,
+        excerpt.token_ids,
+        last=final or used_up or draft.grant_used,
+        parents=excerpt.parents,
+        multiplicities=excerpt.multiplicities,
+        distributions=excerpt.distributions,
+        stopping_state=draft.stopping_state,
+    )
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int], info: DrafterInfo) -> None:

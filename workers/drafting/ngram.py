@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.drafting.path import DraftPath
-from workers.drafting.proposer import Draft, DrafterInfo, Pass
+from paceline.rules import Rule
+from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.tree import DraftTree, Kept, NewNodes
 
 MAX_SUFFIX = 4
 MAX_PROPOSED = 1024
@@ -13,36 +14,38 @@ ANY_POSITION = (1 << 32) - 1
 
 
 class NgramProposer:
-    """Copies: the suffix of a path (at most 4 tokens, the longest that occurred) is looked up in
-    the committed tokens, newest occurrence first, and what followed it is proposed up to the grant.
+    """Copies: the suffix of a sequence (at most 4 tokens, the longest that occurred) is looked up
+    in the committed tokens, newest occurrence first, and what followed it is proposed up to the
+    grant.
     """
 
     def __init__(self) -> None:
-        self._indices: dict[DraftPath, _SuffixIndex] = {}
+        self._indices: dict[DraftTree, _SuffixIndex] = {}
 
     @property
     def info(self) -> DrafterInfo:
-        return DrafterInfo("ngram", "", 0, b"", ANY_POSITION)
+        rules = frozenset({Rule.COUPLED, Rule.ONE_HOT})
+        return DrafterInfo("ngram", "", 0, b"", ANY_POSITION, rules)
 
-    def open(self, path: DraftPath) -> None:
+    def open(self, tree: DraftTree) -> None:
         index = _SuffixIndex()
-        index.grow(path)
-        self._indices[path] = index
+        index.grow(tree)
+        self._indices[tree] = index
 
-    def close(self, path: DraftPath) -> None:
-        del self._indices[path]
+    def close(self, tree: DraftTree) -> None:
+        del self._indices[tree]
 
-    def committed(self, path: DraftPath, *, kept: int) -> None:
-        self._indices[path].grow(path)
+    def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
+        self._indices[tree].grow(tree)
 
-    def run_pass(self, paths: Sequence[DraftPath]) -> Pass:
-        result = Pass(took_part=list(paths))
-        for path in paths:
-            result.drafts.append(_lookup(path, self._indices[path]))
+    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
+        result = Pass(took_part=list(trees))
+        for tree in trees:
+            result.drafts.append(_lookup(tree, self._indices[tree]))
         return result
 
-    def check_integrity(self, paths: Sequence[DraftPath]) -> None:
-        assert set(self._indices) == set(paths), "an index was leaked or lost"
+    def check_integrity(self, trees: Sequence[DraftTree]) -> None:
+        assert set(self._indices) == set(trees), "an index was leaked or lost"
 
 
 class _SuffixIndex:
@@ -56,13 +59,13 @@ class _SuffixIndex:
         self._followers: dict[tuple[int, ...], int] = {}
         self._num_indexed = 0
 
-    def grow(self, path: DraftPath) -> None:
+    def grow(self, tree: DraftTree) -> None:
         """Index the tokens that were committed since."""
-        token_ids = path.token_ids
-        for position in range(self._num_indexed, path.num_committed):
+        token_ids = tree.committed
+        for position in range(self._num_indexed, tree.num_committed):
             for length in range(1, min(MAX_SUFFIX, position) + 1):
                 self._followers[tuple(token_ids[position - length : position])] = position
-        self._num_indexed = path.num_committed
+        self._num_indexed = tree.num_committed
 
     def follower(self, suffix: Sequence[int]) -> int | None:
         """The position of what followed the longest known end of `suffix`, most recently."""
@@ -73,15 +76,17 @@ class _SuffixIndex:
         return None
 
 
-def _lookup(path: DraftPath, index: _SuffixIndex) -> Draft:
-    position = index.follower(path.token_ids[-MAX_SUFFIX:])
+def _lookup(tree: DraftTree, index: _SuffixIndex) -> Draft:
+    if tree.chain_room == 0:
+        return Draft(tree, NewNodes(), grant_used=True)
+    text = tree.prefix(tree.end)
+    position = index.follower(text[-MAX_SUFFIX:])
     if position is None:
-        return Draft(path, (), last=True)
+        return Draft(tree, NewNodes(), last=True)
     # The copy may run into what it has just written: a loop in the text goes on as a loop.
-    text = list(path.token_ids)
     length = len(text)
-    for source in range(position, position + min(path.room, MAX_PROPOSED)):
+    for source in range(position, position + min(tree.chain_room, MAX_PROPOSED)):
         text.append(text[source])
-        if text[-1] in path.spec.end_token_ids:
+        if text[-1] in tree.spec.end_token_ids:
             break
-    return Draft(path, text[length:])
+    return Draft(tree, NewNodes(text[length:]))

@@ -1,12 +1,13 @@
-"""The interface of a kind of drafter: what extends paths."""
+"""The interface of a kind of drafter: what grows trees."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from workers.drafting.path import DraftPath
+from paceline.rules import Rule
+from workers.drafting.tree import DraftTree, Kept, NewNodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,48 +19,75 @@ class DrafterInfo:
     vocab_size: int
     vocabulary_digest: bytes
     max_position: int
+    rules: frozenset[Rule]
+    wants_top_tokens: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The target's likeliest next tokens after a token that it was fed, the likeliest first."""
+
+    token_id: int
+    top_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Tokens that continue a path. `last`: nothing follows them; then there may be none."""
+    """What a pass adds to a tree.
 
-    path: DraftPath
-    token_ids: Sequence[int]
+    `last`: nothing follows before the next outcome, whatever is granted; then there may be no
+    nodes. `grant_used`: nothing follows unless more is granted. (That the grant's nodes are used
+    up, or that a chain reached an end token, the desk sees by itself.) `stopping_state`: see
+    drafting.proto, Proposal.
+    """
+
+    tree: DraftTree
+    new: NewNodes
     last: bool = False
+    grant_used: bool = False
+    stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Pass:
-    """What one pass gave. `declined`: paths that could not be kept, and why.
+    """What one pass gave. `declined`: trees that could not be kept, and why.
 
-    `took_part`: every path that the pass worked for, those whose prefill goes on included.
+    `took_part`: every tree that the pass worked for, those whose prefill goes on included.
     """
 
     drafts: list[Draft] = field(default_factory=list)
-    declined: list[tuple[DraftPath, str]] = field(default_factory=list)
-    took_part: list[DraftPath] = field(default_factory=list)
+    declined: list[tuple[DraftTree, str]] = field(default_factory=list)
+    took_part: list[DraftTree] = field(default_factory=list)
     tokens_fed: int = 0
 
 
 class Proposer(Protocol):
-    """Extends open paths. It reads them and leaves their changes to the caller."""
+    """Grows open trees. It reads them and leaves their changes to the caller."""
 
     @property
     def info(self) -> DrafterInfo:
         """What it is."""
 
-    def open(self, path: DraftPath) -> None:
-        """Begin to keep what a path needs. Raises OverloadedError, keeping nothing, when full."""
+    def open(self, tree: DraftTree) -> None:
+        """Begin to keep what a tree needs. Raises OverloadedError, keeping nothing, when full."""
 
-    def close(self, path: DraftPath) -> None:
-        """Free everything kept for a path."""
+    def close(self, tree: DraftTree) -> None:
+        """Free everything kept for a tree."""
 
-    def committed(self, path: DraftPath, *, kept: int) -> None:
-        """Tokens of the path were committed; those from `kept` on are not what they were."""
+    def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
+        """Tokens of the tree were committed; `kept` says what is left of its nodes.
 
-    def run_pass(self, paths: Sequence[DraftPath]) -> Pass:
-        """Draft for `paths`, each of which is open and has room, and at most its room."""
+        `top_tokens`: what the target told since the last time, for a drafter that wants it.
+        """
 
-    def check_integrity(self, paths: Sequence[DraftPath]) -> None:
-        """Assert that what is kept fits `paths`, which are all the open ones."""
+    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
+        """Draft for `trees`, each of which is open and ready, within their grants.
+
+        A draft adds at most `tree.nodes_left` nodes, none to a parent whose `tree.room` is 0. A
+        ready tree for which it can add nothing must be given a draft that says so (`last` or
+        `grant_used`), else it is asked for ever. `pass_ms`: what a pass takes at present, 0 when
+        that is not known.
+        """
+
+    def check_integrity(self, trees: Sequence[DraftTree]) -> None:
+        """Assert that what is kept fits `trees`, which are all the open ones."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.convert import ANY_VOCABULARY, spec_from_wire
+from paceline.convert import ANY_VOCABULARY, spec_from_wire, stopping_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.v1 import drafting_pb2, types_pb2
-from workers.drafting.desk import DraftingSession, SessionNews
+from workers.draft_probs_wire import distributions_to_wire
+from workers.drafting.desk import DraftingSession, Proposal, SessionNews
+from workers.drafting.proposer import TopTokens
+from workers.drafting.tree import Grant
 
 
 def apply_request(
@@ -15,10 +18,14 @@ def apply_request(
     kind = request.WhichOneof("message")
     if kind == "outcome":
         outcome = request.outcome
-        session.outcome(outcome.sequence_id, outcome.position, list(outcome.token_ids))
+        session.outcome(
+            outcome.sequence_id,
+            outcome.position,
+            list(outcome.token_ids),
+            [TopTokens(one.token_id, tuple(one.top_ids)) for one in outcome.top_tokens],
+        )
     elif kind == "grant":
-        grant = request.grant
-        session.grant(grant.sequence_id, grant.until_position, grant.branches)
+        session.grant(request.grant.sequence_id, _grant(request.grant))
     elif kind == "open":
         return _open(session, request.open)
     elif kind == "close":
@@ -28,6 +35,17 @@ def apply_request(
     return None
 
 
+def _grant(message: drafting_pb2.Grant) -> Grant:
+    return Grant(
+        until_position=message.until_position,
+        branches=message.branches,
+        nodes=message.nodes,
+        tokens_per_ms=message.tokens_per_ms,
+        step_ms_per_candidate=message.step_ms_per_candidate,
+        drafting_is_free=message.drafting_is_free,
+    )
+
+
 def _open(
     session: DraftingSession, message: drafting_pb2.OpenSequence
 ) -> drafting_pb2.Declined | None:
@@ -35,7 +53,17 @@ def _open(
         spec = spec_from_wire(message.spec, vocab_size=session.vocab_size or ANY_VOCABULARY)
     except InvalidRequestError as error:
         raise ProtocolError(f"open.spec.{error}") from error
-    reason = session.open(message.sequence_id, spec, list(message.token_ids))
+    try:
+        stopping = stopping_from_wire(message.drafting.stopping)
+    except InvalidRequestError as error:
+        raise ProtocolError(f"open.drafting.{error}") from error
+    reason = session.open(
+        message.sequence_id,
+        spec,
+        list(message.token_ids),
+        stopping=stopping,
+        tenant=message.tenant,
+    )
     if reason is None:
         return None
     return drafting_pb2.Declined(sequence_id=message.sequence_id, reason=reason)
@@ -44,15 +72,7 @@ def _open(
 def to_responses(news: SessionNews, pass_seconds: float) -> list[drafting_pb2.DraftResponse]:
     """What a pass gave for one stream: a batch, then what it had to decline."""
     batch = drafting_pb2.ProposalBatch(
-        proposals=[
-            drafting_pb2.Proposal(
-                sequence_id=proposal.sequence_id,
-                base=types_pb2.Base(length=proposal.base_length, hash=proposal.base_hash),
-                token_ids=proposal.token_ids,
-                last=proposal.last,
-            )
-            for proposal in news.proposals
-        ],
+        proposals=[_proposal(proposal) for proposal in news.proposals],
         pass_seconds=pass_seconds,
         tokens_fed=news.tokens_fed,
     )
@@ -63,3 +83,16 @@ def to_responses(news: SessionNews, pass_seconds: float) -> list[drafting_pb2.Dr
         for sequence_id, reason in news.declined
     ]
     return [drafting_pb2.DraftResponse(proposals=batch), *declined]
+
+
+def _proposal(proposal: Proposal) -> drafting_pb2.Proposal:
+    return drafting_pb2.Proposal(
+        sequence_id=proposal.sequence_id,
+        base=types_pb2.Base(length=proposal.base_length, hash=proposal.base_hash),
+        token_ids=proposal.token_ids,
+        parents=proposal.parents,
+        distributions=distributions_to_wire(proposal.distributions),
+        last=proposal.last,
+        multiplicities=proposal.multiplicities,
+        stopping_state=dict(proposal.stopping_state),
+    )

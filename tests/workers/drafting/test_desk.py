@@ -18,6 +18,7 @@ from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
 from workers.drafting.model import ModelProposer
 from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
+from workers.drafting.tree import Grant
 from workers.engine.engine import Engine, Slice
 from workers.verification.coupled import choose_token
 
@@ -55,7 +56,7 @@ class _Mirror:
         end = self.num_committed + len(token_ids)
         if self.path[self.num_committed : end] != list(token_ids):
             self.path[self.num_committed :] = token_ids
-            self.last_at = None
+        self.last_at = None
         self.num_committed = end
 
     def take(self, proposal: Proposal, max_position: int) -> None:
@@ -142,7 +143,7 @@ def run_schedule(proposer: Proposer, random: Random, check: Callable[..., None])
                 mirror.commit(committed)
         elif action == "grant":
             until = random.randrange(12) + (mirror.num_committed if mirror else 0)
-            session.grant(sequence_id, until, 1)
+            session.grant(sequence_id, Grant(until))
             if mirror is not None:
                 mirror.until = until
         elif action == "close":
@@ -156,7 +157,7 @@ def run_schedule(proposer: Proposer, random: Random, check: Callable[..., None])
             _run_pass(desk, mirrors, check)
         desk.check_integrity()
         assert set(mirrors) == {
-            (held, sequence_id) for held in sessions for sequence_id in held.paths
+            (held, sequence_id) for held in sessions for sequence_id in held.trees
         }
     _drain(desk, mirrors, check)
     for session in sessions:
@@ -254,12 +255,12 @@ def test_ngram_prefers_the_longest_suffix_and_then_the_newest() -> None:
     session = desk.open_session()
     #                       1 2 3 -> 7          2 3 -> 8   9 3 -> 6
     session.open(1, SPECS[0], [1, 2, 3, 7, 5, 5, 2, 3, 8, 9, 3, 6, 1, 2, 3])
-    session.grant(1, 17, 1)
+    session.grant(1, Grant(17))
     (news,) = desk.run_pass()
     assert news.proposals[0].token_ids == (7, 5)
     assert not news.proposals[0].last
     session.outcome(1, 15, [9, 3])
-    session.grant(1, 18, 1)
+    session.grant(1, Grant(18))
     (news,) = desk.run_pass()
     assert news.proposals[0].token_ids == (6,)
 
@@ -268,10 +269,10 @@ def test_ngram_says_so_when_it_has_nothing_and_says_it_once() -> None:
     desk = DraftingDesk(NgramProposer(), max_sequences=1)
     session = desk.open_session()
     session.open(1, SPECS[0], [1, 2, 3])
-    session.grant(1, 8, 1)
+    session.grant(1, Grant(8))
     (news,) = desk.run_pass()
     assert (news.proposals[0].token_ids, news.proposals[0].last) == ((), True)
-    session.grant(1, 9, 1)
+    session.grant(1, Grant(9))
     assert not desk.has_work
     session.outcome(1, 3, [2])
     (news,) = desk.run_pass()
@@ -283,8 +284,8 @@ def test_a_long_prefill_is_cut_between_the_drafts_of_others(engine: Engine) -> N
     session = desk.open_session()
     session.open(1, SPECS[0], [5])
     session.open(2, SPECS[0], list(range(100)))
-    session.grant(1, 9, 1)
-    session.grant(2, 104, 1)
+    session.grant(1, Grant(9))
+    session.grant(2, Grant(104))
     drafted = []
     while desk.has_work:
         (news,) = desk.run_pass()
@@ -298,7 +299,7 @@ def test_the_draft_that_reaches_an_end_token_says_that_it_is_the_last() -> None:
     spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=6, end_token_ids=(9,))
     session = (desk := DraftingDesk(NgramProposer(), max_sequences=1)).open_session()
     session.open(1, spec, [4, 5, 9, 6, 4, 5])
-    session.grant(1, 12, 1)
+    session.grant(1, Grant(12))
     (news,) = desk.run_pass()
     assert (news.proposals[0].token_ids, news.proposals[0].last) == ((9,), True)
     assert not desk.has_work

@@ -1,0 +1,71 @@
+"""The part of a tree that a proposal must show, so that new nodes can be placed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from workers.drafting.tree import DraftTree
+from workers.verification.draft_probs import SparseProbs
+from workers.verification.rules import FACTS
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """A subtree under the node `base`, numbered as drafting.proto has it; no parents: a chain."""
+
+    base: int
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    multiplicities: tuple[int, ...]
+    distributions: Mapping[int, SparseProbs]
+
+
+def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
+    """The nodes from `first_new` on, under the deepest node that all of them descend from.
+
+    What lies between is told again. Under rules that need draft probabilities it comes with its
+    siblings, since the children of a node are of use together only. Without new nodes: the end of
+    a chain, or the root of a tree.
+    """
+    if first_new > tree.end:
+        return Excerpt(tree.end if tree.is_chain else 0, (), (), (), {})
+    attached_to = {
+        tree.parents[node]
+        for node in range(first_new, tree.end + 1)
+        if tree.parents[node] < first_new
+    }
+    base, between = _common_ancestor(tree, attached_to)
+    shown = set(range(first_new, tree.end + 1)) | between
+    if FACTS[tree.spec.rule].needs_draft_probs:
+        shown.update(child for node in (base, *between) for child in tree.children(node))
+    nodes = sorted(shown)
+    number = {base: 0} | {node: index for index, node in enumerate(nodes, start=1)}
+    parents = tuple(number[tree.parents[node]] for node in nodes)
+    inner = set(parents)
+    multiplicities = tuple(tree.multiplicities[node] for node in nodes)
+    return Excerpt(
+        base,
+        tuple(tree.tokens[node] for node in nodes),
+        () if parents == tuple(range(len(nodes))) else parents,
+        multiplicities if max(multiplicities) > 1 else (),
+        {
+            number[node]: tree.distributions[node]
+            for node in (base, *nodes)
+            if number[node] in inner and node in tree.distributions
+        },
+    )
+
+
+def _common_ancestor(tree: DraftTree, nodes: set[int]) -> tuple[int, set[int]]:
+    """The deepest node above (or among) all of `nodes`, and those between, it left out."""
+    # The larger number of two different nodes is not above the other.
+    edge = set(nodes)
+    between: set[int] = set()
+    while len(edge) > 1:
+        lowest = max(edge)
+        edge.remove(lowest)
+        between.add(lowest)
+        edge.add(tree.parents[lowest])
+    (base,) = edge
+    return base, between
