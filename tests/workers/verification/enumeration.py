@@ -6,13 +6,14 @@ It runs the walk that production runs, with coins that fall on each side in turn
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.verification.candidates import CandidateTree
+from workers.verification.candidates import CandidateTree, merge_paths
 from workers.verification.draft_probs import DraftDistribution, DraftProbs, SparseProbs
 from workers.verification.rules import Rule
 from workers.verification.verify import begin_node
@@ -196,23 +197,24 @@ def is_exact(models: TinyModels, law: NDArray[np.float64]) -> bool:
     return bool(np.abs(law - models.law((), law.ndim)).max() < TOLERANCE)
 
 
+# A node's children, each with what is below it.
+_Nested = tuple[tuple[int, "_Nested"], ...]
+
+
 def drawn_trees(models: TinyModels, shape: Shape, *, with_replacement: bool) -> Iterator[Draft]:
     """All trees of a shape; without replacement smaller where the drafter's tokens run out."""
     for nested, prob in _grown(models, (), shape, with_replacement):
-        tokens: list[int] = []
-        parents: list[int] = []
-
-        def add(children: _Nested, parent: int, tokens=tokens, parents=parents) -> None:  # type: ignore[no-untyped-def]
-            for token_id, below in children:
-                tokens.append(token_id)
-                parents.append(parent)
-                add(below, len(tokens))
-
-        add(nested, 0)
-        yield CandidateTree(tuple(tokens), tuple(parents)), prob
+        numbered: list[tuple[int, int]] = []
+        _number(nested, 0, numbered)
+        token_ids = tuple(token_id for token_id, _ in numbered)
+        yield CandidateTree(token_ids, tuple(parent for _, parent in numbered)), prob
 
 
-_Nested = tuple[tuple[int, "_Nested"], ...]
+def _number(children: _Nested, parent: int, numbered: list[tuple[int, int]]) -> None:
+    """Append (token id, parent) of the candidates below a node, each before its children."""
+    for token_id, below in children:
+        numbered.append((token_id, parent))
+        _number(below, len(numbered), numbered)
 
 
 def _grown(
@@ -253,3 +255,15 @@ def drawn_paths(models: TinyModels, depth: int) -> list[tuple[Prefix, float]]:
             for (token_id,), token_prob in _draws(models.draft(path).exact(), 1, True)
         ]
     return paths
+
+
+def drawn_chains(models: TinyModels, length: int) -> Iterator[Draft]:
+    """All chains of a length."""
+    for path, prob in drawn_paths(models, length):
+        yield CandidateTree.chain(path), prob
+
+
+def merged_trees(models: TinyModels, num_paths: int, depth: int) -> Iterator[Draft]:
+    """Trees of independent paths, each order of drawing apart."""
+    for drawn in itertools.product(drawn_paths(models, depth), repeat=num_paths):
+        yield merge_paths([path for path, _ in drawn]), math.prod(prob for _, prob in drawn)

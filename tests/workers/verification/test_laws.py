@@ -1,6 +1,6 @@
 """Every rule that tosses coins commits the target's law: exactly, by enumeration.
 
-Each broken variant below is rejected by the same check.
+test_broken_rules.py has broken variants that the same check rejects.
 """
 
 from __future__ import annotations
@@ -8,29 +8,26 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from tests.workers.verification.enumeration import (
     KINDS,
-    Coins,
     Draft,
-    NodeOf,
-    Prefix,
     Shape,
     TinyModels,
     committed_law,
+    drawn_chains,
     drawn_paths,
     drawn_trees,
     is_exact,
+    merged_trees,
     rule_node,
 )
 from workers.verification.candidates import CandidateTree, merge_paths
-from workers.verification.draft_probs import DraftDistribution, DraftProbs, SparseProbs
+from workers.verification.draft_probs import DraftDistribution
 from workers.verification.kseq import KSeqNode, accepted_mass, smallest_ratio, some_accepted
 from workers.verification.one_hot import OneHotNode
 from workers.verification.rejection import RecursiveNode
@@ -43,17 +40,6 @@ PAIR_OF_PAIRS: Shape = (((), ()), ((), ()))
 SPINE: Shape = ((((), ()), ()), ())  # two children thrice, always under the first
 FORK: Shape = (((),), (((),),))  # one child each, to depth 2 and 3
 SHAPES = {"pair of pairs": PAIR_OF_PAIRS, "spine": SPINE, "fork": FORK}
-
-
-def _chains(models: TinyModels, length: int) -> Iterator[Draft]:
-    for path, prob in drawn_paths(models, length):
-        yield CandidateTree.chain(path), prob
-
-
-def _merged(models: TinyModels, num_paths: int, depth: int) -> Iterator[Draft]:
-    """Trees of independent paths, each order of drawing apart."""
-    for drawn in itertools.product(drawn_paths(models, depth), repeat=num_paths):
-        yield merge_paths([path for path, _ in drawn]), math.prod(prob for _, prob in drawn)
 
 
 def _merged_unordered(models: TinyModels, num_paths: int) -> Iterator[Draft]:
@@ -73,7 +59,7 @@ def test_rejection(kind: str, length: int) -> None:
     """Chains over 3 to 5 tokens, with the bonus."""
     for vocab_size in (3, 4, 5) if length < 3 else (3,):
         models = TinyModels(vocab_size, kind)
-        chains = _chains(models, length)
+        chains = drawn_chains(models, length)
         assert is_exact(
             models, committed_law(models, chains, length + 1, rule_node(Rule.REJECTION))
         )
@@ -115,7 +101,7 @@ def test_kseq_at_one_position(kind: str) -> None:
 def test_kseq_paths(num_paths: int, depth: int, kind: str) -> None:
     """Every order of drawing the paths of a tree, over 3 tokens."""
     models = TinyModels(3, kind)
-    drafts = _merged(models, num_paths, depth)
+    drafts = merged_trees(models, num_paths, depth)
     law = committed_law(models, drafts, depth + 1, rule_node(Rule.KSEQ), shuffled=True)
     assert is_exact(models, law)
 
@@ -162,177 +148,6 @@ def test_acceptance_rates(kind: str) -> None:
         assert some == pytest.approx(ratio * one, abs=1e-5)  # the bisection's tolerance
         assert some >= previous - 1e-5, "another draw may not lower the acceptance"
         previous = some
-
-
-# Negative controls.
-
-
-def _dense(pairs: DraftDistribution, size: int) -> NDArray[np.float64]:
-    probs_V = np.zeros(size)
-    probs_V[pairs.token_ids_M] = pairs.probs_M
-    return probs_V
-
-
-def _swapped(rule: Rule) -> NodeOf:
-    """Broken: the target's probabilities taken for the drafter's, and the other way round."""
-
-    def node_of(
-        target_V: NDArray[np.float64], draft_probs: DraftProbs, node: int, num_tests: int
-    ) -> Node:
-        draft_V = _dense(draft_probs.of_node[node].exact(), target_V.size)
-        swapped = SparseProbs(np.arange(target_V.size), target_V.astype(np.float32))
-        return rule_node(rule)(draft_V, DraftProbs({node: swapped}), node, num_tests)
-
-    return node_of
-
-
-@dataclass(frozen=True)
-class _NotRenormalised:
-    """Broken: what is left after a refusal keeps its smaller sum."""
-
-    left_V: NDArray[np.float64]
-    draft: DraftDistribution | None
-
-    def acceptance(self, token_id: int) -> float:
-        draft_prob = 1.0 if self.draft is None else self.draft.prob_of(token_id)
-        return min(1.0, float(self.left_V[token_id]) / draft_prob)
-
-    def refused(self, token_id: int) -> _NotRenormalised:
-        if self.draft is None:
-            left_V = self.left_V.copy()
-            left_V[token_id] = 0
-            return _NotRenormalised(left_V, None)
-        left_V = np.maximum(self.left_V - _dense(self.draft, self.left_V.size), 0)
-        return _NotRenormalised(left_V, self.draft.without(token_id))
-
-    def residual_V(self) -> NDArray[np.float64]:
-        return self.left_V
-
-
-@dataclass
-class _OneUniform(Coins):
-    """Broken: one uniform for all tests. `low` to `high` is where the tests left it."""
-
-    low: float = field(default=0.0)
-    high: float = field(default=1.0)
-
-    def restart(self) -> None:
-        super().restart()
-        self.low, self.high = 0.0, 1.0
-
-    def accepts(self, depth: int, number: int, probability: float) -> bool:
-        cut = min(max(probability, self.low), self.high)
-        share = (cut - self.low) / (self.high - self.low)
-        accepted = self.toss([share, 1 - share]) == 0
-        self.low, self.high = (self.low, cut) if accepted else (cut, self.high)
-        return accepted
-
-
-def _in_order(models: TinyModels) -> NDArray[np.float64]:
-    """Broken: merged draws tested in the order of their first appearance."""
-    return committed_law(models, _merged(models, 3, 1), 1, rule_node(Rule.KSEQ))
-
-
-def _two_children(models: TinyModels) -> Iterator[Draft]:
-    return drawn_trees(models, ((), ()), with_replacement=False)
-
-
-def _unlike_greedy(tokens: Prefix, models: TinyModels) -> bool:
-    """A stop test that looks at the last drafted token."""
-    return models.draft(tokens[:-1]).exact().prob_of(tokens[-1]) < 0.5
-
-
-def _stopped(models: TinyModels, *, sends_the_last: bool) -> Iterator[Draft]:
-    """Chains of at most 2 drafted with a stop test, which may drop what it looked at."""
-
-    def grow(path: Prefix, prob: float) -> Iterator[Draft]:
-        if len(path) == 2:
-            yield CandidateTree.chain(path), prob
-            return
-        draft = models.draft(path).exact()
-        for token_id, token_prob in zip(draft.token_ids_M.tolist(), draft.probs_M, strict=True):
-            longer = (*path, token_id)
-            if not _unlike_greedy(longer, models):
-                yield from grow(longer, prob * token_prob)
-            else:
-                sent = longer if sends_the_last else path
-                yield CandidateTree.chain(sent), prob * token_prob
-
-    return grow((), 1.0)
-
-
-BROKEN: dict[str, Callable[[TinyModels], NDArray[np.float64]]] = {
-    "rejection, swapped": lambda m: committed_law(m, _chains(m, 1), 1, _swapped(Rule.REJECTION)),
-    "recursive, swapped": lambda m: committed_law(m, _two_children(m), 1, _swapped(Rule.RECURSIVE)),
-    "mcsd, swapped": lambda m: committed_law(
-        m, drawn_trees(m, ((), ()), with_replacement=True), 1, _swapped(Rule.MCSD)
-    ),
-    "kseq, swapped": lambda m: committed_law(
-        m, _merged(m, 2, 1), 1, _swapped(Rule.KSEQ), shuffled=True
-    ),
-    "rejection, one uniform": lambda m: committed_law(
-        m, _chains(m, 2), 2, rule_node(Rule.REJECTION), coins_of=_OneUniform
-    ),
-    "recursive, one uniform": lambda m: committed_law(
-        m,
-        drawn_trees(m, ((), (), ()), with_replacement=False),
-        1,
-        rule_node(Rule.RECURSIVE),
-        coins_of=_OneUniform,
-    ),
-    "kseq, one uniform": lambda m: committed_law(
-        m, _merged(m, 2, 1), 1, rule_node(Rule.KSEQ), shuffled=True, coins_of=_OneUniform
-    ),
-    "one-hot, one uniform": lambda m: committed_law(
-        m,
-        [(CandidateTree((0, 1), (0, 0)), 1.0)],
-        1,
-        rule_node(Rule.ONE_HOT),
-        coins_of=_OneUniform,
-    ),
-    "kseq, without replacement": lambda m: committed_law(
-        m, _two_children(m), 1, rule_node(Rule.KSEQ), shuffled=True
-    ),
-    "kseq, deterministic": lambda m: committed_law(
-        m, [(CandidateTree((0, 1), (0, 0)), 1.0)], 1, rule_node(Rule.KSEQ), shuffled=True
-    ),
-    "kseq, merged draws in a fixed order": _in_order,
-    "mcsd, without replacement": lambda m: committed_law(
-        m, _two_children(m), 1, rule_node(Rule.MCSD)
-    ),
-    "recursive, not renormalised": lambda m: committed_law(
-        m,
-        _two_children(m),
-        1,
-        lambda p, q, node, _: _NotRenormalised(p, q.of_node[node].exact()),
-    ),
-    "one-hot, not renormalised": lambda m: committed_law(
-        m,
-        [(CandidateTree((0, 1), (0, 0)), 1.0)],
-        1,
-        lambda p, q, node, _: _NotRenormalised(p, None),
-    ),
-    "rejection, the stop test drops its token": lambda m: committed_law(
-        m, _stopped(m, sends_the_last=False), 3, rule_node(Rule.REJECTION)
-    ),
-}
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_broken_rules_are_noticed(broken: str) -> None:
-    """Each by the check of the tests above, and by far more than rounding."""
-    models = TinyModels(4, "other")
-    law = BROKEN[broken](models)
-    assert not is_exact(models, law)
-    assert np.abs(law - models.law((), law.ndim)).max() > 1e-4
-
-
-@pytest.mark.parametrize("kind", ["random", "other", "zeros"])
-def test_a_stop_test_that_sends_what_it_looked_at_keeps_the_law(kind: str) -> None:
-    """The sound variant of the control above."""
-    models = TinyModels(3, kind)
-    drafts = _stopped(models, sends_the_last=True)
-    assert is_exact(models, committed_law(models, drafts, 3, rule_node(Rule.REJECTION)))
 
 
 def test_edges_of_the_arithmetic() -> None:
