@@ -45,10 +45,11 @@ class GreedyText:
     logits_TV: torch.Tensor
 
 
-def greedy_config(config: GenerationConfig) -> GenerationConfig:
-    """The checkpoint's generation settings with sampling switched off."""
+def greedy_config(config: GenerationConfig, max_tokens: int) -> GenerationConfig:
+    """The checkpoint's generation settings with sampling switched off and a limit."""
     greedy = copy.deepcopy(config)
     greedy.do_sample = False
+    greedy.max_new_tokens = max_tokens
     for name in ("temperature", "top_k", "top_p", "min_p", "typical_p"):
         setattr(greedy, name, None)
     return greedy
@@ -61,7 +62,6 @@ class TransformersPeer:
         torch.set_num_threads(threads or os.cpu_count() or 1)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self._config = greedy_config(self._model.generation_config)
 
     def encode(self, text: str | Sequence[Message]) -> list[int]:
         """Token ids of a prompt: a string as text, messages through the chat template."""
@@ -77,14 +77,14 @@ class TransformersPeer:
     def greedy(self, prompt_token_ids: Sequence[int], max_tokens: int) -> GreedyText:
         """What `generate` continues a prompt with; the end token, if it comes, is part of it."""
         prompt_BT = torch.tensor([list(prompt_token_ids)])
+        config = greedy_config(self._model.generation_config, max_tokens)
+        config.return_dict_in_generate = True
+        config.output_scores = True
         with torch.inference_mode():
             answer = self._model.generate(
                 prompt_BT,
                 attention_mask=torch.ones_like(prompt_BT),
-                generation_config=self._config,
-                max_new_tokens=max_tokens,
-                return_dict_in_generate=True,
-                output_scores=True,
+                generation_config=config,
             )
         token_ids = answer.sequences[0, prompt_BT.shape[1] :].tolist()
         return GreedyText(token_ids, torch.cat(answer.scores))

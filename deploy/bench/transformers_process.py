@@ -126,7 +126,6 @@ def serve(target: Path, draft: Path, draft_weights: str, threads: int, answers: 
     drafter: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
     if draft_weights == "int8":
         quantise_model(drafter)
-    config = greedy_config(model.generation_config)
     for line in sys.stdin:
         task: Mapping[str, Any] = json.loads(line)
         extra: dict[str, Any] = {}
@@ -136,13 +135,13 @@ def serve(target: Path, draft: Path, draft_weights: str, threads: int, answers: 
                 setattr(drafter.generation_config, name, value)
             extra["assistant_model"] = drafter
         prompt_BT = torch.tensor([task["prompt_token_ids"]])
+        config = greedy_config(model.generation_config, task["max_tokens"])
         with torch.inference_mode():
             start = time.perf_counter()
             sequences_BT = model.generate(
                 prompt_BT,
                 attention_mask=torch.ones_like(prompt_BT),
                 generation_config=config,
-                max_new_tokens=task["max_tokens"],
                 **extra,
             )
             seconds = time.perf_counter() - start

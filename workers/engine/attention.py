@@ -5,7 +5,8 @@ chunks' results are merged in order of position, weighted by log-sum-exp. A chun
 see gets weight 0 exactly. So a row's bits depend on its own prefix alone, not on the window, the
 batch or how the prompt was split (DESIGN.md section 3).
 
-Shapes: B slices of a group, C chunks, H key/value heads, R query rows, D head size (step_plan.py).
+Shapes: B slices of a group, C chunks, H key/value heads, R query rows, D head size, A heads of all
+kinds: a token's queries, keys and values (step_plan.py).
 """
 
 from __future__ import annotations
@@ -44,32 +45,31 @@ def paged_attention(
     paceline_step: StepContext,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Store the step's keys and values [1, H, T, D], attend, return [1, T, query heads, D]."""
-    plan = paceline_step.plan
+    """Hugging Face's interface: query, key and value [1, heads, T, D] in, [1, T, heads, D] out."""
+    rows_TAD = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).contiguous()
     layer = paceline_step.layers[module.layer_idx]  # type: ignore[index]
-    _write(layer, plan, key, value)
-    num_fed, head_size = query.shape[2], query.shape[3]
-    query_rows = query.transpose(1, 2).reshape(-1, head_size)
-    outputs = [_attend(group, query_rows, layer, scaling) for group in plan.groups]
-    rows = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return rows.index_select(0, plan.scatter).view(1, num_fed, -1, head_size), None
+    rows = store_and_attend(rows_TAD, paceline_step.plan, layer, scaling)
+    return rows.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 
-def _write(layer: LayerCache, plan: StepPlan, key: Tensor, value: Tensor) -> None:
-    count = plan.num_tokens
-    key_HTD, value_HTD = key[0, :, :count], value[0, :, :count]
+def store_and_attend(rows_TAD: Tensor, plan: StepPlan, layer: LayerCache, scaling: float) -> Tensor:
+    """Store the step's keys and values, attend, return [T x query heads, D]."""
+    num_written = layer.slots_2HSD.shape[0]
+    written = rows_TAD[: plan.num_tokens, -num_written:].transpose(0, 1)
     if plan.slots_T is None:
-        layer.keys_HSD.narrow(1, plan.first_slot, count).copy_(key_HTD)
-        layer.values_HSD.narrow(1, plan.first_slot, count).copy_(value_HTD)
+        layer.slots_2HSD.narrow(1, plan.first_slot, plan.num_tokens).copy_(written)
     else:
-        layer.keys_HSD.index_copy_(1, plan.slots_T, key_HTD)
-        layer.values_HSD.index_copy_(1, plan.slots_T, value_HTD)
+        layer.slots_2HSD.index_copy_(1, plan.slots_T, written)
+    rows = rows_TAD.view(-1, rows_TAD.shape[2])
+    outputs = [_attend(group, rows, layer, scaling) for group in plan.groups]
+    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return joined.index_select(0, plan.scatter)
 
 
-def _attend(group: Group, query_rows: Tensor, layer: LayerCache, scaling: float) -> Tensor:
-    """Attention of a group's rows: [B x H x R, D]."""
-    num_heads, head_size = layer.keys_HSD.shape[0], query_rows.shape[1]
-    query_BHRD = query_rows.index_select(0, group.gather).view(
+def _attend(group: Group, rows: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+    """Attention of a group's query rows: [B x H x R, D]."""
+    num_heads, head_size = layer.keys_NHBD.shape[1], rows.shape[1]
+    query_BHRD = rows.index_select(0, group.gather).view(
         group.num_slices, num_heads, group.num_rows, head_size
     )
     parts: list[Tensor] = []
@@ -92,7 +92,7 @@ def _attend(group: Group, query_rows: Tensor, layer: LayerCache, scaling: float)
         return parts_CHRD.reshape(-1, head_size)
     lse_all = weights[0] if len(weights) == 1 else torch.cat(weights)
     merged_BHRD = _merge(group, parts_CHRD, lse_all)
-    return merged_BHRD.to(query_rows.dtype).view(-1, head_size)
+    return merged_BHRD.to(rows.dtype).view(-1, head_size)
 
 
 def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:

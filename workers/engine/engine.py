@@ -18,8 +18,9 @@ from paceline.errors import ConfigError
 from workers.engine.attention import StepContext
 from workers.engine.block_pool import blocks_for
 from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.forward import choose_forward
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes
-from workers.engine.linears import WeightForm
+from workers.engine.linears import MIN_ROWS, WeightForm
 from workers.engine.model import load_model
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.step_plan import Slice, make_plan
@@ -47,12 +48,12 @@ class Engine:
         self.info = inspect_checkpoint(folder)
         self.max_model_len = _choose_length(max_model_len, self.info.max_model_len)
         model = load_model(folder, weights)
+        self._min_tokens = MIN_ROWS[weights]
         self._adopt(model, kv_memory_bytes)
         self.batch_invariant = rows_are_invariant(self)
 
     def _adopt(self, model: PreTrainedModel, kv_memory_bytes: int) -> None:
         config = model.config
-        self._model = model
         self._num_query_heads = int(config.num_attention_heads)
         self._num_kv_heads = int(
             getattr(config, "num_key_value_heads", None) or self._num_query_heads
@@ -75,6 +76,8 @@ class Engine:
                 f"give at least {needed * per_block} bytes, or lower max_model_len"
             )
         self._cache = KVCache(**sizes, num_blocks=num_blocks, dtype=model.dtype)
+        with torch.inference_mode():
+            self._forward = choose_forward(model, self._cache)
         self.forward_seconds = 0.0
 
     @property
@@ -95,17 +98,13 @@ class Engine:
         be empty, and no two may write the same block.
         """
         plan = make_plan(
-            slices, num_query_heads=self._num_query_heads, num_kv_heads=self._num_kv_heads
+            slices,
+            num_query_heads=self._num_query_heads,
+            num_kv_heads=self._num_kv_heads,
+            min_tokens=self._min_tokens,
         )
         began = time.perf_counter()
-        result = self._model(
-            input_ids=plan.token_ids_1T,
-            position_ids=plan.position_ids_1T,
-            use_cache=False,
-            logits_to_keep=plan.logit_rows,
-            paceline_step=StepContext(plan, self._cache.layers),
-        )
-        logits_TV: Tensor = result.logits[0].float()
+        logits_TV = self._forward(StepContext(plan, self._cache.layers)).float()
         self.forward_seconds = time.perf_counter() - began
         return logits_TV
 

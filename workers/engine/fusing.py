@@ -1,7 +1,7 @@
 """Fewer and larger operations where Hugging Face's modules allow it, with the same bits.
 
-Projections that read the same input (query, key and value) become one matrix product. Norms go
-through torch's own rms_norm where that gives the very bits of the module it replaces.
+Projections that read the same input (query, key and value; gate and up) become one matrix product.
+Norms go through torch's own rms_norm where that gives the very bits of the module it replaces.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of linears of one module that are called with the same input, in this order."""
 
 
 class SharedProjection(nn.Module):
@@ -49,16 +50,21 @@ class ProjectionPart(nn.Module):
 
 
 def join_projections(model: nn.Module) -> None:
-    """Join the plain query, key and value linears of every attention module of `model`."""
+    """Join such plain linears of every module of `model`."""
     for module in list(model.modules()):
-        linears = [getattr(module, name, None) for name in _PROJECTIONS]
-        plain = [linear for linear in linears if type(linear) is nn.Linear]
-        if len(plain) < len(_PROJECTIONS) or len({linear.bias is None for linear in plain}) > 1:
-            continue
-        widths = [linear.out_features for linear in plain]
-        shared = SharedProjection(_concatenate(plain), widths)
-        for index, name in enumerate(_PROJECTIONS):
-            setattr(module, name, ProjectionPart(shared, index, widths[index]))
+        for names in _PROJECTIONS:
+            _join(module, names)
+
+
+def _join(module: nn.Module, names: tuple[str, ...]) -> None:
+    linears = [getattr(module, name, None) for name in names]
+    plain = [linear for linear in linears if type(linear) is nn.Linear]
+    if len(plain) < len(names) or len({linear.bias is None for linear in plain}) > 1:
+        return
+    widths = [linear.out_features for linear in plain]
+    shared = SharedProjection(_concatenate(plain), widths)
+    for index, name in enumerate(names):
+        setattr(module, name, ProjectionPart(shared, index, widths[index]))
 
 
 def _concatenate(linears: list[nn.Linear]) -> nn.Linear:

@@ -26,7 +26,9 @@ class SlabActivation(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """The activation of each element, in the shape of `values`."""
         count = values.numel()
-        if count <= _SLAB and count % _ALIGNMENT == 0:
+        # Where rows lie apart, torch goes row by row.
+        piece = count if values.is_contiguous() else values.shape[-1]
+        if count <= _SLAB and piece % _ALIGNMENT == 0:
             result: Tensor = self.activation(values)
             return result
         flat = nn.functional.pad(values.reshape(-1), (0, -count % _ALIGNMENT))

@@ -18,8 +18,8 @@ BLOCK_SIZE = 128
 class LayerCache:
     """One layer's keys and values: the same memory seen by slot and by block."""
 
-    keys_HSD: Tensor
-    values_HSD: Tensor
+    slots_2HSD: Tensor
+    """[2 x H, S, D]: all heads' keys, then all heads' values."""
     keys_NHBD: Tensor
     values_NHBD: Tensor
 
@@ -40,15 +40,9 @@ class KVCache:
         self.layers = [self._make_layer(num_heads, head_size, dtype) for _ in range(num_layers)]
 
     def _make_layer(self, num_heads: int, head_size: int, dtype: torch.dtype) -> LayerCache:
-        shape = (num_heads, self.num_blocks * BLOCK_SIZE, head_size)
-        keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
-        return LayerCache(keys, values, self._by_block(keys), self._by_block(values))
-
-    @staticmethod
-    def _by_block(slots_HSD: Tensor) -> Tensor:
-        return slots_HSD.view(slots_HSD.shape[0], -1, BLOCK_SIZE, slots_HSD.shape[2]).transpose(
-            0, 1
-        )
+        slots = torch.zeros(2 * num_heads, self.num_blocks * BLOCK_SIZE, head_size, dtype=dtype)
+        blocks = slots.view(2, num_heads, -1, BLOCK_SIZE, head_size).transpose(1, 2)
+        return LayerCache(slots, blocks[0], blocks[1])
 
 
 def block_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:

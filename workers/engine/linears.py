@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 WeightForm = Literal["float32", "int8"]
 
-_MIN_ROWS = 2
-"""oneDNN takes another kernel, with other rounding, for a single row."""
+MIN_ROWS: dict[WeightForm, int] = {"float32": 2, "int8": 1}
+"""Rows that a step's linears should get at least. For a single row oneDNN takes another kernel,
+with other rounding."""
+_MIN_ROWS = MIN_ROWS["float32"]
 _UNPACK_ROWS = 32
 """From so many rows on it is faster to unpack int8 weights to bfloat16 and multiply those."""
 

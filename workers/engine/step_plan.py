@@ -3,6 +3,7 @@
 The slices of a step are packed as one row of T tokens. For attention they are sorted into groups of
 equal width, so that a group's queries are one tensor [B, H, R, D]: B slices, H key/value heads,
 R query rows (tokens x query heads that share a key head, padded to a multiple of 4), D head size.
+A token's A heads lie one after another: its queries, its keys, its values.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from workers.engine.kv_cache import BLOCK_SIZE
 
 _ROW_MULTIPLE = 4
 """The attention kernel rounds otherwise in tiles of fewer than 4 query rows."""
-_MIN_TOKENS = 2
-"""Fed tokens are padded to this, so that every linear gets the 2 rows it needs (linears.py)."""
 _WIDE = 16
 """Slices up to this width are padded to a common width; wider ones make groups of their own."""
 HIDDEN = -1e30
@@ -60,7 +59,7 @@ class Group:
     num_rows: int
     max_chunks: int
     gather: Tensor
-    """[B x H x R] rows of the step's queries, seen as [T x query heads, D]."""
+    """[B x H x R] rows of the group's queries among all heads, seen as [T x A, D]."""
     runs: tuple[Run, ...]
     spread: Tensor | None
     """Where slices differ in chunks: for each of B x max_chunks the computed chunk, else any."""
@@ -72,8 +71,8 @@ class Group:
 class StepPlan:
     """A step, ready to run."""
 
-    token_ids_1T: Tensor
-    position_ids_1T: Tensor
+    token_ids_T: Tensor
+    position_ids_T: Tensor
     num_tokens: int
     """Tokens fed; the tensors may hold padding after them."""
     first_slot: int
@@ -85,8 +84,10 @@ class StepPlan:
     logit_rows: Tensor
 
 
-def make_plan(slices: Sequence[Slice], *, num_query_heads: int, num_kv_heads: int) -> StepPlan:
-    """Plan a step over `slices`, none of them empty."""
+def make_plan(
+    slices: Sequence[Slice], *, num_query_heads: int, num_kv_heads: int, min_tokens: int
+) -> StepPlan:
+    """Plan a step over `slices`, none of them empty; padded to `min_tokens` tokens."""
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -102,7 +103,7 @@ def make_plan(slices: Sequence[Slice], *, num_query_heads: int, num_kv_heads: in
             slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
         logit_rows.extend(range(len(token_ids) - piece.num_logits, len(token_ids)))
     num_tokens = len(token_ids)
-    padding = max(0, _MIN_TOKENS - num_tokens)
+    padding = max(0, min_tokens - num_tokens)
     in_a_run = slots[-1] - slots[0] == num_tokens - 1 and slots == list(
         range(slots[0], slots[0] + num_tokens)
     )
@@ -110,8 +111,8 @@ def make_plan(slices: Sequence[Slice], *, num_query_heads: int, num_kv_heads: in
         slices, offsets, num_tokens + padding, num_query_heads, num_kv_heads
     )
     return StepPlan(
-        token_ids_1T=torch.tensor([token_ids + token_ids[-1:] * padding]),
-        position_ids_1T=torch.tensor([positions + positions[-1:] * padding]),
+        token_ids_T=torch.tensor(token_ids + token_ids[-1:] * padding),
+        position_ids_T=torch.tensor(positions + positions[-1:] * padding),
         num_tokens=num_tokens,
         first_slot=slots[0],
         slots_T=None if in_a_run else torch.tensor(slots),
@@ -159,6 +160,7 @@ class _Rows:
         self.share = num_query_heads // num_kv_heads
         self.num_kv_heads = num_kv_heads
         self.num_query_heads = num_query_heads
+        heads_per_token = num_query_heads + 2 * num_kv_heads
         self.width = max(len(piece.token_ids) for piece in pieces)
         self.count = -(-self.width * self.share // _ROW_MULTIPLE) * _ROW_MULTIPLE
         row_R = torch.arange(self.count)
@@ -166,7 +168,7 @@ class _Rows:
         self.token_BR = torch.minimum(row_R[None] // self.share, last_B1)
         head_HR = torch.arange(num_kv_heads)[:, None] * self.share + row_R[None] % self.share
         token_B1R = (self.token_BR + torch.tensor(offsets)[:, None])[:, None]
-        self.gather = (token_B1R * num_query_heads + head_HR).reshape(-1)
+        self.gather = (token_B1R * heads_per_token + head_HR).reshape(-1)
 
     def scatter_into(self, target_TH: Tensor, index: int, first_row: int) -> None:
         """Tell each (token, query head) of the group's slice `index` where its result lies."""

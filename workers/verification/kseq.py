@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from workers.verification.draft_probs import DraftDistribution
 from workers.verification.rejection import acceptance_of, normalised
 
-_BISECTIONS = 50
+_BISECTIONS = 30
+_TOLERANCE = 1e-6
 
 
 def some_accepted(one_accepted: float, num_draws: int) -> float:
@@ -47,7 +48,7 @@ def smallest_ratio(
     """
     low, high = 1.0, float(num_draws)
     for _ in range(_BISECTIONS):
-        if high - low <= 1e-12:
+        if high - low <= _TOLERANCE:
             break
         middle = (low + high) / 2
         one = float(accepted_mass(target_probs_M, draft_probs_M, middle).sum())

@@ -67,7 +67,7 @@ def test_the_engine_uses_both_and_its_bits_are_those_without(
         return Engine(folder, threads=1, kv_memory_bytes=1 << 20)
 
     fused = make_engine()
-    kinds = {type(module) for module in fused._model.modules()}
+    kinds = {type(module) for module in model_module.load_model(folder, "float32").modules()}
     assert {ProjectionPart, NativeNorm} <= kinds
     monkeypatch.setattr(model_module, "join_projections", lambda model: None)
     monkeypatch.setattr(model_module, "replace_norms", lambda model: None)

@@ -17,58 +17,11 @@ from paceline.errors import InternalError
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification import naive
 from tests.workers.verification.chi_square import follows
+from tests.workers.verification.table_model import SAMPLINGS, TableModel, plain, spec_of
 from workers.verification.coupled import choose_token, verify_chain
 from workers.verification.verdict import Verdict
 
 Verifier = Callable[[torch.Tensor, Sequence[int], SequenceSpec, Sequence[int]], Verdict]
-
-SAMPLINGS = {
-    "greedy": SamplingParams(temperature=0.0),
-    "greedy penalties": SamplingParams(
-        temperature=0.0, repetition_penalty=1.8, presence_penalty=0.7, frequency_penalty=0.9
-    ),
-    "plain": SamplingParams(),
-    "cold": SamplingParams(temperature=0.4),
-    "cut": SamplingParams(temperature=1.5, top_k=3, top_p=0.85, min_p=0.1),
-    "penalties": SamplingParams(
-        repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=-0.6, top_p=0.9
-    ),
-    "minimum": SamplingParams(min_tokens=3, logit_bias={1: 0.8, 2: -0.5}),
-}
-
-
-class TableModel:
-    """A language model over a tiny vocabulary: random logits for every prefix, made when asked."""
-
-    def __init__(self, vocab_size: int, seed: int) -> None:
-        self.vocab_size = vocab_size
-        self._seed = seed
-        self._rows: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def logits_V(self, prefix: Sequence[int]) -> torch.Tensor:
-        key = tuple(prefix)
-        if key not in self._rows:
-            rng = np.random.default_rng([self._seed, *key])
-            row = rng.standard_normal(self.vocab_size) * 1.5
-            self._rows[key] = torch.from_numpy(row.astype(np.float32))
-        return self._rows[key]
-
-    def logits_TV(self, prefix: Sequence[int], candidates: Sequence[int]) -> torch.Tensor:
-        """Row i follows prefix + candidates[:i], as an engine's step would give them."""
-        paths = [[*prefix, *candidates[:i]] for i in range(len(candidates) + 1)]
-        return torch.stack([self.logits_V(path) for path in paths])
-
-
-def _spec(name: str, seed: int, prompt_length: int) -> SequenceSpec:
-    return SequenceSpec(SAMPLINGS[name], seed=seed, prompt_length=prompt_length, end_token_ids=(0,))
-
-
-def _plain(model: TableModel, spec: SequenceSpec, prompt: list[int], length: int) -> list[int]:
-    """Token by token, with the naive rule."""
-    tokens = list(prompt)
-    while len(tokens) < length:
-        tokens.append(naive.choose(model.logits_V(tokens).tolist(), spec, tokens))
-    return tokens
 
 
 def _wrong_chains(verify: Verifier, name: str, num_seeds: int) -> int:
@@ -77,13 +30,13 @@ def _wrong_chains(verify: Verifier, name: str, num_seeds: int) -> int:
     chains = [c for depth in range(4) for c in itertools.product(range(3), repeat=depth)]
     wrong = 0
     for seed in range(num_seeds):
-        model, spec = TableModel(3, seed), _spec(name, seed, len(prompt))
-        plain = _plain(model, spec, prompt, len(prompt) + 4)[len(prompt) :]
+        model, spec = TableModel(3, seed), spec_of(name, seed, len(prompt))
+        text = plain(model, spec, prompt, len(prompt) + 4)[len(prompt) :]
         for chain in chains:
             verdict = verify(model.logits_TV(prompt, chain), chain, spec, prompt)
             committed = [*chain[: verdict.num_accepted], verdict.token_id]
-            agreeing = next((i for i, token in enumerate(chain) if token != plain[i]), len(chain))
-            wrong += committed != plain[: agreeing + 1]
+            agreeing = next((i for i, token in enumerate(chain) if token != text[i]), len(chain))
+            wrong += committed != text[: agreeing + 1]
     return wrong
 
 
@@ -134,19 +87,19 @@ def test_any_window_split_gives_the_same_text() -> None:
     for seed in range(2_000):
         prompt = rng.integers(0, 5, rng.integers(1, 4)).tolist()
         model = TableModel(5, seed % 50)
-        spec = _spec(names[seed % len(names)], seed * 2**50 + seed, len(prompt))
+        spec = spec_of(names[seed % len(names)], seed * 2**50 + seed, len(prompt))
         spec = replace(spec, sample_index=seed % 3)
         length = len(prompt) + 7
-        plain = _plain(model, spec, prompt, length + 4)
+        text = plain(model, spec, prompt, length + 4)
         tokens = list(prompt)
         while len(tokens) < length:
-            chain = plain[len(tokens) : len(tokens) + rng.integers(0, 5)]
+            chain = text[len(tokens) : len(tokens) + rng.integers(0, 5)]
             chain = [int(rng.integers(5)) if rng.random() < 0.2 else token for token in chain]
             verdict = verify_chain(model.logits_TV(tokens, chain), chain, spec, tokens)
             tokens += [*chain[: verdict.num_accepted], verdict.token_id]
             num_accepted += verdict.num_accepted
             num_refused += verdict.num_accepted < len(chain)
-        assert tokens == plain[: len(tokens)], f"seed {seed}"
+        assert tokens == text[: len(tokens)], f"seed {seed}"
     assert num_accepted > 1_000
     assert num_refused > 500
 
@@ -225,7 +178,7 @@ def test_large_vocabularies_take_the_same_choices(name: str, scale: float) -> No
     """Where noise is computed for some tokens only: as the naive rule with the noise of all."""
     rng = np.random.default_rng(5)
     for position in range(4):
-        spec = replace(_spec(name, 9, 2), sample_index=position)
+        spec = replace(spec_of(name, 9, 2), sample_index=position)
         prefix = rng.integers(0, 3001, 2 + position).tolist()
         logits_TV = torch.from_numpy((rng.standard_normal((2, 3001)) * scale).astype(np.float32))
         first = naive.choose(logits_TV[0].tolist(), spec, prefix)

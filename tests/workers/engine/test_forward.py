@@ -1,0 +1,82 @@
+"""The lean forward gives the logits of the model's own code, and is not used where it does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.tiny import Architecture, make_tiny_checkpoint
+from workers.engine import engine as engine_module
+from workers.engine.engine import Engine, Slice
+from workers.engine.forward import LeanForward, choose_forward, hugging_face_forward
+from workers.engine.kv_cache import KVCache
+from workers.engine.linears import WeightForm
+from workers.engine.model import load_model
+
+TOKEN_IDS = torch.randint(384, (200,), generator=torch.Generator().manual_seed(4)).tolist()
+
+
+def make_engine(folder: Path, weights: WeightForm) -> Engine:
+    return Engine(folder, weights=weights, threads=1, kv_memory_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_both_ways_give_the_same_bits(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    architecture: Architecture,
+    weights: WeightForm,
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path, architecture=architecture)
+    lean = make_engine(folder, weights)
+    assert isinstance(lean._forward, LeanForward)
+    monkeypatch.setattr(
+        engine_module, "choose_forward", lambda model, cache: hugging_face_forward(model)
+    )
+    own = make_engine(folder, weights)
+    assert not isinstance(own._forward, LeanForward)
+    for start, end in ((0, 190), (190, 191), (191, 200)):
+        piece = Slice([1, 0], start, TOKEN_IDS[start:end], end - start)
+        assert torch.equal(lean.step([piece]), own.step([piece]))
+
+
+class Scaled(nn.Module):
+    """A layer that the lean forward takes for a plain one, but whose own code does more."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        for name, child in inner.named_children():
+            setattr(self, name, child)
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor, **arguments: object) -> torch.Tensor:
+        result: torch.Tensor = self.inner(hidden, **arguments)
+        return result * 1.01
+
+
+class Renamed(nn.Module):
+    """A layer whose parts have names of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: torch.Tensor, **arguments: object) -> torch.Tensor:
+        result: torch.Tensor = self.inner(hidden, **arguments)
+        return result
+
+
+@pytest.mark.parametrize("wrapper", [Scaled, Renamed])
+def test_a_model_of_another_kind_runs_its_own_code(
+    tmp_path: Path, wrapper: type[nn.Module]
+) -> None:
+    model = load_model(make_tiny_checkpoint(tmp_path), "float32")
+    cache = KVCache(num_layers=2, num_heads=2, head_size=8, num_blocks=1, dtype=torch.float32)
+    with torch.inference_mode():
+        assert isinstance(choose_forward(model, cache), LeanForward)
+        model.base_model.layers[0] = wrapper(model.base_model.layers[0])
+        assert not isinstance(choose_forward(model, cache), LeanForward)

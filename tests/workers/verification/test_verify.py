@@ -1,0 +1,253 @@
+"""Every rule as it runs: drafts and coins from the keyed noise, logits from a model."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.errors import InternalError
+from paceline.sampling import SamplingParams, SequenceSpec
+from tests.workers.verification import naive
+from tests.workers.verification.chi_square import follows
+from tests.workers.verification.drafters import DRAFTERS, pretends_to_be_uniform
+from tests.workers.verification.table_model import SAMPLINGS, TableModel, plain, spec_of
+from workers.verification.candidates import CandidateTree, merge_paths
+from workers.verification.coupled import choose_token
+from workers.verification.draft_probs import DraftProbs, SparseProbs
+from workers.verification.draws import (
+    cut_draft_probs,
+    draw_independent,
+    draw_without_replacement,
+    top_children,
+)
+from workers.verification.noise import Purpose, gumbel_noise_V, philox_4x32, uniforms_N
+from workers.verification.rules import FACTS, Rule, check_proposal
+from workers.verification.verdict import Verdict
+from workers.verification.verify import verify
+
+PROMPT = [1]
+TARGET, DRAFTER = TableModel(3, 11), TableModel(3, 12)
+SAMPLING = SamplingParams(temperature=1.2, repetition_penalty=1.3)
+
+
+def _decode(rule: Rule, spec: SequenceSpec, length: int, *, lies: bool = False) -> list[int]:
+    """Windows, one after another, until so many tokens are committed."""
+    tokens = list(PROMPT)
+    while len(tokens) < len(PROMPT) + length:
+        drafted = DRAFTERS[rule](DRAFTER, spec, tokens)
+        tree, draft_probs = pretends_to_be_uniform(drafted) if lies else drafted
+        check_proposal(rule, tree, draft_probs, vocab_size=3, max_nodes=6)
+        verdict = verify(rule, TARGET.logits_RV(tokens, tree), tree, spec, tokens, draft_probs)
+        tokens += [*tree.tokens_of(verdict.accepted), verdict.token_id]
+    return tokens[len(PROMPT) : len(PROMPT) + length]
+
+
+def _target_law(spec: SequenceSpec, length: int) -> list[float]:
+    law = []
+    for text in itertools.product(range(3), repeat=length):
+        tokens, prob = list(PROMPT), 1.0
+        for token_id in text:
+            row = naive.adjusted(TARGET.logits_V(tokens).tolist(), spec, tokens)
+            prob *= naive.probabilities(row, spec).get(token_id, 0.0)
+            tokens.append(token_id)
+        law.append(prob)
+    return law
+
+
+def _served(rule: Rule, num_seeds: int, *, lies: bool = False) -> bool:
+    """Whether the first two tokens of so many seeds follow the target's law: 9 cells."""
+    spec = SequenceSpec(SAMPLING, seed=0, prompt_length=len(PROMPT))
+    counts = np.zeros(9, dtype=np.int64)
+    for seed in range(num_seeds):
+        first, second = _decode(rule, replace(spec, seed=seed * 2**40 + seed), 2, lies=lies)
+        counts[3 * first + second] += 1
+    return follows(counts, np.array(_target_law(spec, 2)))
+
+
+@pytest.mark.parametrize("rule", Rule)
+def test_the_keyed_rules_serve_the_law(rule: Rule) -> None:
+    """1,500 seeds; wrongly False once in a million."""
+    assert _served(rule, 1_500)
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.KSEQ, Rule.RECURSIVE, Rule.MCSD])
+def test_probabilities_that_were_not_drawn_from_are_noticed(rule: Rule) -> None:
+    """Negative control of the test above, with as many seeds."""
+    assert not _served(rule, 1_500, lies=True)
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("name", ["greedy", "greedy penalties"])
+def test_at_temperature_0_every_rule_gives_the_text_of_plain_decoding(
+    rule: Rule, name: str
+) -> None:
+    for seed in range(10):
+        spec = spec_of(name, seed, len(PROMPT))
+        expected = plain(TARGET, spec, PROMPT, 9)[len(PROMPT) :]
+        assert _decode(rule, spec, 8) == expected
+
+
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule is not Rule.COUPLED])
+def test_nothing_is_tossed_anew(rule: Rule) -> None:
+    """A repeated call gives the same verdict; another seed or sample index may not."""
+    spec = SequenceSpec(SAMPLING, seed=3, prompt_length=1)
+    verdicts: set[tuple[Verdict, tuple[int, ...]]] = set()
+    for sample_index in range(40):
+        one = replace(spec, sample_index=sample_index)
+        tree, probs = DRAFTERS[rule](DRAFTER, one, PROMPT)
+        logits_RV = TARGET.logits_RV(PROMPT, tree)
+        verdict = verify(rule, logits_RV, tree, one, PROMPT, probs)
+        assert verify(rule, logits_RV, tree, one, PROMPT, probs) == verdict
+        verdicts.add((verdict, tree.token_ids))
+    assert len(verdicts) > 3
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_without_candidates_every_rule_is_plain_decoding(rule: Rule, name: str) -> None:
+    spec = spec_of(name, 77, 1)
+    none = CandidateTree((), ())
+    for last in range(3):
+        verdict = verify(rule, TARGET.logits_RV([last], none), none, spec, [last])
+        assert verdict == Verdict(0, choose_token(TARGET.logits_V([last]), spec, [last]))
+
+
+def test_rules_that_need_probabilities_say_so() -> None:
+    spec = SequenceSpec(SAMPLING, seed=3, prompt_length=1)
+    chain = CandidateTree.chain([1])
+    with pytest.raises(InternalError, match="under node 0 for the rule 'kseq'"):
+        verify(Rule.KSEQ, TARGET.logits_RV(PROMPT, chain), chain, spec, PROMPT)
+
+
+_logit = st.one_of(
+    st.floats(-10, 10, width=32), st.sampled_from([1e4, -1e4, 0.0, 3e38, -3e38, -math.inf])
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(drawn=st.data())
+def test_any_shape_and_any_logits(drawn: st.DataObject) -> None:
+    """A verdict is a path of the tree and a token that is not masked; logits stay as they are."""
+    vocab_size = drawn.draw(st.integers(1, 12))
+    rule = drawn.draw(st.sampled_from(list(Rule)))
+    spec = SequenceSpec(
+        drawn.draw(st.sampled_from(list(SAMPLINGS.values()))),
+        seed=drawn.draw(st.integers(0, 2**64 - 1)),
+        prompt_length=1,
+    )
+    spec = replace(spec, sampling=replace(spec.sampling, logit_bias={}))
+    tree = _any_tree(drawn, rule, vocab_size)
+    rows = st.lists(_logit, min_size=vocab_size, max_size=vocab_size)
+    rows_RV = [drawn.draw(rows) for _ in range(len(tree) + 1)]
+    for row in rows_RV:
+        row[drawn.draw(st.integers(0, vocab_size - 1))] = 1.0  # not all are masked
+    logits_RV = torch.tensor(rows_RV)
+    before_RV = logits_RV.clone()
+    uniform = SparseProbs(
+        np.arange(vocab_size), np.full(vocab_size, 1 / vocab_size, dtype=np.float32)
+    )
+    probs = DraftProbs({n: uniform for n in range(len(tree) + 1) if tree.children(n)})
+    check_proposal(rule, tree, probs, vocab_size=vocab_size, max_nodes=6)
+    verdict = verify(rule, logits_RV, tree, spec, [0], probs)
+    node = 0
+    for index in verdict.accepted:
+        assert tree.parents[index] == node
+        assert logits_RV[node, tree.token_ids[index]] > -math.inf
+        node = index + 1
+    assert logits_RV[node, verdict.token_id] > -math.inf
+    assert torch.equal(logits_RV, before_RV)
+
+
+def _any_tree(drawn: st.DataObject, rule: Rule, vocab_size: int) -> CandidateTree:
+    token = st.integers(0, vocab_size - 1)
+    if rule is Rule.KSEQ:
+        return merge_paths(drawn.draw(st.lists(st.lists(token, max_size=2), max_size=3)))
+    token_ids: list[int] = []
+    parents: list[int] = []
+    for token_id in drawn.draw(st.lists(token, max_size=6)):
+        size = len(token_ids)
+        parent = size if FACTS[rule].chain_only else drawn.draw(st.integers(0, size))
+        twin = (parent, token_id) in zip(parents, token_ids, strict=True)
+        if not twin or FACTS[rule].equal_siblings:
+            token_ids.append(token_id)
+            parents.append(parent)
+    return CandidateTree(tuple(token_ids), tuple(parents))
+
+
+# Draws.
+
+
+def test_cut_probabilities_are_the_largest_and_sum_to_1() -> None:
+    """64 of 3,000, ascending, as float32; a malformed pair could not come out."""
+    rng = np.random.default_rng(1)
+    logits_V = torch.from_numpy((rng.standard_normal(3_000) * 3).astype(np.float32))
+    spec = SequenceSpec(SamplingParams(temperature=0.8), seed=1, prompt_length=1)
+    cut = cut_draft_probs(logits_V, spec, [5])
+    cut.check(vocab_size=3_000, node=0)
+    assert cut.probs_M.dtype == np.float32
+    assert set(cut.token_ids_M.tolist()) == set(np.argsort(-logits_V.numpy())[:64].tolist())
+    weights_M = np.exp(logits_V.numpy()[cut.token_ids_M].astype(np.float64) / 0.8)
+    assert np.allclose(cut.probs_M, weights_M / weights_M.sum(), rtol=1e-5)
+    greedy = replace(spec, sampling=SamplingParams(temperature=0.0))
+    one = cut_draft_probs(logits_V, greedy, [5])
+    assert one.token_ids_M.tolist() == [int(logits_V.argmax())]
+    assert one.probs_M.tolist() == [1.0]
+
+
+def test_coupled_children_begin_with_the_token_itself() -> None:
+    """In the order of log draft_probs + noise; at temperature 0 of the logits."""
+    rng = np.random.default_rng(2)
+    for seed in range(200):
+        spec = spec_of(list(SAMPLINGS)[seed % len(SAMPLINGS)], seed, 2)
+        logits_V = torch.from_numpy((rng.standard_normal(50) * 2).astype(np.float32))
+        prefix = rng.integers(0, 50, 4).tolist()
+        children = top_children(logits_V, spec, prefix, 4)
+        assert children[0] == choose_token(logits_V, spec, prefix)
+        assert len(set(children)) == len(children) <= 4
+        if spec.sampling == SAMPLINGS["plain"]:
+            scores_V = logits_V.numpy() + gumbel_noise_V(seed=seed, position=4, vocab_size=50)
+            assert children == tuple(np.argsort(-scores_V)[:4].tolist())
+    tied = torch.tensor([0.0, 2.0, 1.0, 2.0, -math.inf])
+    assert top_children(tied, spec_of("greedy", 0, 1), [0], 9) == (1, 3, 2, 0)
+
+
+def _independent(seed: int, cut: SparseProbs, spec: SequenceSpec) -> tuple[int, ...]:
+    return draw_independent(cut, replace(spec, seed=seed), 4, (0, 7))
+
+
+def _without(seed: int, cut: SparseProbs, spec: SequenceSpec) -> tuple[int, ...]:
+    return draw_without_replacement(cut, replace(spec, seed=seed), 4, 2)
+
+
+def test_draws_follow_their_laws() -> None:
+    """Pairs of draws over 4,000 seeds; each law is the other's negative control."""
+    ids = np.array([3, 900, 5_000])
+    cut = SparseProbs(ids, np.array([0.5, 0.3, 0.2], dtype=np.float32))
+    spec = SequenceSpec(SAMPLING, seed=0, prompt_length=1)
+    probs = cut.exact().probs_M
+    pairs = [(i, j) for i in range(3) for j in range(3) if i != j]
+    both = np.outer(probs, probs).ravel()
+    ordered = np.array([probs[i] * probs[j] / (1 - probs[i]) for i, j in pairs])
+    for draws, fits_independent in ((_independent, True), (_without, False)):
+        found = [np.searchsorted(ids, draws(seed, cut, spec)) for seed in range(4_000)]
+        counts = np.bincount([3 * i + j for i, j in found], minlength=9)
+        assert follows(counts, both) is fits_independent
+        off_diagonal = counts[[3 * i + j for i, j in pairs]]
+        assert follows(off_diagonal, ordered) is not fits_independent
+
+
+def test_uniforms_are_those_of_the_document() -> None:
+    """Token id 0's v at (position, purpose + 256 candidate), for many pairs at once."""
+    positions, candidates = np.array([5, 5, 70_000]), np.array([0, 9, 1 << 16])
+    found = uniforms_N(positions, candidates, seed=2**63 + 1, purpose=Purpose.ACCEPTANCE)
+    for position, candidate, uniform in zip(positions, candidates, found, strict=True):
+        counter = np.array([[0, position, 1 + 256 * candidate, 0]])
+        word = int(philox_4x32(counter, (1, 2**31))[0, 0])
+        assert uniform == (word + 0.5) / 2**32

@@ -1,0 +1,188 @@
+"""The two ways to run a step's tokens through a model: Hugging Face's code, and a lean equivalent.
+
+The lean one computes what Llama, Mistral, Qwen2 and Qwen3 layers compute, out of the modules of the
+loaded model, with a third of the operations. It is not a port: a model whose parts look otherwise,
+or whose logits come out otherwise on a probe, runs through its own code.
+
+Shapes: T tokens, N features, A heads of a token (queries, keys, values), D head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from workers.engine.attention import StepContext, store_and_attend
+from workers.engine.fusing import ProjectionPart
+from workers.engine.kv_cache import KVCache
+from workers.engine.linears import MIN_ROWS
+from workers.engine.step_plan import Slice, make_plan
+
+Forward = Callable[[StepContext], Tensor]
+"""A planned step in, its logits [T, V] out, in the model's dtype."""
+
+_PROBE_LENGTH = 9
+_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+"""Largest difference on the probe, as a share of the largest logit: some units of rounding."""
+
+
+def hugging_face_forward(model: PreTrainedModel) -> Forward:
+    """The model's own code."""
+
+    def forward(step: StepContext) -> Tensor:
+        result = model(
+            input_ids=step.plan.token_ids_T[None],
+            position_ids=step.plan.position_ids_T[None],
+            use_cache=False,
+            logits_to_keep=step.plan.logit_rows,
+            paceline_step=step,
+        )
+        logits_TV: Tensor = result.logits[0]
+        return logits_TV
+
+    return forward
+
+
+def choose_forward(model: PreTrainedModel, cache: KVCache) -> Forward:
+    """The lean way where it gives the logits that the model's own code gives, else that code.
+
+    Overwrites block 0 of `cache`.
+    """
+    own = hugging_face_forward(model)
+    try:
+        lean = LeanForward(model)
+    except _OtherLayoutError:
+        return own
+    num_kv_heads = cache.layers[0].keys_NHBD.shape[1]
+    token_ids = [token % model.config.vocab_size for token in range(3, 3 + _PROBE_LENGTH)]
+    plan = make_plan(
+        [Slice([0], 0, token_ids, _PROBE_LENGTH)],
+        num_query_heads=model.config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        min_tokens=max(MIN_ROWS.values()),
+    )
+    step = StepContext(plan, cache.layers)
+    expected_TV, logits_TV = own(step), lean(step)
+    if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
+        return own
+    bound = _TOLERANCE[model.dtype] * float(expected_TV.abs().max())
+    return lean if float((logits_TV - expected_TV).abs().max()) <= bound else own
+
+
+class _OtherLayoutError(Exception):
+    """The model's parts are not those that the lean forward knows."""
+
+
+class LeanForward:
+    """Embedding, layers, final norm and LM head of a Llama-like model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises _OtherLayoutError."""
+        base = _part(model, model.base_model_prefix)
+        self._embed = _part(base, "embed_tokens")
+        self._rotary = _part(base, "rotary_emb")
+        self._norm = _part(base, "norm")
+        self._head = _part(model, "lm_head")
+        self._layers = [_LeanLayer(layer) for layer in _part(base, "layers").children()]
+
+    def __call__(self, step: StepContext) -> Tensor:
+        plan = step.plan
+        hidden_TN: Tensor = self._embed(plan.token_ids_T)
+        cos_1TD, sin_1TD = self._rotary(hidden_TN, plan.position_ids_T[None])
+        cos_TAD, sin_TAD = self._rotation(cos_1TD[0], sin_1TD[0])
+        for layer, layer_cache in zip(self._layers, step.layers, strict=True):
+            layer.run(hidden_TN, cos_TAD, sin_TAD, step, layer_cache)
+        kept_TN = self._norm(hidden_TN).index_select(0, plan.logit_rows)
+        logits_TV: Tensor = self._head(kept_TN)
+        return logits_TV
+
+    def _rotation(self, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of a token's heads and of their swapped halves; values are not rotated."""
+        first = self._layers[0]
+        half = cos_TD.shape[1] // 2
+        signed_TD = torch.cat([-sin_TD[:, :half], sin_TD[:, half:]], dim=1)
+        shape = (cos_TD.shape[0], first.num_heads, cos_TD.shape[1])
+        cos_TAD, sin_TAD = cos_TD.new_ones(shape), cos_TD.new_zeros(shape)
+        cos_TAD[:, : first.num_rotated] = cos_TD[:, None]
+        sin_TAD[:, : first.num_rotated] = signed_TD[:, None]
+        return cos_TAD, sin_TAD
+
+
+class _LeanLayer:
+    """One decoder layer: attention and gated feed-forward, each after a norm, each added."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        attention, feed_forward = _part(layer, "self_attn"), _part(layer, "mlp")
+        self._input_norm = _part(layer, "input_layernorm").forward
+        self._middle_norm = _part(layer, "post_attention_layernorm").forward
+        self._project = _joined(attention, "q_proj", "k_proj", "v_proj")
+        self._output = _part(attention, "o_proj").forward
+        self._gate_and_up = _joined(feed_forward, "gate_proj", "up_proj")
+        self._activation = _part(feed_forward, "act_fn").forward
+        self._down = _part(feed_forward, "down_proj").forward
+        self._head_norms: list[Any] = [
+            getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)
+        ]
+        self._head_size = int(_value(attention, "head_dim"))
+        self._scaling = float(_value(attention, "scaling"))
+        widths = [_part(attention, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
+        self._num_queries, self._num_keys, num_values = (w // self._head_size for w in widths)
+        self.num_rotated = self._num_queries + self._num_keys
+        self.num_heads = self.num_rotated + num_values
+
+    def run(
+        self,
+        hidden_TN: Tensor,
+        cos_TAD: Tensor,
+        sin_TAD: Tensor,
+        step: StepContext,
+        cache: Any,
+    ) -> None:
+        """Add the layer's results to `hidden_TN`, in place."""
+        heads_TAD = self._project(self._input_norm(hidden_TN)).view(cos_TAD.shape)
+        if self._head_norms:
+            heads_TAD = self._normed(heads_TAD)
+        num_tokens, num_heads, head_size = heads_TAD.shape
+        swapped = heads_TAD.view(num_tokens, num_heads, 2, head_size // 2).flip(2)
+        swapped_TAD = swapped.view(cos_TAD.shape).mul_(sin_TAD)
+        heads_TAD.mul_(cos_TAD).add_(swapped_TAD)
+        attended = store_and_attend(heads_TAD, step.plan, cache, self._scaling)
+        hidden_TN.add_(self._output(attended.view(num_tokens, -1)))
+        gate_and_up = self._gate_and_up(self._middle_norm(hidden_TN))
+        gate, up = gate_and_up.chunk(2, dim=-1)
+        hidden_TN.add_(self._down(self._activation(gate).mul_(up)))
+
+    def _normed(self, heads_TAD: Tensor) -> Tensor:
+        """Queries and keys normed head by head, as Qwen3 does."""
+        parts = heads_TAD.split(
+            [self._num_queries, self._num_keys, self.num_heads - self.num_rotated], dim=1
+        )
+        queries, keys = (norm(part) for norm, part in zip(self._head_norms, parts, strict=False))
+        return torch.cat([queries, keys, parts[2]], dim=1)
+
+
+def _value(owner: object, name: str) -> Any:
+    value = getattr(owner, name, None)
+    if value is None:
+        raise _OtherLayoutError(name)
+    return value
+
+
+def _part(owner: nn.Module, name: str) -> Any:
+    value = _value(owner, name)
+    if not isinstance(value, nn.Module):
+        raise _OtherLayoutError(name)
+    return value
+
+
+def _joined(owner: nn.Module, *names: str) -> Any:
+    """The one product that stands behind these linears of `owner` (fusing.py)."""
+    parts = [_part(owner, name) for name in names]
+    first = parts[0]
+    if not all(isinstance(p, ProjectionPart) and p.shared is first.shared for p in parts):
+        raise _OtherLayoutError(names[0])
+    return first.shared.joined.forward
