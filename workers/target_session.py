@@ -15,6 +15,8 @@ from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.sampling import SequenceSpec
 from paceline.v1 import target_pb2
 from workers.engine.engine import Slice
+from workers.slice_candidates import Candidates, read_candidates
+from workers.tree_slots import TreeSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +34,37 @@ class _Sequence:
     spec: SequenceSpec
     token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
+    tree: TreeSlots | None = None
+    """Where the last slice's candidates lie, if not as a chain."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictTask:
-    """A slice that asks for a verdict: `prefix` is every token before the first candidate."""
+    """A slice that asks for a verdict: `prefix` is every token before the first candidate.
+
+    `names_path`: the verdict tells which candidates were accepted, not only how many.
+    """
 
     sequence_id: int
     spec: SequenceSpec
     prefix: Sequence[int]
-    candidates: Sequence[int]
+    candidates: Candidates
+    names_path: bool
+    top_tokens: bool
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a step asks of the engine, and of verification afterwards.
+
+    `kv_moves` are to be done first: (block table, moves from position to position, in order). The
+    engine's rows of the slices that ask for a verdict (1 + window each, none for others) come in
+    the order of the tasks.
+    """
+
+    kv_moves: list[tuple[Sequence[int], list[tuple[int, int]]]] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    tasks: list[VerdictTask] = field(default_factory=list)
 
 
 class TargetSession:
@@ -53,12 +76,8 @@ class TargetSession:
         self._held_blocks: set[int] = set()
         self._last_step = 0
 
-    def begin_step(self, request: target_pb2.StepRequest) -> tuple[list[Slice], list[VerdictTask]]:
-        """Apply a step's closes and opens, check its slices and return the work.
-
-        The engine's rows of the slices that ask for a verdict (1 + window each, none for others)
-        come in the order of the tasks.
-        """
+    def begin_step(self, request: target_pb2.StepRequest) -> StepWork:
+        """Apply a step's closes and opens, check its slices and return the work."""
         expected = self._last_step + 1
         if request.step != expected:
             raise ProtocolError(f"step: expected {expected}, got {request.step}")
@@ -67,15 +86,14 @@ class TargetSession:
             self._close(sequence_id)
         for opened in request.open:
             self._open(opened)
-        slices: list[Slice] = []
-        tasks: list[VerdictTask] = []
+        work = StepWork()
         seen: set[int] = set()
         for index, message in enumerate(request.slices):
             try:
-                self._apply_slice(message, seen, slices, tasks)
+                self._apply_slice(message, seen, work)
             except ProtocolError as error:
                 raise ProtocolError(f"slices[{index}].{error}") from None
-        return slices, tasks
+        return work
 
     def check_integrity(self) -> None:
         """Assert that no block is in two block tables and that all are counted."""
@@ -98,13 +116,7 @@ class TargetSession:
             raise ProtocolError(f"open: sequence {opened.sequence_id}: spec.{error}") from error
         self._sequences[opened.sequence_id] = _Sequence(spec)
 
-    def _apply_slice(
-        self,
-        message: target_pb2.Slice,
-        seen: set[int],
-        slices: list[Slice],
-        tasks: list[VerdictTask],
-    ) -> None:
+    def _apply_slice(self, message: target_pb2.Slice, seen: set[int], work: StepWork) -> None:
         sequence_id = message.sequence_id
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
@@ -114,6 +126,8 @@ class TargetSession:
         seen.add(sequence_id)
         start, window = message.start, message.window
         fed = list(message.token_ids)
+        if sequence.tree is not None or message.kv_moves:
+            _settle_tree(sequence, message, work)
         self._check_tokens(sequence, start, fed)
         _check_window(window, len(fed), message.verdict)
         if message.new_blocks:
@@ -125,21 +139,34 @@ class TargetSession:
                 f"new_blocks: {end} tokens need blocks for as many positions, "
                 f"the block table has {capacity}"
             )
+        first = end - window
+        candidates = read_candidates(
+            message, fed[first - start :], sequence.spec.rule, vocab_size=self._limits.vocab_size
+        )
+        self._check_length(first + candidates.tree.height)
         del sequence.token_ids[start:]
         sequence.token_ids += fed
-        num_logits = 0
+        num_logits = 1 + window if message.verdict else 0
         if message.verdict:
-            num_logits = 1 + window
-            first = end - window
-            tasks.append(
+            work.tasks.append(
                 VerdictTask(
                     sequence_id,
                     sequence.spec,
                     sequence.token_ids[:first],
-                    sequence.token_ids[first:],
+                    candidates,
+                    names_path=bool(message.parents),
+                    top_tokens=message.top_tokens,
                 )
             )
-        slices.append(Slice(sequence.block_table, start, fed, num_logits))
+        if candidates.placed_as_tree:
+            parents = candidates.tree.parents
+            sequence.tree = TreeSlots(first, parents)
+            piece = Slice(
+                sequence.block_table, start, fed, num_logits, tree_start=first, parents=parents
+            )
+        else:
+            piece = Slice(sequence.block_table, start, fed, num_logits)
+        work.slices.append(piece)
 
     def _check_tokens(self, sequence: _Sequence, start: int, fed: Sequence[int]) -> None:
         if not fed:
@@ -153,10 +180,11 @@ class TargetSession:
                 f"start: expected at most {len(sequence.token_ids)}, the number of tokens that the "
                 f"sequence holds here, got {start}"
             )
-        if start + len(fed) > self._limits.max_model_len:
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self._limits.max_model_len:
             raise ProtocolError(
-                f"token_ids: {start + len(fed)} tokens exceed max_model_len, "
-                f"{self._limits.max_model_len}"
+                f"token_ids: {num_tokens} tokens exceed max_model_len, {self._limits.max_model_len}"
             )
 
     def _append_blocks(self, sequence: _Sequence, new_blocks: Iterable[int]) -> None:
@@ -169,6 +197,26 @@ class TargetSession:
                 raise ProtocolError(f"new_blocks: block {block} is in a block table already")
             self._held_blocks.add(block)
             sequence.block_table.append(block)
+
+
+def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork) -> None:
+    """Apply the moves of a slice. Below its start, one path of the tree before must be left."""
+    tree, token_ids = sequence.tree, sequence.token_ids
+    sequence.tree = None
+    moves = [(move.from_position, move.to_position) for move in message.kv_moves]
+    if tree is None:
+        raise ProtocolError(
+            f"kv_moves: expected none, for the slice before held no tree, got {moves}"
+        )
+    try:
+        for source, target in moves:
+            tree.move(source, target)
+            token_ids[target] = token_ids[source]
+        tree.check_path(min(message.start, len(token_ids)))
+    except ProtocolError as error:
+        raise ProtocolError(f"kv_moves: {error}") from None
+    if moves:
+        work.kv_moves.append((sequence.block_table, moves))
 
 
 def _check_window(window: int, num_fed: int, verdict: bool) -> None:

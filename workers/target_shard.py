@@ -10,13 +10,12 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
-import torch
 import typer
 
 from paceline.errors import PacelineError
@@ -27,8 +26,8 @@ from workers.engine.linears import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
 from workers.standalone import parse_cores, parse_weights, run_standalone
-from workers.target_session import EngineLimits, TargetSession, VerdictTask
-from workers.verification.coupled import verify_chain
+from workers.target_session import EngineLimits, TargetSession
+from workers.verdicts import verdicts_of
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 TAKE_OVER_SECONDS = 0.5
@@ -129,10 +128,12 @@ class _Stepper:
     def step(self, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
         """Run one step. Raises ProtocolError naming the field that is wrong."""
         begin = time.perf_counter()
-        slices, tasks = self._session.begin_step(request)
+        work = self._session.begin_step(request)
         response = target_pb2.StepResponse(step=request.step)
-        if slices:
-            logits_TV = self._engine.step(slices)
+        for block_table, moves in work.kv_moves:
+            self._engine.move_kv(block_table, moves)
+        if work.slices:
+            logits_TV = self._engine.step(work.slices)
             # What the engine does around its forward pass counts as gap, so we look from its end.
             end = time.perf_counter()
             response.forward_seconds = self._engine.forward_seconds
@@ -140,26 +141,9 @@ class _Stepper:
                 gap = end - self._engine.forward_seconds - self._forward_end
                 response.gap_seconds = max(gap, 0.0)
             self._forward_end = end
-            response.verdicts.extend(_verdicts(logits_TV, tasks))
+            response.verdicts.extend(verdicts_of(logits_TV, work.tasks))
         response.step_seconds = time.perf_counter() - begin
         return response
-
-
-def _verdicts(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
-    verdicts = []
-    row = 0
-    for task in tasks:
-        end = row + 1 + len(task.candidates)
-        verdict = verify_chain(logits_TV[row:end], task.candidates, task.spec, task.prefix)
-        verdicts.append(
-            target_pb2.Verdict(
-                sequence_id=task.sequence_id,
-                num_accepted=verdict.num_accepted,
-                token_id=verdict.token_id,
-            )
-        )
-        row = end
-    return verdicts
 
 
 async def serve_target_shard(

@@ -10,7 +10,7 @@ from paceline.convert import spec_to_wire
 from paceline.errors import ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
-from workers.target_session import EngineLimits, TargetSession
+from workers.target_session import EngineLimits, StepWork, TargetSession
 
 LIMITS = EngineLimits(vocab_size=100, max_model_len=40, block_size=16, num_blocks=5)
 SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
@@ -25,6 +25,11 @@ def piece(**fields: Any) -> target_pb2.Slice:
     return target_pb2.Slice(
         **{"sequence_id": 1, "start": 3, "token_ids": [7], "verdict": True, **fields}
     )
+
+
+def candidates_of(work: StepWork) -> list[int]:
+    """The token ids of the first task's candidates."""
+    return list(work.tasks[0].candidates.tree.token_ids)
 
 
 @pytest.fixture
@@ -108,7 +113,7 @@ def test_a_bad_step_is_named(session: TargetSession, message: str) -> None:
 
 
 def test_closed_sequences_give_their_blocks_and_ids_back(session: TargetSession) -> None:
-    slices, tasks = session.begin_step(
+    work = session.begin_step(
         target_pb2.StepRequest(
             step=2,
             close=[1],
@@ -117,8 +122,8 @@ def test_closed_sequences_give_their_blocks_and_ids_back(session: TargetSession)
         )
     )
     session.check_integrity()
-    assert (list(slices[0].block_table), slices[0].num_logits) == ([0], 1)
-    assert (list(tasks[0].prefix), list(tasks[0].candidates)) == ([8, 9], [])
+    assert (list(work.slices[0].block_table), work.slices[0].num_logits) == ([0], 1)
+    assert (list(work.tasks[0].prefix), candidates_of(work)) == ([8, 9], [])
 
 
 def test_a_verdict_sees_every_token_before_the_window(session: TargetSession) -> None:
@@ -126,13 +131,13 @@ def test_a_verdict_sees_every_token_before_the_window(session: TargetSession) ->
         target_pb2.StepRequest(step=2, slices=[piece(token_ids=[10, 11, 12], window=2)])
     )
     # Both candidates were refused: the next slice begins before them and drops them.
-    slices, tasks = session.begin_step(
+    work = session.begin_step(
         target_pb2.StepRequest(step=3, slices=[piece(start=4, token_ids=[20, 21], window=1)])
     )
-    assert (list(tasks[0].prefix), list(tasks[0].candidates)) == ([1, 2, 3, 10, 20], [21])
-    assert (slices[0].start, slices[0].num_logits) == (4, 2)
+    assert (list(work.tasks[0].prefix), candidates_of(work)) == ([1, 2, 3, 10, 20], [21])
+    assert (work.slices[0].start, work.slices[0].num_logits) == (4, 2)
 
 
 def test_a_step_may_hold_closes_alone(session: TargetSession) -> None:
-    assert session.begin_step(target_pb2.StepRequest(step=2, close=[1, 2])) == ([], [])
+    assert session.begin_step(target_pb2.StepRequest(step=2, close=[1, 2])) == StepWork()
     session.check_integrity()
