@@ -133,17 +133,25 @@ class DriverActor(_Actor):
         from cluster.decoding.policies import PolicyName
         from cluster.driver import DriverOptions
         from cluster.inference import serve_driver
+        from cluster.requests import Speculation
+        from paceline.rules import Rule, Stopping
         from workers.models import resolve_model
 
-        config = setup.config
+        config, chosen = setup.config, setup.config.speculation
         files = await asyncio.to_thread(resolve_model, config.target.model, home=setup.home)
         options = DriverOptions(
             folder=files.folder,
             target_addresses=(target_address,),
             drafter_addresses=drafters,
-            policy=PolicyName(config.speculation.policy),
-            window=config.speculation.window,
-            wait_ms=config.speculation.wait_ms,
+            speculation=Speculation(
+                policy=PolicyName(chosen.policy),
+                window=chosen.window,
+                rule=Rule(chosen.verification),
+                branches=chosen.branches,
+                stopping=Stopping(chosen.stopping),
+                drafter=None if chosen.drafter == "any" else chosen.drafter,
+            ),
+            wait_ms=chosen.wait_ms,
             max_num_seqs=config.target.max_num_seqs,
             max_waiting=config.server.max_waiting,
         )

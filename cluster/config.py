@@ -136,7 +136,7 @@ def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str
         return f"{where}: unknown key {key}; expected one of {', '.join(known)}{hint}"
     message = complaint["msg"]
     if complaint["type"] == "paceline":
-        return f"{where}: {key}: {message}"
+        return f"{where}: {key}: {message}" if key else f"{where}: {message}"
     if complaint["type"] == "model_type":
         message = "expected a table"
     message = message.replace("Input should be", "expected")

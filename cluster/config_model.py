@@ -14,6 +14,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from cluster.fitting import (
+    DRAFTER_KINDS,
+    MAX_BRANCHES,
+    DrafterKind,
+    check_branches,
+    check_deployed,
+    check_rule_fits,
+)
+from paceline.errors import InvalidRequestError
+from paceline.rules import Rule, Stopping
 from paceline.text import did_you_mean
 
 _BYTE_UNITS = {
@@ -113,10 +123,9 @@ class TargetConfig(_Closed):
 class DrafterConfig(_Closed):
     """`count` drafters of one kind. `model` is of kind "model" alone."""
 
-    kind: Annotated[
-        Literal["model", "ngram"],
-        _choice("model", "ngram", later=("recycling", "suffix", "heads", "mixed")),
-    ] = "model"
+    kind: Annotated[DrafterKind, _choice(*DRAFTER_KINDS, later=("suffix", "heads", "mixed"))] = (
+        "model"
+    )
     model: Text | None = None
     count: Annotated[int, Field(ge=1, le=64)] = 1
     threads: AutoCount = "auto"
@@ -130,8 +139,8 @@ class DrafterConfig(_Closed):
 
     @model_validator(mode="after")
     def _model_fits_kind(self) -> DrafterConfig:
-        if self.kind == "ngram" and self.model is not None:
-            raise _refusal('a drafter of kind "ngram" has no model; remove the key "model"')
+        if self.kind != "model" and self.model is not None:
+            raise _refusal(f'a drafter of kind "{self.kind}" has no model; remove the key "model"')
         return self
 
 
@@ -144,15 +153,15 @@ class SpeculationConfig(_Closed):
             "off", "lockstep", "chain", later=("pearl", "fanout", "spread", "replicas", "auto")
         ),
     ] = "chain"
-    verification: Annotated[
-        Literal["coupled"],
-        _choice("coupled", later=("rejection", "kseq", "recursive", "one-hot")),
-    ] = "coupled"
+    verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
     # Most candidates of a sequence that a step verifies.
     window: Annotated[int, Field(ge=1, le=64)] = 8
-    stopping: Annotated[
-        Literal["fixed"], _choice("fixed", later=("adaedl", "confidence", "cost"))
-    ] = "fixed"
+    # Candidates for each position; 1: chains.
+    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
+    # When a drafter stops before the window is full.
+    stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
+    # The kind that drafts, where several are deployed and fit.
+    drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
     # Longest time that a step of policy "lockstep" waits for its drafter.
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
 
@@ -182,6 +191,26 @@ class Config(_Closed):
     )
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
+
+    @model_validator(mode="after")
+    def _drafters_fit(self) -> Config:
+        """What requests get that do not say must be something that the drafters can do."""
+        chosen = self.speculation
+        rule = Rule(chosen.verification)
+        kinds = {drafter.kind for drafter in self.drafters}
+        try:
+            check_branches(rule, chosen.branches, chosen.window)
+            if chosen.drafter != "any":
+                check_deployed(chosen.drafter, kinds)
+                kinds = {chosen.drafter}
+            if chosen.policy != "off":
+                check_rule_fits(rule, kinds)
+        except InvalidRequestError as error:
+            key = "verification" if error.field == "rule" else error.field
+            raise _refusal(
+                f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
+            ) from None
+        return self
 
     def deployment_digest(self) -> str:
         """Hex SHA-256 of what the workers are: target and drafters.

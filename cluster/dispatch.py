@@ -19,6 +19,8 @@ from cluster.decoding.events import (
     DrafterJoined,
     DrafterLost,
     Event,
+    MalformedProposal,
+    Proposal,
     Proposed,
     Request,
     StepDone,
@@ -26,13 +28,14 @@ from cluster.decoding.events import (
     TargetLost,
     Tick,
 )
-from cluster.decoding.instructions import Emit, Finish, Instruction, RunStep, WakeAt
+from cluster.decoding.instructions import Emit, Finish, Instruction, RunStep, Suspect, WakeAt
 from cluster.decoding.scheduler import Scheduler
+from cluster.drafter_link import DrafterDescription
 from cluster.generation import Generation
 from cluster.meters import GapMeter
 from cluster.target_link import TargetDescription
-from cluster.worker_wire import DraftInstruction, proposals_from_wire, verdicts_from_wire
-from paceline.errors import PacelineError, WorkerLostError
+from cluster.worker_wire import DraftInstruction, proposal_from_wire, verdicts_from_wire
+from paceline.errors import PacelineError, ProtocolError, WorkerLostError
 from paceline.v1 import drafting_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class Dispatch:
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_draft: Callable[[DraftInstruction], None]
+        self._suspect: Callable[[str], None]
         self._generations: dict[int, Generation] = {}
         self._for_drafters: deque[list[Instruction]] = deque()
         self._for_callers: deque[Instruction] = deque()
@@ -67,10 +71,12 @@ class Dispatch:
         self,
         send_step: Callable[[RunStep], None],
         send_draft: Callable[[DraftInstruction], None],
+        suspect: Callable[[str], None],
     ) -> None:
         """Where instructions go. Before any event."""
         self._send_step = send_step
         self._send_draft = send_draft
+        self._suspect = suspect
 
     def admit(self, request: Request, generation: Generation) -> None:
         """A new request; what becomes of it is told to `generation`."""
@@ -127,24 +133,54 @@ class Dispatch:
     def step_answered(self, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
         self.gaps.step_answered(response.gap_seconds)
-        done = StepDone(time.monotonic(), response.step, verdicts_from_wire(response))
+        done = StepDone(
+            time.monotonic(),
+            response.step,
+            verdicts_from_wire(response),
+            step_seconds=response.step_seconds,
+        )
         self.gaps.step_sent(upon_answer=self._handle(done))
 
     # Drafters.
 
-    def drafter_joined(self, name: str, max_position: int) -> None:
+    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
         """A fresh stream is open."""
-        self._handle(DrafterJoined(time.monotonic(), name, max_position))
+        self._handle(
+            DrafterJoined(
+                time.monotonic(),
+                name,
+                description.max_position,
+                kind=description.kind,
+                rules=description.rules,
+                wants_top_tokens=description.wants_top_tokens,
+            )
+        )
 
     def drafter_lost(self, name: str) -> None:
         """The stream broke."""
         self._handle(DrafterLost(time.monotonic(), name))
 
-    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> None:
-        """A pass of the drafter. What breaks the contract is dropped and counted."""
-        proposals = proposals_from_wire(batch)
-        self.scheduler.totals.dropped_proposals += len(batch.proposals) - len(proposals)
-        self._handle(Proposed(time.monotonic(), name, proposals))
+    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> int:
+        """A pass of the drafter. What breaks the contract is dropped; returns how many did."""
+        proposals: list[Proposal] = []
+        malformed = 0
+        for message in batch.proposals:
+            generation = self._generations.get(message.sequence_id)
+            if generation is None or self.target is None:
+                self.scheduler.totals.dropped_proposals += 1  # it crossed the end of its sequence
+                continue
+            try:
+                proposals.append(
+                    proposal_from_wire(message, generation.rule, vocab_size=self.target.vocab_size)
+                )
+            except ProtocolError as error:
+                malformed += 1
+                _log.info("a proposal of %s is dropped: %s", name, error)
+        if proposals:
+            self._handle(Proposed(time.monotonic(), name, tuple(proposals)))
+        for _ in range(malformed):
+            self._handle(MalformedProposal(time.monotonic(), name))
+        return malformed
 
     def declined(self, name: str, sequence_id: int, reason: str) -> None:
         """A drafter will not draft for a sequence."""
@@ -179,6 +215,8 @@ class Dispatch:
             for instruction in instructions:
                 if isinstance(instruction, (Emit, Finish, WakeAt)):
                     self._for_callers.append(instruction)
+                elif isinstance(instruction, Suspect):
+                    self._suspect(instruction.drafter)
                 elif not isinstance(instruction, RunStep):
                     self._send_draft(instruction)
         self._for_drafters.clear()

@@ -19,8 +19,9 @@ from cluster.connections import (
 )
 from cluster.meters import WorkerMeter
 from cluster.outbox import Outbox
-from cluster.worker_wire import DraftInstruction, draft_to_wire
+from cluster.worker_wire import DraftInstruction, draft_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
+from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 
 MAX_UNSENT = 10_000
@@ -31,17 +32,27 @@ _REFUSED_WAIT = 5.0
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterDescription:
+    """What a drafter says of itself (drafting.proto, DescribeDrafterResponse)."""
+
+    kind: str
+    max_position: int
+    rules: frozenset[Rule]
+    wants_top_tokens: bool
+
+
 class DrafterListener(Protocol):
     """Hears of drafters. Its methods do not wait."""
 
-    def drafter_joined(self, name: str, max_position: int) -> None:
+    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
         """A fresh stream is open."""
 
     def drafter_lost(self, name: str) -> None:
         """The stream broke."""
 
-    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> None:
-        """A pass of the drafter."""
+    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> int:
+        """A pass of the drafter. Returns how many of its proposals broke the contract."""
 
     def declined(self, name: str, sequence_id: int, reason: str) -> None:
         """It will not draft for a sequence."""
@@ -75,6 +86,11 @@ class DrafterLink:
         self._probe_timeout = probe_timeout
         self._outbox: Outbox[drafting_pb2.DraftRequest] | None = None
         self._overflown = asyncio.Event()
+        self._suspected = asyncio.Event()
+
+    def suspect(self) -> None:
+        """Close the stream, and open none to this process again."""
+        self._suspected.set()
 
     def send(self, instruction: DraftInstruction) -> None:
         """Send an instruction; it is dropped when the drafter is away, which forgot all anyway."""
@@ -115,28 +131,67 @@ class DrafterLink:
 
     async def _serve(self) -> None:
         """One life of the drafter: from connecting to the end of its stream."""
-        name = self.meter.name
         async with open_channel(self.meter.address) as channel:
             stub = drafting_pb2_grpc.DraftingServiceStub(channel)
             description = await stub.DescribeDrafter(
                 drafting_pb2.DescribeDrafterRequest(), timeout=DESCRIBE_SECONDS
             )
             self._check_vocabulary(description)
-            call = open_stream(stub.Draft)
-            self._outbox = Outbox(call.write)
-            self._overflown.clear()
-            self.meter.join(kind=description.kind, pid=description.pid)
-            try:
-                self._listener.drafter_joined(name, description.max_position)
-                if not self.first_try.done():
-                    self.first_try.set_result(None)
-                await run_until_one_ends(
-                    self._read(call), self._outbox.run(), self._watch(), self._probe(stub)
-                )
-            finally:
-                self._outbox = None
-                self.meter.connected = False
-                self._listener.drafter_lost(name)
+            if self._suspected.is_set():  # and its stream broke before it could be closed
+                await self._shun(stub)
+            await self._use(stub, description)
+            await self._shun(stub)
+
+    async def _use(self, stub: Any, description: drafting_pb2.DescribeDrafterResponse) -> None:
+        """Serve over a stream. Returns when the drafter is suspect; raises when it is lost."""
+        name = self.meter.name
+        call = open_stream(stub.Draft)
+        self._outbox = Outbox(call.write)
+        self._overflown.clear()
+        self.meter.join(kind=description.kind, pid=description.pid)
+        try:
+            self._listener.drafter_joined(
+                name,
+                DrafterDescription(
+                    kind=description.kind,
+                    max_position=description.max_position,
+                    rules=rules_from_wire(description.rules),
+                    wants_top_tokens=description.wants_top_tokens,
+                ),
+            )
+            if not self.first_try.done():
+                self.first_try.set_result(None)
+            await run_until_one_ends(
+                self._read(call),
+                self._outbox.run(),
+                self._watch(),
+                self._probe(stub),
+                self._until_suspect(),
+            )
+        finally:
+            call.cancel()
+            self._outbox = None
+            self.meter.connected = False
+            self._listener.drafter_lost(name)
+
+    async def _until_suspect(self) -> None:
+        await self._suspected.wait()
+
+    async def _shun(self, stub: Any) -> None:
+        """Wait until the suspect's process is gone, and raise what shows it (`_probe`)."""
+        self.meter.suspect = True
+        _log.warning(
+            "drafter %s (pid %d) is suspect after %d malformed proposals in all; it is not used "
+            "until its process is started again",
+            self.meter.name,
+            self.meter.pid,
+            self.meter.malformed,
+        )
+        try:
+            await self._probe(stub)
+        finally:
+            self.meter.suspect = False
+            self._suspected.clear()
 
     def _check_vocabulary(self, description: drafting_pb2.DescribeDrafterResponse) -> None:
         if description.vocab_size and description.vocabulary_digest != self._target.digest:
@@ -151,7 +206,7 @@ class DrafterLink:
         async for response in call:
             if response.HasField("proposals"):
                 batch = response.proposals
-                self._listener.proposed(name, batch)
+                self.meter.malformed += self._listener.proposed(name, batch)
                 self.meter.passes += 1
                 self.meter.busy_seconds += batch.pass_seconds
                 self.meter.tokens += sum(len(p.token_ids) for p in batch.proposals)
@@ -161,12 +216,17 @@ class DrafterLink:
         raise WorkerLostError(f"{name} ended its stream")
 
     async def _probe(self, stub: Any) -> None:
-        """Ask now and then; a drafter that hangs answers pings, but not this."""
+        """Ask now and then; a drafter that hangs answers pings, but not this.
+
+        Raises when it does not answer, and when another process does.
+        """
         while True:
             await asyncio.sleep(self._probe_timeout / 2)
-            await stub.DescribeDrafter(
+            description = await stub.DescribeDrafter(
                 drafting_pb2.DescribeDrafterRequest(), timeout=self._probe_timeout
             )
+            if description.pid != self.meter.pid:
+                raise WorkerLostError(f"{self.meter.name} is another process than before")
 
     async def _watch(self) -> None:
         await self._overflown.wait()

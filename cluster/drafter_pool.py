@@ -29,6 +29,13 @@ class DrafterPool:
         """Of the drafters in the pool; those that were taken out are forgotten."""
         return [self._meters[name] for name in self._links]
 
+    @property
+    def kinds(self) -> frozenset[str] | None:
+        """The kinds of these drafters; None while one has not said yet what it is."""
+        if any(meter.joins == 0 for meter in self.meters):
+            return None
+        return frozenset(meter.kind for meter in self.meters)
+
     async def start(self, addresses: Mapping[str, str], seconds: float) -> None:
         """Connect, and wait until each was tried once, at most `seconds`.
 
@@ -63,9 +70,16 @@ class DrafterPool:
         if link is not None:
             link.send(instruction)
 
+    def suspect(self, name: str) -> None:
+        """Use a drafter no more until its process is another one."""
+        link = self._links.get(name)
+        if link is not None:
+            link.suspect()
+
     def _add(self, name: str, address: str) -> None:
         meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
         meter.address = address
+        meter.suspect = False
         link = DrafterLink(meter, self._listener, self._target, probe_timeout=self._probe_timeout)
         self._links[name] = link
         self._tasks[name] = asyncio.create_task(link.run())

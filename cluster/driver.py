@@ -18,7 +18,7 @@ from cluster.dispatch import Dispatch
 from cluster.drafter_link import TargetVocabulary
 from cluster.drafter_pool import DrafterPool
 from cluster.generation import Generation
-from cluster.requests import RequestResolver
+from cluster.requests import RequestResolver, Speculation
 from cluster.target_link import StepTimeout, TargetDescription, TargetLink
 from cluster.text import TextCodec, TextStream
 from paceline.errors import OverloadedError, UnavailableError
@@ -31,7 +31,8 @@ class DriverOptions:
     """What a driver serves, and with which workers.
 
     `folder`: the checkpoint, of which the driver reads the tokenizer and the defaults.
-    `drafter_addresses`: by name. `wait_ms`: most that policy lockstep waits in a step.
+    `drafter_addresses`: by name. `speculation`: of requests that do not say. `wait_ms`: most that
+    policy lockstep waits in a step.
     `max_waiting`: requests beyond the running ones before callers are turned away.
     `drafter_timeout`: seconds in which a drafter must answer a question about itself.
     `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long
@@ -41,8 +42,7 @@ class DriverOptions:
     folder: Path
     target_addresses: tuple[str, ...]
     drafter_addresses: Mapping[str, str] = field(default_factory=dict)
-    policy: PolicyName = PolicyName.CHAIN
-    window: int = 8
+    speculation: Speculation = field(default_factory=Speculation)
     wait_ms: float = 1000.0
     max_num_seqs: int = 64
     max_step_tokens: int = 512
@@ -113,7 +113,13 @@ class Driver:
     async def submit(self, generate_input: GenerateInput, options: GenerateOptions) -> Generation:
         """Begin a request. Raises InvalidRequestError, OverloadedError or UnavailableError."""
         running, target = self._open_for_requests()
-        resolve = partial(running.resolver.resolve, generate_input, options, room=target.room)
+        resolve = partial(
+            running.resolver.resolve,
+            generate_input,
+            options,
+            room=target.room,
+            drafters=running.drafters.kinds,
+        )
         loop = asyncio.get_running_loop()
         resolved = await loop.run_in_executor(self._threads, resolve)
         self._open_for_requests()  # things may have changed meanwhile
@@ -128,9 +134,13 @@ class Driver:
             prompt_token_ids=resolved.prompt_token_ids,
             spec=resolved.spec,
             max_tokens=resolved.max_tokens,
-            policy=resolved.policy,
-            window=resolved.window,
+            policy=resolved.speculation.policy,
+            window=resolved.speculation.window,
             stop_scanner=text if resolved.stop else None,
+            stopping=resolved.speculation.stopping,
+            branches=resolved.speculation.branches,
+            drafter_kind=resolved.speculation.drafter,
+            tenant=resolved.tenant,
         )
         self._dispatch.admit(request, generation)
         return generation
@@ -150,8 +160,8 @@ class Driver:
             end_token_ids=checkpoint.end_token_ids,
             default_sampling=checkpoint.default_sampling,
             policies=tuple(policy.value for policy in PolicyName),
-            default_policy=self._options.policy.value,
-            default_window=self._options.window,
+            default_policy=self._options.speculation.policy.value,
+            default_window=self._options.speculation.window,
         )
 
     def stats(self) -> Stats:
@@ -187,13 +197,11 @@ class Driver:
             TargetVocabulary(checkpoint.name, digest),
             probe_timeout=options.drafter_timeout,
         )
-        self._dispatch.connect(target.send, drafters.send)
+        self._dispatch.connect(target.send, drafters.send, drafters.suspect)
         return _Running(
             codec=codec,
             checkpoint=checkpoint,
-            resolver=RequestResolver(
-                codec, checkpoint, policy=options.policy, window=options.window
-            ),
+            resolver=RequestResolver(codec, checkpoint, options.speculation),
             target=target,
             target_task=asyncio.create_task(target.run()),
             drafters=drafters,

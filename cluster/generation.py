@@ -34,6 +34,7 @@ class Generation:
     ) -> None:
         self.sequence_id = sequence_id
         self.request_id = request.request_id
+        self.rule = request.spec.rule
         self._text = text
         self._on_cancel = on_cancel
         self._events: asyncio.Queue[GenerateEvent | PacelineError] = asyncio.Queue()
@@ -100,5 +101,6 @@ def _finished(finish: Finish) -> Finished:
             acceptance_length=stats.output_tokens / stats.steps if stats.steps else 0.0,
             seconds=stats.seconds,
             ttft_seconds=stats.ttft_seconds or 0.0,
+            stopping_state=dict(stats.stopping_state),
         ),
     )

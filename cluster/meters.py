@@ -22,6 +22,8 @@ class WorkerMeter:
     passes: int = 0
     tokens: int = 0
     joins: int = 0
+    malformed: int = 0
+    suspect: bool = False
 
     def join(self, *, kind: str, pid: int) -> None:
         """It can be used from now on."""
@@ -42,6 +44,8 @@ class WorkerMeter:
             passes=self.passes,
             tokens=self.tokens,
             reconnects=max(0, self.joins - 1),
+            malformed=self.malformed,
+            suspect=self.suspect,
         )
 
 

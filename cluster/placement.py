@@ -1,8 +1,8 @@
 """Which worker gets which threads, cores and devices. Pure: nodes in, a plan out.
 
 The target and what works beside it form one placement group on one node; model drafters form
-another, spread over nodes where there are several. An n-gram drafter costs next to nothing: it
-sits beside the driver and reserves no core.
+another, spread over nodes where there are several. A drafter without a model costs next to nothing:
+it sits beside the driver and reserves no core.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.config_model import Config, DrafterConfig
+from cluster.fitting import DrafterKind
 from paceline.errors import UnavailableError
 
 Bundle = dict[str, float]
-WorkerKind = Literal["target", "model", "ngram"]
+WorkerKind = Literal["target"] | DrafterKind
 
 
 @dataclass(frozen=True, slots=True)

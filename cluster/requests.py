@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import secrets
 import uuid
 from collections.abc import Sequence
@@ -9,20 +10,36 @@ from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from cluster.decoding.policies import PolicyName
+from cluster.fitting import DRAFTER_KINDS, check_branches, check_deployed, check_rule_fits
 from cluster.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, GenerateOptions, Message
+from paceline.rules import Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.checkpoint import CheckpointInfo
+from workers.verification.rules import FACTS
 
 MAX_WINDOW = 64
 MAX_STOP_STRINGS = 16
 MAX_REQUEST_ID_LENGTH = 128
-RULES = ("coupled",)
+MAX_TENANT_LENGTH = 128
 
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
 
 ValueT = TypeVar("ValueT")
+NameT = TypeVar("NameT", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a request speculates. `drafter` is a kind; None: any that fits the rule."""
+
+    policy: PolicyName = PolicyName.CHAIN
+    window: int = 8
+    rule: Rule = Rule.COUPLED
+    branches: int = 1
+    stopping: Stopping = Stopping.FIXED
+    drafter: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,28 +51,33 @@ class ResolvedRequest:
     spec: SequenceSpec
     max_tokens: int
     stop: tuple[str, ...]
-    policy: PolicyName
-    window: int
+    speculation: Speculation
+    tenant: str
 
 
 class RequestResolver:
     """Checks requests against the checkpoint and fills in its defaults."""
 
-    def __init__(
-        self, codec: TextCodec, checkpoint: CheckpointInfo, *, policy: PolicyName, window: int
-    ) -> None:
+    def __init__(self, codec: TextCodec, checkpoint: CheckpointInfo, defaults: Speculation) -> None:
         self._codec = codec
         self._checkpoint = checkpoint
-        self._policy = policy
-        self._window = window
+        self._defaults = defaults
 
     def resolve(
-        self, generate_input: GenerateInput, options: GenerateOptions, *, room: int
+        self,
+        generate_input: GenerateInput,
+        options: GenerateOptions,
+        *,
+        room: int,
+        drafters: frozenset[str] | None = None,
     ) -> ResolvedRequest:
         """Raise InvalidRequestError naming the field, or return what is to be decoded.
 
-        `room`: most tokens that a sequence may have. Tokenises, so call it off the loop.
+        `room`: most tokens that a sequence may have. `drafters`: the kinds that are deployed, None
+        where that is not known. Tokenises, so call it off the loop.
         """
+        speculation = self._speculation(options)
+        _check_drafters(speculation, drafters)
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
         self._check_length(generate_input, room)
@@ -69,11 +91,12 @@ class RequestResolver:
                 seed=_seed(options.seed),
                 prompt_length=len(prompt_token_ids),
                 end_token_ids=tuple(dict.fromkeys((*ends, *stop_token_ids))),
+                rule=speculation.rule,
             ),
             max_tokens=_max_tokens(options, len(prompt_token_ids), room),
             stop=_stop(options.stop),
-            policy=self._policy_of(options),
-            window=_in_range("window", _given(options.window, self._window), 1, MAX_WINDOW),
+            speculation=speculation,
+            tenant=_text("tenant", options.tenant or "", MAX_TENANT_LENGTH),
         )
 
     def _sampling(self, options: GenerateOptions) -> SamplingParams:
@@ -118,32 +141,62 @@ class RequestResolver:
                 )
         return tuple(token_ids)
 
-    def _policy_of(self, options: GenerateOptions) -> PolicyName:
-        if options.rule is not None and options.rule not in RULES:
-            raise InvalidRequestError("rule", f"expected {RULES[0]}, got {options.rule!r}")
-        if options.policy is None:
-            return self._policy
-        return policy_named(options.policy)
+    def _speculation(self, options: GenerateOptions) -> Speculation:
+        defaults = self._defaults
+        rule = _named(Rule, "rule", options.rule, defaults.rule)
+        window = _in_range("window", _given(options.window, defaults.window), 1, MAX_WINDOW)
+        # What the caller left out gives way to what was asked for.
+        most = 1 if FACTS[rule].chain_only else window
+        branches = _given(options.branches, min(defaults.branches, most))
+        check_branches(rule, branches, window)
+        drafter = _given(options.drafter, defaults.drafter)
+        if drafter is not None and drafter not in DRAFTER_KINDS:
+            known = ", ".join(DRAFTER_KINDS)
+            raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
+        return Speculation(
+            policy=_named(PolicyName, "policy", options.policy, defaults.policy),
+            window=window,
+            rule=rule,
+            branches=branches,
+            stopping=_named(Stopping, "stopping", options.stopping, defaults.stopping),
+            drafter=drafter,
+        )
 
 
-def policy_named(name: str) -> PolicyName:
-    """The policy of that name. Raises InvalidRequestError."""
+def _check_drafters(speculation: Speculation, deployed: frozenset[str] | None) -> None:
+    """Raise InvalidRequestError where no drafter could draft what was asked for."""
+    if speculation.policy is PolicyName.OFF:
+        return
+    kinds = deployed
+    if speculation.drafter is not None:
+        kinds = frozenset({speculation.drafter})
+        if deployed is not None:
+            check_deployed(speculation.drafter, deployed)
+    if kinds is not None:
+        check_rule_fits(speculation.rule, kinds)
+
+
+def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:
+    """The member of an enum with that name. Raises InvalidRequestError."""
+    if name is None:
+        return default
     try:
-        return PolicyName(name)
+        return kind(name)
     except ValueError:
-        known = ", ".join(policy.value for policy in PolicyName)
-        raise InvalidRequestError("policy", f"expected one of {known}, got {name!r}") from None
+        known = ", ".join(one.value for one in kind)
+        raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
 
 
 def _request_id(request_id: str | None) -> str:
     if request_id is None:
         return uuid.uuid4().hex
-    if len(request_id) > MAX_REQUEST_ID_LENGTH:
-        raise InvalidRequestError(
-            "request_id",
-            f"expected at most {MAX_REQUEST_ID_LENGTH} characters, got {len(request_id)}",
-        )
-    return request_id
+    return _text("request_id", request_id, MAX_REQUEST_ID_LENGTH)
+
+
+def _text(field: str, text: str, longest: int) -> str:
+    if len(text) > longest:
+        raise InvalidRequestError(field, f"expected at most {longest} characters, got {len(text)}")
+    return text
 
 
 def _seed(seed: int | None) -> int:

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from cluster.decoding.events import Proposal, SequenceVerdict
-from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, RunStep, SendOutcome
-from paceline.convert import spec_to_wire
-from paceline.v1 import drafting_pb2, target_pb2
+import contextlib
+import math
+from collections.abc import Sequence
+
+from cluster.decoding.events import Proposal, SequenceVerdict, TopTokens
+from cluster.decoding.instructions import (
+    CloseDraft,
+    Grant,
+    OpenDraft,
+    RunStep,
+    SendOutcome,
+    Slice,
+)
+from paceline.convert import rule_from_wire, spec_to_wire, stopping_to_wire
+from paceline.errors import InvalidRequestError, ProtocolError
+from paceline.rules import Rule
+from paceline.v1 import drafting_pb2, target_pb2, types_pb2
+from workers.draft_probs_wire import distributions_from_wire, distributions_to_wire
+from workers.verification.candidates import CandidateTree
+from workers.verification.rules import check_proposal
 
 MAX_PROPOSED_TOKENS = 1024
+MAX_STOPPING_VALUES = 16
 
 DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 
@@ -15,29 +32,44 @@ DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 def step_to_wire(step: RunStep) -> target_pb2.StepRequest:
     """The message of a step."""
     request = target_pb2.StepRequest(
-        step=step.step,
-        close=step.close,
-        slices=[
-            target_pb2.Slice(
-                sequence_id=part.sequence_id,
-                start=part.start,
-                token_ids=part.token_ids,
-                window=part.window,
-                verdict=part.verdict,
-                new_blocks=part.new_blocks,
-            )
-            for part in step.slices
-        ],
+        step=step.step, close=step.close, slices=[_slice_to_wire(part) for part in step.slices]
     )
     for sequence_id, spec in step.open:
         request.open.add(sequence_id=sequence_id, spec=spec_to_wire(spec))
     return request
 
 
+def _slice_to_wire(part: Slice) -> target_pb2.Slice:
+    return target_pb2.Slice(
+        sequence_id=part.sequence_id,
+        start=part.start,
+        token_ids=part.token_ids,
+        window=part.window,
+        verdict=part.verdict,
+        new_blocks=part.new_blocks,
+        parents=part.parents,
+        kv_moves=[
+            target_pb2.KvMove(from_position=source, to_position=goal)
+            for source, goal in part.kv_moves
+        ],
+        distributions=distributions_to_wire(part.distributions),
+        multiplicities=part.multiplicities,
+        top_tokens=part.top_tokens,
+    )
+
+
 def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdict, ...]:
     """The verdicts of an answered step."""
     return tuple(
-        SequenceVerdict(verdict.sequence_id, verdict.num_accepted, verdict.token_id)
+        SequenceVerdict(
+            sequence_id=verdict.sequence_id,
+            num_accepted=verdict.num_accepted,
+            token_id=verdict.token_id,
+            accepted=tuple(verdict.accepted),
+            top_tokens=tuple(
+                TopTokens(top.token_id, tuple(top.top_ids)) for top in verdict.top_tokens
+            ),
+        )
         for verdict in response.verdicts
     )
 
@@ -50,6 +82,10 @@ def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
                 sequence_id=instruction.sequence_id,
                 position=instruction.position,
                 token_ids=instruction.token_ids,
+                top_tokens=[
+                    types_pb2.TopTokens(token_id=top.token_id, top_ids=top.top_ids)
+                    for top in instruction.top_tokens
+                ],
             )
             return drafting_pb2.DraftRequest(outcome=outcome)
         case Grant():
@@ -57,6 +93,10 @@ def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
                 sequence_id=instruction.sequence_id,
                 until_position=instruction.until_position,
                 branches=instruction.branches,
+                nodes=instruction.nodes,
+                tokens_per_ms=instruction.tokens_per_ms,
+                step_ms_per_candidate=instruction.step_ms_per_candidate,
+                drafting_is_free=instruction.drafting_is_free,
             )
             return drafting_pb2.DraftRequest(grant=grant)
         case OpenDraft():
@@ -64,6 +104,10 @@ def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
                 sequence_id=instruction.sequence_id,
                 spec=spec_to_wire(instruction.spec),
                 token_ids=instruction.token_ids,
+                drafting=drafting_pb2.DraftingParams(
+                    stopping=stopping_to_wire(instruction.stopping)
+                ),
+                tenant=instruction.tenant,
             )
             return drafting_pb2.DraftRequest(open=opened)
         case CloseDraft():
@@ -71,16 +115,45 @@ def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
             return drafting_pb2.DraftRequest(close=close)
 
 
-def proposals_from_wire(batch: drafting_pb2.ProposalBatch) -> tuple[Proposal, ...]:
-    """The proposals of a pass. Those with more tokens than the contract allows are left out."""
-    return tuple(
-        Proposal(
-            proposal.sequence_id,
-            proposal.base.length,
-            proposal.base.hash,
-            tuple(proposal.token_ids),
-            proposal.last,
-        )
-        for proposal in batch.proposals
-        if len(proposal.token_ids) <= MAX_PROPOSED_TOKENS
+def proposal_from_wire(message: drafting_pb2.Proposal, rule: Rule, *, vocab_size: int) -> Proposal:
+    """A proposal for a sequence under `rule`. Raises ProtocolError where it breaks the contract."""
+    token_ids = tuple(message.token_ids)
+    parents = tuple(message.parents) or tuple(range(len(token_ids)))
+    tree = CandidateTree(token_ids, parents, tuple(message.multiplicities))
+    draft_probs = distributions_from_wire(message.distributions)
+    check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED_TOKENS)
+    return Proposal(
+        sequence_id=message.sequence_id,
+        base_length=message.base.length,
+        base_hash=message.base.hash,
+        token_ids=token_ids,
+        last=message.last,
+        parents=tuple(message.parents),
+        multiplicities=tuple(message.multiplicities),
+        distributions={} if draft_probs is None else draft_probs.of_node,
+        stopping_state=_stopping_state(message),
     )
+
+
+def rules_from_wire(numbers: Sequence[int]) -> frozenset[Rule]:
+    """The rules that a drafter names, the coupled one where it names none.
+
+    Rules that this version does not know are left out.
+    """
+    if not numbers:
+        return frozenset({Rule.COUPLED})
+    rules = set()
+    for number in numbers:
+        with contextlib.suppress(InvalidRequestError):
+            rules.add(rule_from_wire(number))
+    return frozenset(rules)
+
+
+def _stopping_state(message: drafting_pb2.Proposal) -> dict[str, float]:
+    state = dict(message.stopping_state)
+    if len(state) > MAX_STOPPING_VALUES or not all(map(math.isfinite, state.values())):
+        raise ProtocolError(
+            f"expected at most {MAX_STOPPING_VALUES} finite numbers as the state of a stopping "
+            f"rule, got {len(state)}: name only what an operator can use"
+        )
+    return state

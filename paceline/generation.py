@@ -30,7 +30,8 @@ class GenerateOptions:
     """How to decode. What is None or empty is left to the server, which asks the checkpoint.
 
     Ranges are those of `SamplingParams` and of inference.proto, GenerateRequest. `policy` is "off",
-    "lockstep" or "chain"; `rule` is "coupled".
+    "lockstep" or "chain"; `rule` and `stopping` are the names of paceline.rules; `drafter` is
+    "model", "ngram" or "recycling". Requests of one `tenant` share what drafters learn from text.
     """
 
     temperature: float | None = None
@@ -50,6 +51,10 @@ class GenerateOptions:
     policy: str | None = None
     rule: str | None = None
     window: int | None = None
+    stopping: str | None = None
+    branches: int | None = None
+    drafter: str | None = None
+    tenant: str | None = None
     request_id: str | None = None
 
 
@@ -79,7 +84,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Counts of one request; durations are seconds from admission."""
+    """Counts of one request; durations are seconds from admission.
+
+    `stopping_state`: the last state of its stopping rule by name; empty for "fixed".
+    """
 
     steps: int
     drafted: int
@@ -87,6 +95,7 @@ class RequestStats:
     acceptance_length: float
     seconds: float
     ttft_seconds: float
+    stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +172,11 @@ class CompletionBuilder:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One worker since the driver began. `kind` is "target", "model" or "ngram"."""
+    """One worker since the driver began. `kind` is "target", "model", "ngram" or "recycling".
+
+    `malformed` counts proposals of a drafter that broke the contract; `suspect`: it sent so many
+    of them that it is not used until its process is started again.
+    """
 
     name: str
     kind: str
@@ -174,6 +187,8 @@ class WorkerStats:
     passes: int
     tokens: int
     reconnects: int
+    malformed: int = 0
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.convert import sampling_from_wire, sampling_to_wire
+from paceline.convert import (
+    rule_to_wire,
+    sampling_from_wire,
+    sampling_to_wire,
+    stopping_to_wire,
+)
 from paceline.errors import InternalError, InvalidRequestError
 from paceline.generation import (
     Chunk,
@@ -21,6 +26,7 @@ from paceline.generation import (
     Stats,
     WorkerStats,
 )
+from paceline.rules import Rule, Stopping
 from paceline.v1 import inference_pb2, types_pb2
 
 _SAMPLING_FIELDS = (
@@ -40,8 +46,10 @@ _POLICIES: dict[str, Any] = {
     "chain": inference_pb2.LOOKAHEAD_POLICY_CHAIN,
 }
 _POLICY_NAMES: dict[int, str] = {number: name for name, number in _POLICIES.items()}
-_RULES: dict[str, Any] = {"coupled": types_pb2.VERIFICATION_RULE_COUPLED}
+_RULES: dict[str, Any] = {rule.value: rule_to_wire(rule) for rule in Rule}
 _RULE_NAMES: dict[int, str] = {number: name for name, number in _RULES.items()}
+_STOPPINGS: dict[str, Any] = {one.value: stopping_to_wire(one) for one in Stopping}
+_STOPPING_NAMES: dict[int, str] = {number: name for name, number in _STOPPINGS.items()}
 _REASONS: dict[FinishReason, Any] = {
     "stop": inference_pb2.FINISH_REASON_STOP,
     "length": inference_pb2.FINISH_REASON_LENGTH,
@@ -67,7 +75,7 @@ def request_to_wire(
     for name in _SAMPLING_FIELDS:
         _set(request.sampling, name, getattr(options, name))
     _attempt("logit_bias", lambda: request.sampling.logit_bias.update(options.logit_bias))
-    for name in ("request_id", "seed", "max_tokens", "window"):
+    for name in ("request_id", "seed", "max_tokens", "window", "branches", "drafter", "tenant"):
         _set(request, name, getattr(options, name))
     if isinstance(options.stop, str):
         raise InvalidRequestError("stop", "expected a list of strings, got a string; put it in one")
@@ -77,6 +85,8 @@ def request_to_wire(
         request.policy = _look_up(_POLICIES, options.policy, "policy")
     if options.rule is not None:
         request.rule = _look_up(_RULES, options.rule, "rule")
+    if options.stopping is not None:
+        request.stopping = _look_up(_STOPPINGS, options.stopping, "stopping")
     return request
 
 
@@ -100,6 +110,10 @@ def request_from_wire(
         policy=_name_of(_POLICY_NAMES, request.policy, "policy"),
         rule=_name_of(_RULE_NAMES, request.rule, "rule"),
         window=given(request, "window"),
+        stopping=_name_of(_STOPPING_NAMES, request.stopping, "stopping"),
+        branches=given(request, "branches"),
+        drafter=request.drafter or None,
+        tenant=request.tenant or None,
         request_id=request.request_id or None,
     )
     return _input_from_wire(request), options
@@ -132,6 +146,7 @@ def event_to_wire(event: GenerateEvent) -> inference_pb2.GenerateResponse:
                 acceptance_length=event.stats.acceptance_length,
                 seconds=event.stats.seconds,
                 ttft_seconds=event.stats.ttft_seconds,
+                stopping_state=event.stats.stopping_state,
             )
             finished = inference_pb2.Finished(reason=_REASONS[event.reason], stats=stats)
             return inference_pb2.GenerateResponse(finished=finished)
@@ -163,6 +178,7 @@ def event_from_wire(response: inference_pb2.GenerateResponse) -> GenerateEvent:
                     acceptance_length=stats.acceptance_length,
                     seconds=stats.seconds,
                     ttft_seconds=stats.ttft_seconds,
+                    stopping_state=dict(stats.stopping_state),
                 ),
             )
         case other:

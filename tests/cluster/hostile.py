@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,20 +23,25 @@ from workers.server import RunningServer, start_server
 
 
 class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
-    """Answers each message with garbage, among it well-formed proposals of wrong tokens."""
+    """Answers each message with garbage: well-formed proposals of wrong tokens and wrong bases."""
 
     def __init__(self) -> None:
         self.random = random.Random(1)
         self.told = 0
+        self.streams = 0
+        self.pid = 1
 
     async def DescribeDrafter(
         self, request: drafting_pb2.DescribeDrafterRequest, context: Any
     ) -> drafting_pb2.DescribeDrafterResponse:
-        return drafting_pb2.DescribeDrafterResponse(kind="ngram", max_position=1 << 30, pid=1)
+        return drafting_pb2.DescribeDrafterResponse(
+            kind="ngram", max_position=1 << 30, pid=self.pid
+        )
 
     async def Draft(
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: Any
     ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+        self.streams += 1
         tokens: dict[int, list[int]] = {}
         async for request in request_iterator:
             self.told += 1
@@ -58,19 +64,48 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
                 )
 
     def _lie(self, sequence_id: int, known: list[int]) -> drafting_pb2.Proposal:
-        kind = self.random.randrange(6)
+        kind = self.random.randrange(5)
         right_base = types_pb2.Base(length=len(known), hash=hash_prefix(known))
         wrong_base = types_pb2.Base(
             length=self.random.getrandbits(32), hash=self.random.getrandbits(64)
         )
-        small = [self.random.randrange(384) for _ in range(4)]
-        huge = [self.random.getrandbits(32) for _ in range(4)]
+        small = self.random.sample(range(384), 4)
         return drafting_pb2.Proposal(
             sequence_id=self.random.getrandbits(60) if kind == 0 else sequence_id,
             base=wrong_base if kind == 1 else right_base,
-            token_ids=(small, small, huge, [], small * 1000, small)[kind],
+            token_ids=[] if kind == 2 else small,
+            parents=[0, 0, 1, 2] if kind == 3 else [],
             last=self.random.random() < 0.3,
         )
+
+
+BREACHES: dict[str, dict[str, Any]] = {
+    "ids out of range": {"token_ids": [5, 384]},
+    "huge ids": {"token_ids": [1 << 31]},
+    "parents out of order": {"token_ids": [5, 6], "parents": [2, 0]},
+    "too few parents": {"token_ids": [5, 6], "parents": [0]},
+    "too many tokens": {"token_ids": [5] * 1025},
+    "equal siblings": {"token_ids": [5, 5], "parents": [0, 0]},
+    "paths where there are none": {"token_ids": [5], "multiplicities": [2]},
+    "no number": {"token_ids": [5], "stopping_state": {"entropy": math.nan}},
+    "a node twice": {
+        "token_ids": [5],
+        "distributions": 2 * [types_pb2.DraftDistribution(token_ids=[5], probabilities=[1.0])],
+    },
+}
+"""Proposals that break the contract under the coupled rule."""
+
+
+class MalformedDrafter(LyingDrafter):
+    """Answers each message with a proposal that breaks the contract in one way."""
+
+    def __init__(self, breach: str) -> None:
+        super().__init__()
+        self.breach = BREACHES[breach]
+
+    def _lie(self, sequence_id: int, known: list[int]) -> drafting_pb2.Proposal:
+        base = types_pb2.Base(length=len(known), hash=hash_prefix(known))
+        return drafting_pb2.Proposal(sequence_id=sequence_id, base=base, **self.breach)
 
 
 class HungDrafter(LyingDrafter):

@@ -57,9 +57,11 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         kind = "ngram"
         [speculation]
         policy = "lockstep"
-        verification = "coupled"
+        verification = "kseq"
         window = 4
-        stopping = "fixed"
+        branches = 2
+        stopping = "cost"
+        drafter = "model"
         wait_ms = 20
         [server]
         host = "0.0.0.0"
@@ -98,15 +100,32 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
             "not in this version; available: off, lockstep, chain",
         ),
         ("[speculation]\npolicy = 'chian'", "got 'chian'; did you mean chain?"),
-        ("[speculation]\nverification = 'kseq'", "not in this version; available: coupled"),
-        ("[speculation]\nstopping = 'cost'", "not in this version; available: fixed"),
+        ("[speculation]\nverification = 'ksek'", "got 'ksek'; did you mean kseq?"),
+        ("[speculation]\nstopping = 'costs'", "got 'costs'; did you mean cost?"),
+        ("[speculation]\nbranches = 9", "speculation.branches: expected at most 8, got 9"),
+        ("[speculation]\nbranches = 4\nwindow = 2", "speculation.branches: expected at most the"),
+        (
+            "[speculation]\nverification = 'rejection'\nbranches = 2",
+            "speculation.branches: expected 1 for the rule 'rejection'",
+        ),
+        ("[speculation]\ndrafter = 'ngram'", "speculation.drafter: no drafter of the kind 'ngram'"),
+        (
+            "[speculation]\nverification = 'kseq'\n[[drafters]]\nkind = 'ngram'",
+            "speculation.verification: the rule 'kseq' is exact for independent paths or sampled "
+            "chain candidates and needs draft probabilities, but the drafter 'ngram' gives",
+        ),
+        (
+            "[speculation]\nverification = 'one-hot'",
+            "speculation.verification: the rule 'one-hot' is exact for",
+        ),
         ("[speculation]\nwindow = '8'", "speculation.window: expected a whole number, got '8'"),
         ("[speculation]\nwindow = 65", "speculation.window: expected at most 64, got 65"),
         ("[speculation]\nwait_ms = nan", "speculation.wait_ms: expected"),
         (
-            "[[drafters]]\nkind = 'recycling'",
-            "drafters[0].kind: 'recycling' is not in this version",
+            "[[drafters]]\nkind = 'suffix'",
+            "drafters[0].kind: 'suffix' is not in this version",
         ),
+        ("[[drafters]]\nkind = 'recycling'\nmodel = 'x'", 'of kind "recycling" has no model'),
         ("[[drafters]]\nkind = 'ngram'\nmodel = 'x'", 'of kind "ngram" has no model'),
         ("[[drafters]]\ncount = 0", "drafters[0].count: expected at least 1, got 0"),
         ("[server]\ngrpc_port = 70000", "server.grpc_port: expected at most 65535, got 70000"),
@@ -117,6 +136,18 @@ def test_a_mistake_in_the_file(tmp_path: Path, text: str, complaint: str) -> Non
     message = complaint_of(tmp_path, text)
     assert message.startswith("paceline.toml: ")
     assert complaint in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "drafters = []\n[speculation]\nverification = 'kseq'",
+        "[speculation]\nverification = 'one-hot'\npolicy = 'off'",
+        "[speculation]\nverification = 'one-hot'\n[[drafters]]\n[[drafters]]\nkind = 'recycling'",
+    ],
+)
+def test_a_rule_that_nothing_speaks_against(tmp_path: Path, text: str) -> None:
+    config_of(tmp_path, text)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

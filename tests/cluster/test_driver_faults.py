@@ -17,10 +17,12 @@ from paceline import Chunk, Completion, GenerateOptions, UnavailableError
 from paceline.errors import OverloadedError, VocabularyMismatchError, WorkerLostError
 from paceline.generation import CompletionBuilder
 from tests.cluster.hostile import (
+    BREACHES,
     HungDrafter,
     HungTarget,
     LyingDrafter,
     LyingTarget,
+    MalformedDrafter,
     serve_false_target,
     serve_lying_drafter,
 )
@@ -182,6 +184,38 @@ async def test_a_lying_drafter_alters_nothing(checkpoints: Checkpoints) -> None:
             assert liar.told > 100
             assert system.driver.scheduler.totals.dropped_proposals > 0
             assert "liar" in system.connected()
+            assert system.driver.stats().workers[1].malformed == 0
+            await system.settle()
+        finally:
+            await server.stop()
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+async def test_malformed_proposals_make_a_drafter_suspect(
+    checkpoints: Checkpoints, breach: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After three it is used no more, until another process answers; the text stays right."""
+    async with running_system(checkpoints, wait_ms=20.0, drafter_timeout=0.2) as system:
+        plain = await _plain(system)
+        hostile = MalformedDrafter(breach)
+        server = await serve_lying_drafter(hostile)
+        try:
+            await system.driver.set_drafters({"bad": server.address})
+            await eventually(lambda: "bad" in system.connected())
+            for policy in ("chain", "lockstep"):
+                answer = await system.client.generate(PROMPT, replace(OPTIONS, policy=policy))
+                assert answer.token_ids == plain.token_ids
+                assert answer.stats.drafted == 0
+            await eventually(lambda: system.driver.stats().workers[1].suspect)
+            worker = (await system.client.stats()).workers[1]
+            assert (worker.connected, worker.suspect, worker.malformed >= 3) == (False, True, True)
+            await asyncio.sleep(0.5)
+            assert hostile.streams == 1
+            lines = [r.getMessage() for r in caplog.records if "is suspect" in r.getMessage()]
+            assert len(lines) == 1
+            hostile.pid = 2
+            await eventually(lambda: "bad" in system.connected())
+            assert not system.driver.stats().workers[1].suspect
             await system.settle()
         finally:
             await server.stop()

@@ -9,6 +9,7 @@ from cluster.placement import Node, plan_placement
 from paceline.errors import UnavailableError
 
 NGRAM = DrafterConfig(kind="ngram")
+RECYCLING = DrafterConfig(kind="recycling")
 MODEL = DrafterConfig(model="demo-draft")
 
 
@@ -24,7 +25,7 @@ def threads_of(config: Config, *nodes: Node, enforce: bool = True) -> list[int]:
 
 def test_without_a_model_drafter_the_target_has_all_cores() -> None:
     assert threads_of(config_of(), Node("n", 4)) == [4]
-    assert threads_of(config_of(NGRAM), Node("n", 4)) == [4, 1]
+    assert threads_of(config_of(NGRAM, RECYCLING), Node("n", 4)) == [4, 1, 1]
 
 
 def test_model_drafters_share_the_cores_with_the_target() -> None:
@@ -44,7 +45,7 @@ def test_on_two_nodes_the_drafters_do_not_cost_the_target_its_cores() -> None:
 
 
 def test_the_driver_and_ngrams_sit_beside_the_target_and_model_drafters_apart() -> None:
-    plan = plan_placement(config_of(NGRAM, MODEL, MODEL), [Node("n", 6)])
+    plan = plan_placement(config_of(RECYCLING, MODEL, MODEL), [Node("n", 6)])
     assert [worker.name for worker in plan.workers] == [
         "shard-0",
         "drafter-0",

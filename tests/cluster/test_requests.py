@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from cluster.decoding.policies import PolicyName
-from cluster.requests import RequestResolver
+from cluster.requests import RequestResolver, Speculation
 from cluster.text import TextCodec
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
 from paceline.inference_wire import request_from_wire, request_to_wire
+from paceline.rules import Rule, Stopping
 from paceline.v1 import inference_pb2
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.checkpoint import inspect_checkpoint
@@ -31,9 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def resolver(folder: Path) -> RequestResolver:
-    return RequestResolver(
-        TextCodec(folder), inspect_checkpoint(folder), policy=PolicyName.CHAIN, window=6
-    )
+    return RequestResolver(TextCodec(folder), inspect_checkpoint(folder), Speculation(window=6))
 
 
 BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
@@ -55,6 +54,12 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("stop_token_ids", {"stop_token_ids": [384]}),
     ("window", {"window": 0}),
     ("window", {"window": 65}),
+    ("branches", {"branches": 0}),
+    ("branches", {"branches": 9}),
+    ("branches", {"branches": 3, "window": 2}),
+    ("branches", {"branches": 2, "rule": "rejection"}),
+    ("drafter", {"drafter": "oracle"}),
+    ("tenant", {"tenant": "x" * 129}),
     ("request_id", {"request_id": "x" * 129}),
 ]
 BAD_INPUTS: list[tuple[str, GenerateInput]] = [
@@ -116,6 +121,10 @@ UNSENDABLE: list[tuple[str, Callable[[], object]]] = [
         "logit_bias": {-1: 1.0},
         "policy": "sideways",
         "rule": "dice",
+        "stopping": "never",
+        "branches": -1,
+        "drafter": 3,
+        "tenant": 3,
     }.items()
 ]
 
@@ -133,6 +142,7 @@ def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any])
         ("input", inference_pb2.GenerateRequest()),
         ("policy", inference_pb2.GenerateRequest(prompt="x", policy=7)),  # type: ignore[arg-type]
         ("rule", inference_pb2.GenerateRequest(prompt="x", rule=9)),  # type: ignore[arg-type]
+        ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=9)),  # type: ignore[arg-type]
     ],
 )
 def test_what_other_clients_may_send(field: str, message: inference_pb2.GenerateRequest) -> None:
@@ -147,7 +157,9 @@ def test_defaults_are_the_checkpoint_s(resolver: RequestResolver) -> None:
     assert resolved.spec.end_token_ids == (2, 0)
     assert resolved.spec.prompt_length == len(resolved.prompt_token_ids)
     assert resolved.max_tokens == ROOM - len(resolved.prompt_token_ids)
-    assert (resolved.policy, resolved.window) == (PolicyName.CHAIN, 6)
+    assert resolved.speculation == Speculation(window=6)
+    assert resolved.spec.rule is Rule.COUPLED
+    assert resolved.tenant == ""
     assert resolved.request_id
     other = resolver.resolve("hello", GenerateOptions(), room=ROOM)
     assert (other.spec.seed, other.request_id) != (resolved.spec.seed, resolved.request_id)
@@ -163,8 +175,12 @@ def test_what_is_set_wins(resolver: RequestResolver) -> None:
         stop=["END"],
         stop_token_ids=[9, 2],
         policy="off",
-        rule="coupled",
+        rule="kseq",
         window=64,
+        stopping="cost",
+        branches=4,
+        drafter="model",
+        tenant="ours",
         request_id="mine",
     )
     resolved = resolver.resolve(*_through_the_wire([5, 6], options), room=ROOM)
@@ -175,7 +191,64 @@ def test_what_is_set_wins(resolver: RequestResolver) -> None:
     assert resolved.spec.end_token_ids == (2, 0, 9)
     assert resolved.prompt_token_ids == (5, 6)
     assert resolved.max_tokens == ROOM - 2
-    assert (resolved.stop, resolved.window) == (("END",), 64)
-    assert (resolved.policy, resolved.request_id) == (PolicyName.OFF, "mine")
+    assert resolved.speculation == Speculation(
+        PolicyName.OFF, 64, Rule.KSEQ, 4, Stopping.COST, "model"
+    )
+    assert resolved.spec.rule is Rule.KSEQ
+    assert (resolved.stop, resolved.tenant, resolved.request_id) == (("END",), "ours", "mine")
     ignoring = resolver.resolve([5], replace(options, ignore_eos=True), room=ROOM)
     assert ignoring.spec.end_token_ids == (9, 2)
+
+
+def test_a_default_gives_way_to_what_was_asked_for(folder: Path) -> None:
+    resolver = RequestResolver(
+        TextCodec(folder), inspect_checkpoint(folder), Speculation(branches=4, window=8)
+    )
+    for options, branches in (
+        (GenerateOptions(), 4),
+        (GenerateOptions(window=2), 2),
+        (GenerateOptions(rule="rejection"), 1),
+    ):
+        resolved = resolver.resolve("hello", options, room=ROOM)
+        assert resolved.speculation.branches == branches
+
+
+FITTING = [
+    ("coupled", {"model", "ngram", "recycling"}),
+    ("one-hot", {"ngram", "recycling"}),
+    *((rule, {"model"}) for rule in ("rejection", "kseq", "recursive", "mcsd")),
+]
+
+
+@pytest.mark.parametrize(("rule", "fitting"), FITTING)
+def test_rules_and_drafters_that_fit(
+    resolver: RequestResolver, rule: str, fitting: set[str]
+) -> None:
+    kinds = frozenset({"model", "ngram", "recycling"})
+
+    def resolve(deployed: frozenset[str] | None, **options: Any) -> None:
+        resolver.resolve("hi", GenerateOptions(rule=rule, **options), room=ROOM, drafters=deployed)
+
+    for kind in kinds:
+        for deployed, options in (({kind}, {}), (kinds, {"drafter": kind})):
+            if kind in fitting:
+                resolve(frozenset(deployed), **options)
+                continue
+            with pytest.raises(InvalidRequestError) as caught:
+                resolve(frozenset(deployed), **options)
+            assert caught.value.field == "rule"
+            assert repr(rule) in str(caught.value)
+            assert repr(kind) in str(caught.value)
+            resolve(frozenset(deployed), policy="off", **options)
+    resolve(kinds)
+    resolve(None)
+    resolve(frozenset())
+
+
+def test_a_kind_that_is_not_deployed(resolver: RequestResolver) -> None:
+    options = GenerateOptions(drafter="recycling")
+    with pytest.raises(InvalidRequestError, match="'recycling' is deployed") as caught:
+        resolver.resolve("hi", options, room=ROOM, drafters=frozenset({"model", "ngram"}))
+    assert caught.value.field == "drafter"
+    assert "model, ngram" in str(caught.value)
+    resolver.resolve("hi", options, room=ROOM, drafters=None)

@@ -1,0 +1,76 @@
+"""Which rule fits which drafter: asked of a configuration at the start, and of each request."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal, get_args
+
+from paceline.errors import InvalidRequestError
+from paceline.rules import Rule
+from workers.verification.rules import FACTS, CandidateKind
+
+DrafterKind = Literal["model", "ngram", "recycling"]
+DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
+MAX_BRANCHES = 8
+
+_DRAWN_BY_A_MODEL = {
+    Rule.REJECTION: CandidateKind.SAMPLED_CHAIN,
+    Rule.KSEQ: CandidateKind.INDEPENDENT_PATHS,
+    Rule.RECURSIVE: CandidateKind.WITHOUT_REPLACEMENT,
+    Rule.MCSD: CandidateKind.WITH_REPLACEMENT,
+}
+
+
+def candidate_kind(rule: Rule, drafter: str) -> CandidateKind:
+    """What a drafter of that kind drafts for a rule: a model as the rule asks where it can."""
+    if drafter != "model":
+        return CandidateKind.DETERMINISTIC
+    return _DRAWN_BY_A_MODEL.get(rule, CandidateKind.SHARED_NOISE)
+
+
+def check_rule_fits(rule: Rule, drafters: Collection[str]) -> None:
+    """Raise InvalidRequestError, naming rule and drafters, where no kind of them fits the rule.
+
+    Without drafters nothing is drafted, which fits every rule.
+    """
+    kinds = {drafter: candidate_kind(rule, drafter) for drafter in sorted(drafters)}
+    fitting = FACTS[rule].candidates
+    if not kinds or fitting & set(kinds.values()):
+        return
+    expected = " or ".join(sorted(kind.value for kind in fitting))
+    given = " and ".join(f"{drafter!r} gives {kind.value}" for drafter, kind in kinds.items())
+    probs = " and needs draft probabilities" if FACTS[rule].needs_draft_probs else ""
+    raise InvalidRequestError(
+        "rule",
+        f"the rule {rule.value!r} is exact for {expected} candidates{probs}, but the drafter "
+        f"{given} ones: choose another rule, or a drafter that fits",
+    )
+
+
+def check_deployed(wanted: str, deployed: Collection[str]) -> None:
+    """Raise InvalidRequestError where no drafter of the kind is deployed."""
+    if wanted not in deployed:
+        there = ", ".join(sorted(deployed)) or "none"
+        raise InvalidRequestError(
+            "drafter",
+            f"no drafter of the kind {wanted!r} is deployed (there are: {there}); choose another, "
+            "or add one to the configuration",
+        )
+
+
+def check_branches(rule: Rule, branches: int, window: int) -> None:
+    """Raise InvalidRequestError unless the rule takes so many candidates a position."""
+    if not 1 <= branches <= MAX_BRANCHES:
+        raise InvalidRequestError("branches", f"expected 1 to {MAX_BRANCHES}, got {branches}")
+    if branches > 1 and FACTS[rule].chain_only:
+        raise InvalidRequestError(
+            "branches",
+            f"expected 1 for the rule {rule.value!r}, which takes chains alone, got {branches}; "
+            "choose another rule for trees",
+        )
+    if branches > window:
+        raise InvalidRequestError(
+            "branches",
+            f"expected at most the window, which is {window} candidates, got {branches}; "
+            "widen the window",
+        )
