@@ -170,9 +170,13 @@ class Dispatch:
                 self.scheduler.totals.dropped_proposals += 1  # it crossed the end of its sequence
                 continue
             try:
-                proposals.append(
-                    proposal_from_wire(message, generation.rule, vocab_size=self.target.vocab_size)
+                proposal = proposal_from_wire(
+                    message,
+                    generation.speculation.rule,
+                    branches=generation.speculation.branches,
+                    vocab_size=self.target.vocab_size,
                 )
+                proposals.append(proposal)
             except ProtocolError as error:
                 malformed += 1
                 _log.info("a proposal of %s is dropped: %s", name, error)

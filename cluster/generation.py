@@ -34,7 +34,7 @@ class Generation:
     ) -> None:
         self.sequence_id = sequence_id
         self.request_id = request.request_id
-        self.rule = request.spec.rule
+        self.speculation = request.speculation
         self._text = text
         self._on_cancel = on_cancel
         self._events: asyncio.Queue[GenerateEvent | PacelineError] = asyncio.Queue()

@@ -115,13 +115,24 @@ def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
             return drafting_pb2.DraftRequest(close=close)
 
 
-def proposal_from_wire(message: drafting_pb2.Proposal, rule: Rule, *, vocab_size: int) -> Proposal:
-    """A proposal for a sequence under `rule`. Raises ProtocolError where it breaks the contract."""
+def proposal_from_wire(
+    message: drafting_pb2.Proposal, rule: Rule, *, branches: int, vocab_size: int
+) -> Proposal:
+    """A proposal for a sequence under `rule`, with so many `branches` granted.
+
+    Raises ProtocolError where it breaks the contract.
+    """
     token_ids = tuple(message.token_ids)
     parents = tuple(message.parents) or tuple(range(len(token_ids)))
     tree = CandidateTree(token_ids, parents, tuple(message.multiplicities))
     draft_probs = distributions_from_wire(message.distributions)
     check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED_TOKENS)
+    widest = max(len(tree.copies(node)) for node in range(len(tree) + 1))
+    if widest > branches:
+        raise ProtocolError(
+            f"expected at most {branches} candidates a position, as granted, got {widest}: "
+            "count the paths of k-SEQ, else the children of a node"
+        )
     return Proposal(
         sequence_id=message.sequence_id,
         base_length=message.base.length,

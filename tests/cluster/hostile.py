@@ -64,7 +64,7 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
                 )
 
     def _lie(self, sequence_id: int, known: list[int]) -> drafting_pb2.Proposal:
-        kind = self.random.randrange(5)
+        kind = self.random.randrange(4)
         right_base = types_pb2.Base(length=len(known), hash=hash_prefix(known))
         wrong_base = types_pb2.Base(
             length=self.random.getrandbits(32), hash=self.random.getrandbits(64)
@@ -74,7 +74,6 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
             sequence_id=self.random.getrandbits(60) if kind == 0 else sequence_id,
             base=wrong_base if kind == 1 else right_base,
             token_ids=[] if kind == 2 else small,
-            parents=[0, 0, 1, 2] if kind == 3 else [],
             last=self.random.random() < 0.3,
         )
 
@@ -85,6 +84,7 @@ BREACHES: dict[str, dict[str, Any]] = {
     "parents out of order": {"token_ids": [5, 6], "parents": [2, 0]},
     "too few parents": {"token_ids": [5, 6], "parents": [0]},
     "too many tokens": {"token_ids": [5] * 1025},
+    "a tree where a chain is granted": {"token_ids": [5, 6], "parents": [0, 0]},
     "equal siblings": {"token_ids": [5, 5], "parents": [0, 0]},
     "paths where there are none": {"token_ids": [5], "multiplicities": [2]},
     "no number": {"token_ids": [5], "stopping_state": {"entropy": math.nan}},
