@@ -31,6 +31,7 @@ from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.model import ModelProposer
 from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
+from workers.drafting.recycling import RecyclingProposer
 from workers.drafting.wire import apply_request, to_responses
 from workers.engine.linears import WeightForm
 from workers.loading import load_engine
@@ -38,7 +39,7 @@ from workers.server import RunningServer, start_server, status_code
 from workers.standalone import parse_cores, parse_weights, run_standalone
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
-DrafterKind = Literal["model", "ngram"]
+DrafterKind = Literal["model", "ngram", "recycling"]
 QUIET_SECONDS = 0.0001
 QUIET_SECONDS_OF_MANY = 0.0003
 """After a message, the next one is waited for so long before a pass begins. gRPC hands messages
@@ -226,6 +227,8 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
 async def _make_proposer(options: DrafterOptions) -> Proposer:
     if options.kind == "ngram":
         return NgramProposer()
+    if options.kind == "recycling":
+        return RecyclingProposer()
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
     engine = await load_engine(

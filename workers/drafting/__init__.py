@@ -2,7 +2,8 @@
 
 tree.py       one sequence: committed tokens, drafted nodes, grant
 proposer.py   the interface of a kind
-model.py, ngram.py   the kinds
+model.py, ngram.py, recycling.py   the kinds
+branches.py   several guesses as one tree
 stopping.py   when to draft no further
 desk.py       the open sequences of all streams, and passes over them
 excerpt.py    what of a tree a proposal shows

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle, islice
 
 from paceline.rules import Rule
+from workers.drafting.branches import merge_branches
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.tree import DraftTree, Kept, NewNodes
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 
 MAX_SUFFIX = 4
 MAX_PROPOSED = 1024
+MAX_REMEMBERED = 16
+"""Of the places where a run occurred, so many are remembered, the newest."""
 ANY_POSITION = (1 << 32) - 1
 
 
 class NgramProposer:
-    """Copies: the suffix of a sequence (at most 4 tokens, the longest that occurred) is looked up
-    in the committed tokens, newest occurrence first, and what followed it is proposed up to the
-    grant.
+    """Copies: the suffix of a text (at most 4 tokens, the longest that occurred) is looked up in
+    the committed tokens, newest occurrence first, and what followed it is proposed up to the grant.
+
+    As a tree: what followed other occurrences, and those of shorter suffixes, are further branches.
     """
 
     def __init__(self) -> None:
@@ -41,7 +46,9 @@ class NgramProposer:
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees))
         for tree in trees:
-            result.drafts.append(_lookup(tree, self._indices[tree]))
+            forked = tree.grant.branches > 1 or not tree.is_chain
+            draft = _copy_branches if forked else _copy_chain
+            result.drafts.append(draft(tree, self._indices[tree]))
         return result
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
@@ -49,14 +56,14 @@ class NgramProposer:
 
 
 class _SuffixIndex:
-    """Where each run of 1 to 4 committed tokens was last followed by something.
+    """Where each run of 1 to 4 committed tokens was followed by something.
 
-    Maps the run to the position of what followed. Run-ahead is not indexed, so nothing is ever
-    taken back.
+    Maps the run to the positions of what followed, the newest last. Run-ahead is not indexed, so
+    nothing is ever taken back.
     """
 
     def __init__(self) -> None:
-        self._followers: dict[tuple[int, ...], int] = {}
+        self._followers: dict[tuple[int, ...], list[int]] = {}
         self._num_indexed = 0
 
     def grow(self, tree: DraftTree) -> None:
@@ -64,29 +71,46 @@ class _SuffixIndex:
         token_ids = tree.committed
         for position in range(self._num_indexed, tree.num_committed):
             for length in range(1, min(MAX_SUFFIX, position) + 1):
-                self._followers[tuple(token_ids[position - length : position])] = position
+                run = tuple(token_ids[position - length : position])
+                positions = self._followers.setdefault(run, [])
+                positions.append(position)
+                del positions[:-MAX_REMEMBERED]
         self._num_indexed = tree.num_committed
 
-    def follower(self, suffix: Sequence[int]) -> int | None:
-        """The position of what followed the longest known end of `suffix`, most recently."""
+    def followers(self, suffix: Sequence[int]) -> Iterator[int]:
+        """The positions of what followed the ends of `suffix`: the longest first, then the newest.
+
+        A position comes again where a shorter end matches there too.
+        """
         for first in range(len(suffix)):
-            position = self._followers.get(tuple(suffix[first:]))
-            if position is not None:
-                return position
-        return None
+            yield from reversed(self._followers.get(tuple(suffix[first:]), ()))
 
 
-def _lookup(tree: DraftTree, index: _SuffixIndex) -> Draft:
-    if tree.chain_room == 0:
-        return Draft(tree, NewNodes(), grant_used=True)
+def _copy_chain(tree: DraftTree, index: _SuffixIndex) -> Draft:
     text = tree.prefix(tree.end)
-    position = index.follower(text[-MAX_SUFFIX:])
+    position = next(index.followers(text[-MAX_SUFFIX:]), None)
     if position is None:
         return Draft(tree, NewNodes(), last=True)
-    # The copy may run into what it has just written: a loop in the text goes on as a loop.
-    length = len(text)
-    for source in range(position, position + min(tree.chain_room, MAX_PROPOSED)):
-        text.append(text[source])
-        if text[-1] in tree.spec.end_token_ids:
+    return Draft(tree, NewNodes(_copy(tree, text, position, tree.chain_room)))
+
+
+def _copy_branches(tree: DraftTree, index: _SuffixIndex) -> Draft:
+    text, room = tree.committed, min(tree.room(ROOT), tree.nodes_left)
+    positions = dict.fromkeys(index.followers(text[-MAX_SUFFIX:]))
+    paths = (_copy(tree, text, position, room) for position in positions)
+    nodes = merge_branches(paths, branches=tree.grant.branches, max_nodes=tree.nodes_left)
+    new = tree.unknown_part(*nodes)
+    return Draft(tree, new, last=not positions, grant_used=True)
+
+
+def _copy(tree: DraftTree, text: Sequence[int], position: int, count: int) -> list[int]:
+    """At most `count` tokens from `position` on, up to an end token.
+
+    The copy may run into what it has just written: a loop in the text goes on as a loop.
+    """
+    copied: list[int] = []
+    for token_id in islice(cycle(text[position:]), min(count, MAX_PROPOSED)):
+        copied.append(token_id)
+        if token_id in tree.spec.end_token_ids:
             break
-    return Draft(tree, NewNodes(text[length:]))
+    return copied

@@ -1,0 +1,153 @@
+"""Token Recycling: rows are learned, shared within a tenant, kept, and drafted from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.sampling import SamplingParams, SequenceSpec
+from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
+from workers.drafting.proposer import TopTokens
+from workers.drafting.recycling import (
+    MAX_TABLES,
+    MAX_TREE_NODES,
+    RANK_WORTH,
+    RecyclingProposer,
+    template,
+)
+from workers.drafting.tree import Grant
+from workers.verification.candidates import CandidateTree
+
+SPEC = SequenceSpec(SamplingParams(), seed=0, prompt_length=1, end_token_ids=(99,))
+
+
+def rows(table: dict[int, Sequence[int]]) -> list[TopTokens]:
+    return [TopTokens(token_id, tuple(top_ids)) for token_id, top_ids in table.items()]
+
+
+@pytest.fixture
+def desk() -> DraftingDesk:
+    return DraftingDesk(RecyclingProposer(), max_sequences=100)
+
+
+@pytest.fixture
+def session(desk: DraftingDesk) -> DraftingSession:
+    return desk.open_session()
+
+
+def draft(desk: DraftingDesk, session: DraftingSession, grant: Grant) -> Proposal:
+    """What sequence 1 gets for a grant."""
+    session.grant(1, grant)
+    (news,) = desk.run_pass()
+    desk.check_integrity()
+    assert not desk.has_work
+    (proposal,) = news.proposals
+    assert proposal.last
+    return proposal
+
+
+def test_the_first_of_each_row_makes_a_chain(desk: DraftingDesk, session: DraftingSession) -> None:
+    session.open(1, SPEC, [5])
+    assert draft(desk, session, Grant(9)).token_ids == ()
+    session.outcome(1, 1, [6], rows({5: [6, 7], 6: [8, 5], 8: [6, 1]}))
+    proposal = draft(desk, session, Grant(7))
+    assert (proposal.token_ids, proposal.parents) == ((8, 6, 8, 6, 8), ())
+    # The last row counts, and an end token ends.
+    session.outcome(1, 2, [7], rows({6: [99, 8], 7: [6]}))
+    assert draft(desk, session, Grant(9)).token_ids == (6, 99)
+
+
+def test_a_tree_follows_the_rows(desk: DraftingDesk, session: DraftingSession) -> None:
+    session.open(1, SPEC, [5])
+    session.outcome(1, 1, [6], rows({6: [8, 9], 8: [10, 11], 9: [12]}))
+    proposal = draft(desk, session, Grant(4, branches=8, nodes=20))
+    tree = CandidateTree(proposal.token_ids, proposal.parents)
+    children = [tree.tokens_of(tree.children(node)) for node in range(len(tree) + 1)]
+    assert children[0] == [8, 9]
+    assert children[tree.token_ids.index(8) + 1] == [10, 11]
+    assert children[tree.token_ids.index(9) + 1] == [12]
+    assert len(tree) == 5
+    # Three nodes are the three that are worth most.
+    session.outcome(1, 2, [6])
+    proposal = draft(desk, session, Grant(5, branches=8, nodes=3))
+    assert proposal.token_ids == (8, 10, 9)
+    # And with two children a node at most, the third of a row is left out.
+    session.outcome(1, 3, [6], rows({6: [1, 2, 3], 1: [], 2: []}))
+    assert draft(desk, session, Grant(5, branches=2, nodes=9)).token_ids == (1, 2)
+
+
+def test_what_is_left_of_a_tree_is_not_told_again(
+    desk: DraftingDesk, session: DraftingSession
+) -> None:
+    session.open(1, SPEC, [5])
+    table = rows({6: [8, 9], 8: [10, 11], 10: [12], 12: [13]})
+    session.outcome(1, 1, [6], table)
+    draft(desk, session, Grant(4, branches=4, nodes=20))
+    session.outcome(1, 2, [8])
+    proposal = draft(desk, session, Grant(6, branches=4, nodes=20))
+    assert (proposal.base_length, proposal.token_ids) == (4, (12, 13))
+
+
+def test_rows_outlive_sequences_and_streams_but_never_leave_a_tenant(desk: DraftingDesk) -> None:
+    first = desk.open_session()
+    first.open(1, SPEC, [5], tenant="a")
+    first.outcome(1, 1, [6], rows({6: [8]}))
+    desk.close_session(first)
+    second = desk.open_session()
+    second.open(1, SPEC, [5, 6], tenant="b")
+    assert draft(desk, second, Grant(3)).token_ids == ()
+    second.open(1, SPEC, [5, 6], tenant="")
+    assert draft(desk, second, Grant(3)).token_ids == ()
+    second.open(1, SPEC, [5, 6], tenant="a")
+    assert draft(desk, second, Grant(3)).token_ids == (8,)
+
+
+def test_sequences_of_a_tenant_learn_from_each_other(
+    desk: DraftingDesk, session: DraftingSession
+) -> None:
+    session.open(1, SPEC, [6], tenant="a")
+    session.open(2, SPEC, [7], tenant="a")
+    session.outcome(2, 1, [5], rows({6: [8]}))
+    assert draft(desk, session, Grant(2)).token_ids == (8,)
+
+
+def test_the_tenants_of_long_ago_are_forgotten(
+    desk: DraftingDesk, session: DraftingSession
+) -> None:
+    for number in range(MAX_TABLES):
+        session.open(1, SPEC, [5], tenant=str(number))
+        session.outcome(1, 1, [6], rows({6: [number]}))
+    session.open(1, SPEC, [6], tenant="0")
+    session.open(1, SPEC, [6], tenant="one more")
+    session.open(1, SPEC, [6], tenant="0")
+    assert draft(desk, session, Grant(2)).token_ids == (0,)
+    session.open(1, SPEC, [6], tenant="1")
+    assert draft(desk, session, Grant(2)).token_ids == ()
+
+
+def test_a_row_may_repeat_itself_and_be_too_long(
+    desk: DraftingDesk, session: DraftingSession
+) -> None:
+    session.open(1, SPEC, [5])
+    session.outcome(1, 1, [6], rows({6: [7, 7, *range(8, 30)]}))
+    assert draft(desk, session, Grant(3, branches=8, nodes=80)).token_ids == tuple(range(7, 15))
+
+
+@pytest.mark.parametrize(("branches", "depth"), [(1, 5), (2, 3), (8, 1), (8, 40), (100, 6)])
+def test_the_template_is_a_tree_of_the_best(branches: int, depth: int) -> None:
+    shape = template(branches, depth)
+    worth, depths, seen = [1.0], [0], set()
+    for place, (parent, rank) in enumerate(shape, start=1):
+        assert parent < place
+        assert rank < min(branches, 8)
+        assert rank == 0 or (parent, rank - 1) in seen
+        assert (parent, rank) not in seen
+        seen.add((parent, rank))
+        worth.append(worth[parent] * RANK_WORTH[rank])
+        depths.append(depths[parent] + 1)
+    assert worth == sorted(worth, reverse=True)
+    assert max(depths) <= depth
+    possible = sum(min(branches, 8) ** level for level in range(1, min(depth, 4) + 1))
+    assert len(shape) == min(MAX_TREE_NODES, depth if branches == 1 else possible)
+    assert template(3, 0) == ()

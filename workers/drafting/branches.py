@@ -1,0 +1,46 @@
+"""Several guesses of how a sequence goes on, as one tree within a budget of nodes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+
+from workers.drafting.tree import ROOT
+
+_NEXT_BRANCH = 0.5
+"""How much less likely a guess is taken to be than the one before it."""
+_NEXT_TOKEN = 0.8
+"""How likely a guess that was right so far is taken to be right once more."""
+
+
+def merge_branches(
+    guesses: Iterable[Sequence[int]], *, branches: int, max_nodes: int
+) -> tuple[list[int], list[int]]:
+    """A tree of the first `branches` different guesses, which come the likeliest first.
+
+    Token ids, and parents as on the wire. Nodes stand in the order of what they are taken to be
+    worth, and of more than `max_nodes` those worth most are kept. A guess that begins another one
+    adds nothing and does not count.
+    """
+    chosen: list[Sequence[int]] = []
+    for guess in guesses:
+        if len(chosen) == branches:
+            break
+        if not any(list(guess) == list(other[: len(guess)]) for other in chosen):
+            chosen.append(guess)
+    token_ids: list[int] = []
+    parents: list[int] = []
+    child_of: dict[tuple[int, int], int] = {}
+    # The next token of each guess: (minus its worth, rank of the guess, depth, node above).
+    edge = [(-(_NEXT_BRANCH**rank), rank, 0, ROOT) for rank in range(len(chosen))]
+    while edge and len(token_ids) < max_nodes:
+        worth, rank, depth, above = heapq.heappop(edge)
+        token_id = chosen[rank][depth]
+        node = child_of.get((above, token_id))
+        if node is None:
+            token_ids.append(token_id)
+            parents.append(above)
+            node = child_of[above, token_id] = len(token_ids)
+        if depth + 1 < len(chosen[rank]):
+            heapq.heappush(edge, (worth * _NEXT_TOKEN, rank, depth + 1, node))
+    return token_ids, parents
