@@ -1,16 +1,22 @@
-"""Drafting with a small model: one token a sequence a forward pass, all open sequences together."""
+"""Drafting with a small model: all open sequences together in each forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.errors import OverloadedError
 from paceline.rules import Rule
+from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
+from workers.drafting.draw import MODEL_RULES
+from workers.drafting.growth import Growth
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.tree import DraftTree, Kept, NewNodes
+from workers.drafting.stopper import Stopper
+from workers.drafting.stopping import AcceptanceMap
+from workers.drafting.tree import ROOT, DraftTree, Kept
+from workers.drafting.tree_kv import TreeKv
 from workers.engine.engine import Engine, Slice
-from workers.engine.local_cache import LocalCache, LocalSequence
-from workers.verification.coupled import choose_token
+from workers.engine.local_cache import LocalCache
 
 PREFILL_ALONE = 128
 """Most prompt tokens that a pass feeds while no sequence is drafting."""
@@ -20,16 +26,38 @@ SHORT = 16
 """So many missing tokens are no prefill: what a verdict added is fed at once."""
 
 
-class ModelProposer:
-    """Draws each token by the coupled rule's noise from the model's own distribution.
+@dataclass(slots=True)
+class _Held:
+    kv: TreeKv
+    growth: Growth
+    stopper: Stopper
 
-    So a draft is what the target would choose if it had this model's logits.
+
+@dataclass(slots=True)
+class _Turn:
+    """What a tree does in a pass: feed a slice, whose logits are those of `nodes`; or nothing."""
+
+    tree: DraftTree
+    piece: Slice | None
+    nodes: list[int]
+
+
+class ModelProposer:
+    """Draws candidates from the model's own distribution, as each sequence's rule asks.
+
+    Under the coupled rule by the target's noise: so a draft is what the target would choose if it
+    had this model's logits.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
-        self._sequences: dict[DraftTree, LocalSequence] = {}
+        self._held: dict[DraftTree, _Held] = {}
+        self._chances = {
+            rule: RankChances(coupled_prior if rule is Rule.COUPLED else drawn_prior)
+            for rule in MODEL_RULES
+        }
+        self._acceptance = AcceptanceMap()
 
     @property
     def info(self) -> DrafterInfo:
@@ -40,7 +68,7 @@ class ModelProposer:
             vocab_size=info.vocab_size,
             vocabulary_digest=info.vocabulary_digest,
             max_position=self._engine.max_model_len,
-            rules=frozenset({Rule.COUPLED}),
+            rules=MODEL_RULES,
         )
 
     def open(self, tree: DraftTree) -> None:
@@ -50,66 +78,113 @@ class ModelProposer:
         except OverloadedError:
             self._cache.close(tree)
             raise
-        self._sequences[tree] = sequence
+        stopper = Stopper(tree.stopping, self._acceptance)
+        growth = Growth(tree, self._chances[tree.spec.rule], stopper)
+        self._held[tree] = _Held(TreeKv(sequence), growth, stopper)
 
     def close(self, tree: DraftTree) -> None:
-        del self._sequences[tree]
+        del self._held[tree]
         self._cache.close(tree)
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
-        sequence = self._sequences[tree]
-        text = tree.prefix(tree.end)
-        same = next((i for i, (a, b) in enumerate(zip(text, sequence.token_ids)) if a != b), None)
-        if same is not None:
-            sequence.truncate_to(same)
+        held = self._held[tree]
+        held.kv.forget_unstored()
+        moves = held.kv.moves(kept)
+        if moves:
+            self._engine.move_kv(held.kv.block_table, moves)
+        held.kv.keep(kept)
+        held.growth.committed(kept)
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass()
-        slices: list[Slice] = []
-        for tree, limit in self._choose(trees, result):
-            slices.append(self._sequences[tree].pending_slice(limit=limit))
-            result.took_part.append(tree)
-        if not slices:
-            return result
-        logits_TV = self._engine.step(slices)
-        row = 0
-        for tree, piece in zip(result.took_part, slices, strict=True):
-            self._sequences[tree].mark_stored(len(piece.token_ids))
-            result.tokens_fed += len(piece.token_ids)
-            if piece.num_logits:
-                token_id = choose_token(logits_TV[row], tree.spec, tree.prefix(tree.end))
-                result.drafts.append(Draft(tree, NewNodes((token_id,))))
-                row += 1
+        turns = self._choose(trees, result, pass_ms)
+        fed = [turn for turn in turns if turn.piece is not None]
+        if fed:
+            self._feed(fed, result)
+        for turn in turns:
+            result.took_part.append(turn.tree)
+            if turn.nodes or turn.piece is None:
+                self._harvest(turn, result, pass_ms)
         return result
+
+    def _feed(self, turns: Sequence[_Turn], result: Pass) -> None:
+        logits_TV = self._engine.step([turn.piece for turn in turns if turn.piece is not None])
+        row = 0
+        for turn in turns:
+            assert turn.piece is not None
+            held = self._held[turn.tree]
+            held.kv.mark_stored(len(turn.piece.token_ids))
+            result.tokens_fed += len(turn.piece.token_ids)
+            for node in turn.nodes:
+                held.growth.expand(node, logits_TV[row])
+                row += 1
+
+    def _harvest(self, turn: _Turn, result: Pass, pass_ms: float) -> None:
+        held = self._held[turn.tree]
+        new = held.growth.harvest(turn.nodes, pass_ms=pass_ms)
+        stopped = held.growth.stopped
+        over = not turn.nodes and not new.token_ids
+        if new.token_ids or over:
+            chain_stopped = stopped and held.growth.as_chain
+            result.drafts.append(
+                Draft(
+                    turn.tree,
+                    new,
+                    last=stopped if over else chain_stopped,
+                    grant_used=over,
+                    stopping_state=held.stopper.state(),
+                )
+            )
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
         self._cache.check_integrity()
-        assert set(self._sequences) == set(trees), "a sequence was leaked or lost"
-        for tree, sequence in self._sequences.items():
-            held = sequence.token_ids
-            assert held == tree.prefix(tree.end)[: len(held)], "KV is of other tokens than the tree"
+        assert set(self._held) == set(trees), "a sequence was leaked or lost"
+        for tree, held in self._held.items():
+            held.kv.check_integrity(tree)
+            held.growth.check_integrity()
 
-    def _choose(
-        self, trees: Sequence[DraftTree], result: Pass
-    ) -> list[tuple[DraftTree, int | None]]:
-        """The trees of this pass and how many tokens of each to feed (None: all that miss).
+    def _choose(self, trees: Sequence[DraftTree], result: Pass, pass_ms: float) -> list[_Turn]:
+        """What each tree does in this pass.
 
-        Those that miss little are all taken; of the others the oldest gets a chunk. A tree for
-        which the pool has no block left is declined.
+        Those that miss little are all fed; of the others the oldest gets a chunk. A tree for which
+        the pool has no block left is declined.
         """
-        chosen: list[tuple[DraftTree, int | None]] = []
+        turns: list[_Turn] = []
         prefilling: list[DraftTree] = []
         for tree in trees:
-            sequence = self._sequences[tree]
-            try:
-                sequence.extend(tree.prefix(tree.end)[len(sequence) :])
-            except OverloadedError as error:
-                result.declined.append((tree, f"the drafter's KV memory is full: {error}"))
-                continue
-            if sequence.num_pending <= SHORT:
-                chosen.append((tree, None))
+            held = self._held[tree]
+            held.kv.forget_unstored()
+            nodes = held.growth.to_feed(pass_ms=pass_ms)
+            if not nodes:
+                turns.append(_Turn(tree, None, []))
+            elif held.kv.missing(tree) <= SHORT:
+                self._take(turns, result, tree, nodes, limit=None)
             else:
                 prefilling.append(tree)
         if prefilling:
-            chosen.append((prefilling[0], PREFILL_BESIDE if chosen else PREFILL_ALONE))
-        return chosen
+            beside = any(turn.piece is not None for turn in turns)
+            limit = PREFILL_BESIDE if beside else PREFILL_ALONE
+            self._take(turns, result, prefilling[0], [ROOT], limit=limit)
+        return turns
+
+    def _take(
+        self,
+        turns: list[_Turn],
+        result: Pass,
+        tree: DraftTree,
+        nodes: list[int],
+        *,
+        limit: int | None,
+    ) -> None:
+        kv = self._held[tree].kv
+        try:
+            if nodes != [ROOT]:
+                piece = kv.node_slice(tree, nodes)
+            else:
+                if kv.missing(tree) == 0:
+                    kv.forget_root()  # Its logits came when there was no leave to use them.
+                piece = kv.committed_slice(tree, limit=limit)
+        except OverloadedError as error:
+            result.declined.append((tree, f"the drafter's KV memory is full: {error}"))
+            return
+        turns.append(_Turn(tree, piece, nodes if piece.num_logits else []))

@@ -44,12 +44,13 @@ class NewNodes:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What an outcome left of a tree, in the numbers from before it.
+    """What an outcome (its `token_ids`) left of a tree, in the numbers from before it.
 
     `path`: the nodes that were committed, in order. `nodes`: those that stayed; nodes[i] is now
     node i + 1. `agreed`: all committed tokens were nodes, so the last of `path` is the root now.
     """
 
+    token_ids: tuple[int, ...]
     path: tuple[int, ...]
     nodes: tuple[int, ...]
     agreed: bool
@@ -268,7 +269,7 @@ class DraftTree:
         self.committed.extend(token_ids)
         self._keep(node, nodes, running)
         self._told_last = self._told_until_grant = False
-        return Kept(tuple(path), tuple(nodes), agreed)
+        return Kept(tuple(token_ids), tuple(path), tuple(nodes), agreed)
 
     def _below(self, top: int) -> list[int]:
         inside = {top}

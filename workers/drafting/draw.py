@@ -1,0 +1,101 @@
+"""The candidates under one node, from the logits that a model gives for it, rule by rule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.rules import Rule
+from paceline.sampling import SequenceSpec
+from workers.verification.coupled import choose_token
+from workers.verification.draft_probs import SparseProbs
+from workers.verification.draws import (
+    cut_draft_probs,
+    draw_chain_token,
+    draw_independent,
+    draw_without_replacement,
+    top_children,
+)
+from workers.verification.noise import gumbel_noise_of
+
+MODEL_RULES = frozenset(Rule) - {Rule.ONE_HOT}
+"""A model draws as the rule asks for. For one-hot it would have to draw by nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """Candidates in the order drawn, and what they were drawn from where the rule asks for it.
+
+    `gaps` say how sure the drafter is of each (chances.py). `paths`: k-SEQ's, through each.
+    """
+
+    token_ids: tuple[int, ...]
+    gaps: tuple[float, ...]
+    distribution: SparseProbs | None = None
+    paths: tuple[tuple[int, ...], ...] = ()
+
+
+def draw_one(logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int]) -> Children:
+    """The candidate of a chain."""
+    if spec.rule is Rule.COUPLED:
+        return Children((choose_token(logits_V, spec, prefix),), (0.0,))
+    kept = cut_draft_probs(logits_V, spec, prefix)
+    token_ids = (draw_chain_token(kept, spec, len(prefix)),)
+    return Children(token_ids, _surprises(kept, token_ids), kept, ((0,),))
+
+
+def draw_children(
+    logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], num_children: int
+) -> Children:
+    """The children of a node of a tree, for the coupled rule and for recursive rejection."""
+    if spec.rule is Rule.COUPLED:
+        token_ids = top_children(logits_V, spec, prefix, num_children)
+        return Children(token_ids, _gaps(logits_V, spec, len(prefix), token_ids))
+    kept = cut_draft_probs(logits_V, spec, prefix)
+    if spec.rule is Rule.RECURSIVE:
+        token_ids = draw_without_replacement(kept, spec, len(prefix), num_children)
+    else:
+        assert spec.rule is Rule.MCSD, spec.rule
+        token_ids = draw_independent(kept, spec, len(prefix), range(num_children))
+    return Children(token_ids, _surprises(kept, token_ids), kept)
+
+
+def draw_paths(
+    logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], numbers: Sequence[int]
+) -> Children:
+    """The continuations of k-SEQ's paths with these numbers, merged where equal."""
+    kept = cut_draft_probs(logits_V, spec, prefix)
+    through: dict[int, list[int]] = {}
+    for number, token_id in zip(
+        numbers, draw_independent(kept, spec, len(prefix), numbers), strict=True
+    ):
+        through.setdefault(token_id, []).append(number)
+    token_ids = tuple(through)
+    paths = tuple(tuple(numbers) for numbers in through.values())
+    return Children(token_ids, _surprises(kept, token_ids), kept, paths)
+
+
+def _surprises(kept: SparseProbs, token_ids: Sequence[int]) -> tuple[float, ...]:
+    exact = kept.exact()
+    return tuple(-math.log(exact.prob_of(token_id)) for token_id in token_ids)
+
+
+def _gaps(
+    logits_V: torch.Tensor, spec: SequenceSpec, position: int, token_ids: Sequence[int]
+) -> tuple[float, ...]:
+    """How far the first child's score is ahead: of the second for the first, of it for the others.
+
+    From plain logits: bias and penalties are left out, an estimate can do without.
+    """
+    ids = torch.tensor(token_ids)
+    scores = logits_V[ids].numpy().astype(float)
+    if not spec.sampling.greedy:
+        scores = scores / spec.sampling.temperature + gumbel_noise_of(
+            ids.numpy(), seed=spec.seed, position=position, sample_index=spec.sample_index
+        )
+    gaps = [max(float(scores[0] - score), 0.0) for score in scores]
+    gaps[0] = gaps[1] if len(gaps) > 1 else math.inf
+    return tuple(gaps)

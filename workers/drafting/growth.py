@@ -1,0 +1,244 @@
+"""How one sequence's tree grows, rule by rule: which nodes are fed next, and what is sent.
+
+A chain has one candidate a position. k-SEQ's paths go on all together, level by level. Trees of the
+coupled rule and of recursive rejection spend their nodes where acceptance is likeliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.rules import Rule
+from workers.drafting.allocation import Allocation, Place, allocate
+from workers.drafting.chances import RankChances
+from workers.drafting.draw import Children, draw_children, draw_one, draw_paths
+from workers.drafting.stopper import Stopper
+from workers.drafting.stopping import TokenSignal
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+
+
+@dataclass(slots=True)
+class _Expansion:
+    """What the model gave for a node. `nodes[i]` is candidate i's number once it was sent."""
+
+    children: Children
+    chances: list[float]
+    signals: list[TokenSignal]
+    nodes: list[int | None] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = [None] * len(self.children.token_ids)
+
+
+class Growth:
+    """The state of one tree's growth. Order of a pass: `to_feed`, `expand` each, `harvest`."""
+
+    def __init__(self, tree: DraftTree, chances: RankChances, stopper: Stopper) -> None:
+        self._tree = tree
+        self._rule = tree.spec.rule
+        self._chances = chances
+        self._stopper = stopper
+        self._expansions: dict[int, _Expansion] = {}
+        self._chance: dict[int, float] = {}
+        self._paths: dict[int, tuple[int, ...]] = {}
+        self._copies: set[int] = set()
+        self._stopped: set[int] = set()
+        self._longest = 0
+        self.as_chain = True
+        """Whether it grew as a chain in the last pass."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the stopping rule keeps something from being drafted."""
+        return bool(self._stopped)
+
+    def to_feed(self, *, pass_ms: float) -> list[int]:
+        """The nodes whose logits the next pass needs; the root where nothing is drafted yet."""
+        tree = self._tree
+        leaf = tree.end
+        self._longest = tree.room(ROOT)
+        self.as_chain = tree.is_chain and tree.grant.branches == 1 and leaf not in self._expansions
+        if self.as_chain:
+            return [] if tree.chain_room == 0 or self._stop(leaf, pass_ms) else [leaf]
+        if self._rule is Rule.KSEQ:
+            leaves = self._leaves(pass_ms)
+            needed = sum(len(self._numbers(leaf)) for leaf in leaves)
+            return leaves if needed <= tree.nodes_left else []
+        return self._allocate(pass_ms).feed
+
+    def expand(self, node: int, logits_V: torch.Tensor) -> None:
+        """Draw the candidates under a node that was fed."""
+        tree = self._tree
+        prefix = tree.prefix(node)
+        if self.as_chain:
+            children = draw_one(logits_V, tree.spec, prefix)
+        elif self._rule is Rule.KSEQ:
+            children = draw_paths(logits_V, tree.spec, prefix, self._numbers(node))
+        else:
+            children = draw_children(logits_V, tree.spec, prefix, tree.grant.branches)
+        chances = [self._chances.estimate(rank, gap) for rank, gap in enumerate(children.gaps)]
+        signals = []
+        if self._stopper.watches:
+            signals = self._stopper.signals(logits_V, children.token_ids)
+        self._expansions[node] = _Expansion(children, chances, signals)
+
+    def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
+        """The nodes to add now; the caller adds them. `fed` were expanded in this pass.
+
+        Candidates of the coupled rule may wait; those that were drawn by a coin are all sent.
+        """
+        if self._rule is Rule.COUPLED and not self.as_chain:
+            chosen = self._allocate(pass_ms).send
+        else:
+            chosen = [
+                (node, index)
+                for node in fed
+                for index in range(len(self._expansions[node].children.token_ids))
+            ]
+        tokens, parents, multiplicities = [], [], []
+        for node, index in chosen:
+            number = self._tree.end + 1 + len(tokens)
+            children = self._expansions[node].children
+            tokens.append(children.token_ids[index])
+            parents.append(node)
+            multiplicities.append(len(children.paths[index]) if children.paths else 1)
+            self._sent(node, index, number)
+            if self.as_chain and self._stops([*self._tree.path_to(node), number], pass_ms):
+                self._stopped.add(number)
+        distributions = {
+            node: kept
+            for node in fed
+            if (kept := self._expansions[node].children.distribution) is not None
+        }
+        return NewNodes(tokens, parents, distributions, multiplicities)
+
+    def committed(self, kept: Kept) -> None:
+        """The tree was cut: learn from it, and renumber."""
+        self._learn(kept)
+        above = kept.path[-1] if kept.agreed else None
+        number_of = {old: number for number, old in enumerate(kept.nodes, start=1)}
+        if above is not None:
+            number_of[above] = ROOT
+        self._expansions = {
+            number_of[old]: expansion
+            for old, expansion in self._expansions.items()
+            if old in number_of
+        }
+        for expansion in self._expansions.values():
+            expansion.nodes = [
+                number_of[old] if old is not None else None for old in expansion.nodes
+            ]
+        nodes = {old: number for old, number in number_of.items() if number != ROOT}
+        self._chance = {nodes[old]: value for old, value in self._chance.items() if old in nodes}
+        self._paths = {nodes[old]: value for old, value in self._paths.items() if old in nodes}
+        self._copies = {nodes[old] for old in self._copies if old in nodes}
+        self._stopped = set()
+
+    def check_integrity(self) -> None:
+        """Assert that what is kept is about nodes of the tree."""
+        tree = self._tree
+        for node, expansion in self._expansions.items():
+            assert node <= tree.end
+            sent = [number for number in expansion.nodes if number is not None]
+            assert sorted(sent) == list(tree.children(node)), "an expansion and its children differ"
+        assert self._chance.keys() == set(range(1, tree.end + 1))
+
+    def _stop(self, leaf: int, pass_ms: float) -> bool:
+        if leaf not in self._stopped and self._stops(self._tree.path_to(leaf), pass_ms):
+            self._stopped.add(leaf)
+        return leaf in self._stopped
+
+    def _stops(self, path: Sequence[int], pass_ms: float) -> bool:
+        return self._stopper.stops_after(path, self._tree.grant, pass_ms=pass_ms)
+
+    def _leaves(self, pass_ms: float) -> list[int]:
+        """Nodes that could be fed, the root included."""
+        tree = self._tree
+        return [
+            node
+            for node in range(tree.end + 1)
+            if node not in self._expansions
+            and node not in self._copies
+            and tree.room(node) > 0
+            and not self._stop(node, pass_ms)
+        ]
+
+    def _numbers(self, node: int) -> tuple[int, ...]:
+        """The numbers of k-SEQ's paths through a node; under the root they begin anew."""
+        if node == ROOT:
+            return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
+        return self._paths[node]
+
+    def _allocate(self, pass_ms: float) -> Allocation:
+        tree = self._tree
+        branches = tree.grant.branches
+        reached = [1.0] * (tree.end + 1)
+        for node in range(1, tree.end + 1):
+            reached[node] = reached[tree.parents[node]] * self._chance[node]
+        means = [self._chances.mean(rank) for rank in range(branches)]
+        places = [
+            Place(leaf, 0, reached[leaf], tree.room(leaf), known=False)
+            for leaf in self._leaves(pass_ms)
+        ]
+        for node, expansion in self._expansions.items():
+            room = tree.room(node)
+            if room > 0:
+                places += [
+                    Place(node, index, reached[node] * chance, room - 1, known=True)
+                    for index, chance in enumerate(expansion.chances)
+                    if expansion.nodes[index] is None
+                ]
+        # What the stopping rule refused would have been better than what is less likely.
+        floor = max((reached[node] * means[0] for node in self._stopped), default=0.0)
+        return allocate(
+            places,
+            means,
+            budget=tree.nodes_left,
+            together=self._rule is not Rule.COUPLED,
+            floor=floor,
+        )
+
+    def _sent(self, parent: int, index: int, number: int) -> None:
+        expansion = self._expansions[parent]
+        token_id = expansion.children.token_ids[index]
+        expansion.nodes[index] = number
+        self._chance[number] = expansion.chances[index]
+        if expansion.children.paths:
+            self._paths[number] = expansion.children.paths[index]
+        if token_id in expansion.children.token_ids[:index]:
+            # Refused once, an equal token is refused for sure: nothing below it can matter.
+            self._copies.add(number)
+        if expansion.signals:
+            self._stopper.note(number, expansion.signals[index])
+
+    def _learn(self, kept: Kept) -> None:
+        above = [ROOT, *kept.path]
+        for node, token_id in zip(above, kept.token_ids, strict=False):
+            expansion = self._expansions.get(node)
+            if expansion is not None and len(expansion.chances) > 1:
+                self._observe(expansion.children, token_id)
+        refused: list[int] = []
+        if not kept.agreed:
+            follower = self._first_child(above[-1])
+            while follower is not None:
+                refused.append(follower)
+                follower = self._first_child(follower)
+        self._stopper.committed(kept, refused, longest=self._longest)
+
+    def _observe(self, children: Children, token_id: int) -> None:
+        for rank, (candidate, gap) in enumerate(
+            zip(children.token_ids, children.gaps, strict=True)
+        ):
+            accepted = candidate == token_id
+            self._chances.observe(rank, gap, accepted=accepted)
+            if accepted and self._rule is not Rule.COUPLED:
+                return  # Those after it were not tested.
+
+    def _first_child(self, node: int) -> int | None:
+        expansion = self._expansions.get(node)
+        if expansion is None:
+            return None
+        return next((number for number in expansion.nodes if number is not None), None)

@@ -1,0 +1,95 @@
+"""A sequence's stopping rule, and the signals of its drafted nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paceline.rules import Stopping
+from workers.drafting.stopping import (
+    AcceptanceMap,
+    AdaEdl,
+    Confidence,
+    CostAware,
+    Prices,
+    TokenSignal,
+    signal_of,
+    stopping_rule,
+)
+from workers.drafting.stopping import Stopping as RuleName
+from workers.drafting.tree import Grant, Kept
+
+
+class Stopper:
+    """Says under which nodes nothing more is drafted. Never stops under the rule `fixed`.
+
+    It looks at tokens that are in the tree, hence sent: none is dropped for what it says.
+    """
+
+    def __init__(self, stopping: Stopping, acceptance: AcceptanceMap) -> None:
+        self._rule = None
+        if stopping is not Stopping.FIXED:
+            self._rule = stopping_rule(RuleName(stopping.value), longest=1, acceptance=acceptance)
+        self._signals: dict[int, TokenSignal] = {}
+
+    @property
+    def watches(self) -> bool:
+        """Whether it wants signals."""
+        return self._rule is not None
+
+    def signals(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> list[TokenSignal]:
+        """The signals of tokens drafted from the same logits."""
+        logits = logits_V.numpy()
+        first = signal_of(logits, token_ids[0])
+        return [first] + [
+            TokenSignal(
+                first.entropy,
+                first.margin,
+                first.draft_prob * math.exp(min(float(logits[one] - logits[token_ids[0]]), 80.0)),
+            )
+            for one in token_ids[1:]
+        ]
+
+    def note(self, node: int, signal: TokenSignal) -> None:
+        """A node was drafted."""
+        self._signals[node] = signal
+
+    def stops_after(self, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
+        """Whether nothing is to be drafted after these nodes, a path from the root.
+
+        After the root itself something always is.
+        """
+        if self._rule is None or not path:
+            return False
+        # The grant bounds a draft by itself: the rule's own bound must not bind before it.
+        self._set_longest(len(path) + 1)
+        prices = Prices(
+            grant.tokens_per_ms,
+            0.0 if grant.drafting_is_free else pass_ms,
+            grant.step_ms_per_candidate,
+        )
+        return self._rule.should_stop([self._signals[node] for node in path], prices)
+
+    def committed(self, kept: Kept, refused: Sequence[int], *, longest: int) -> None:
+        """Learn from an outcome: `refused` are the nodes drafted after the path that agreed, of
+        which the first was tested and refused. `longest`: the longest draft that was allowed.
+        """
+        if self._rule is None:
+            return
+        drafted = [self._signals[node] for node in (*kept.path, *refused)]
+        if drafted:
+            self._set_longest(longest)
+            self._rule.learn(drafted, len(kept.path))
+        self._signals = {
+            number: self._signals[old] for number, old in enumerate(kept.nodes, start=1)
+        }
+
+    def state(self) -> Mapping[str, float]:
+        """The rule's state by name; nothing for `fixed`."""
+        return self._rule.metrics() if self._rule is not None else {}
+
+    def _set_longest(self, longest: int) -> None:
+        if isinstance(self._rule, AdaEdl | Confidence | CostAware):
+            self._rule.longest = longest
