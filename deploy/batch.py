@@ -43,6 +43,9 @@ def options_of(flags: RequestFlags, index: int) -> GenerateOptions:
         policy=flags.policy,
         rule=flags.verification,
         window=flags.window,
+        branches=flags.branches,
+        stopping=flags.stopping,
+        drafter=flags.drafter,
     )
 
 

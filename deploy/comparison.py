@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from deploy.batch import Answer, Failure
 
+TIE_MARGIN = 1e-4
+"""Kernels differ by up to 2e-4 in a logit; two tokens closer than this are a tie (DESIGN.md, 3)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variant:
@@ -35,12 +38,22 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where a row's tokens differ. A token is None where that text had ended."""
+    """The first place where a row's tokens differ. A token is None where that text had ended.
+
+    `margin` is by how much plain decoding prefers its own token there, in logits, where that was
+    measured: after trees, whose rows are computed in another order than those of chains.
+    """
 
     row: int
     position: int
     expected: int | None
     got: int | None
+    margin: float | None = None
+
+    @property
+    def tie(self) -> bool:
+        """Whether rounding alone explains it."""
+        return self.margin is not None and abs(self.margin) < TIE_MARGIN
 
 
 def first_difference(row: int, expected: Sequence[int], got: Sequence[int]) -> Divergence | None:
@@ -104,6 +117,11 @@ class Comparison:
     run: Run
     temperature: float | None
     divergences: Sequence[Divergence]
+
+    @property
+    def ties(self) -> int:
+        """Divergences that rounding explains."""
+        return sum(found.tie for found in self.divergences)
 
 
 def variants_of(

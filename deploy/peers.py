@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from deploy.comparison import TIE_MARGIN
 from paceline.generation import Message
-
-TIE_MARGIN = 1e-4
-"""Kernels differ by up to 2e-4 in a logit; two tokens closer than this are a tie (DESIGN.md, 3)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from cluster.config_model import Config
 from cluster.decoding.policies import PolicyName
+from cluster.fitting import DRAFTER_KINDS, check_branches, check_deployed, check_rule_fits
 from paceline.errors import InvalidRequestError
+from paceline.rules import Rule, Stopping
 from paceline.sampling import SamplingParams
+from workers.verification.rules import FACTS, Promise
 
 T = TypeVar("T")
 
 MAX_WINDOW = 64
 SEED_SPACE = 2**64
-VERIFICATION_RULES = ("coupled",)
-"""Rules of this version. All of them keep the very text of plain decoding."""
 
 
 def check_sampling(*, temperature: float | None, top_k: int | None, top_p: float | None) -> None:
@@ -49,19 +51,26 @@ def check_window(window: int | None) -> None:
         )
 
 
+def check_name(flag: str, name: str | None, known: Iterable[str]) -> None:
+    """Raise InvalidRequestError unless the name is missing or known."""
+    names = list(known)
+    if name is not None and name not in names:
+        raise InvalidRequestError(flag, f"expected one of {', '.join(names)}, got {name!r}")
+
+
 def check_policy(policy: str | None) -> None:
     """Raise InvalidRequestError unless the policy is missing or one of this version."""
-    known = [name.value for name in PolicyName]
-    if policy is not None and policy not in known:
-        raise InvalidRequestError("policy", f"expected one of {', '.join(known)}, got {policy!r}")
+    check_name("policy", policy, (name.value for name in PolicyName))
 
 
-def check_rule(rule: str | None) -> None:
-    """Raise InvalidRequestError unless the verification rule is missing or one of this version."""
-    if rule is not None and rule not in VERIFICATION_RULES:
+def check_text(verification: str | None, temperature: float) -> None:
+    """Raise InvalidRequestError where a rule promises the law of plain decoding, not its text."""
+    rule = Rule(verification or Rule.COUPLED)
+    if temperature > 0 and FACTS[rule].promise is not Promise.TEXT:
         raise InvalidRequestError(
             "verification",
-            f"expected {', '.join(VERIFICATION_RULES)} (the only rule so far), got {rule!r}",
+            f"the rule {rule.value!r} promises the law of plain decoding and not its text at "
+            f"temperature {temperature:g}: compare texts at --temperature 0, or with coupled",
         )
 
 
@@ -77,18 +86,40 @@ class RequestFlags:
     policy: str | None
     verification: str | None
     window: int | None
+    branches: int | None = None
+    stopping: str | None = None
+    drafter: str | None = None
 
     def __post_init__(self) -> None:
         check_at_least_one("max-tokens", self.max_tokens)
         check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         check_seed(self.seed)
         check_policy(self.policy)
-        check_rule(self.verification)
+        check_name("verification", self.verification, (rule.value for rule in Rule))
         check_window(self.window)
+        if self.branches is not None:
+            rule = Rule(self.verification or Rule.COUPLED)
+            check_branches(rule, self.branches, self.window or MAX_WINDOW)
+        check_name("stopping", self.stopping, (stopping.value for stopping in Stopping))
+        check_name("drafter", self.drafter, DRAFTER_KINDS)
 
     def seed_of(self, index: int) -> int:
         """Row `index` of a run uses the run's seed plus its index."""
         return (self.seed + index) % SEED_SPACE
+
+
+def check_drafters(flags: RequestFlags, config: Config) -> None:
+    """Raise InvalidRequestError where no drafter of the configuration could draft what is asked."""
+    chosen = config.speculation
+    if (flags.policy or chosen.policy) == "off":
+        return
+    kinds = {drafter.kind for drafter in config.drafters}
+    wanted = flags.drafter or chosen.drafter
+    if wanted != "any":
+        check_deployed(wanted, kinds)
+    check_rule_fits(
+        Rule(flags.verification or chosen.verification), kinds if wanted == "any" else {wanted}
+    )
 
 
 def parse_list(name: str, text: str, parse: Callable[[str], T], expected: str) -> list[T]:

@@ -153,7 +153,7 @@ def check_models(config: Config, *, home: Path) -> None:
         if inspect_checkpoint(folders[name]).vocabulary_digest != digest:
             raise VocabularyMismatchError(
                 f"drafter {name!r} has another vocabulary than target {target!r}; "
-                "choose a drafter with the target's tokenizer, or kind ngram"
+                "choose a drafter with the target's tokenizer, or kind ngram or recycling"
             )
 
 

@@ -7,15 +7,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress, TaskID
 
 from deploy.batch import Answer, Failure, answers_in_order
-from deploy.comparison import REFERENCE, Comparison, Matrix, Run, Variant, divergences
+from deploy.comparison import (
+    REFERENCE,
+    Comparison,
+    Divergence,
+    Matrix,
+    Run,
+    Variant,
+    divergences,
+)
 from deploy.inputs import BadRow, InputRow
+from deploy.margins import MarginMeter
 from deploy.peers import Departure, TransformersPeer
-from deploy.request_flags import RequestFlags
+from deploy.request_flags import RequestFlags, check_text
 from paceline.client import Client
+from paceline.sampling import SequenceSpec
 
 Rows = Sequence[InputRow | BadRow]
 
@@ -54,14 +65,18 @@ class FileReport:
         """No divergence, no failed row."""
         return not (
             any(
-                comparison.divergences or comparison.run.failures for comparison in self.comparisons
+                comparison.ties < len(comparison.divergences) or comparison.run.failures
+                for comparison in self.comparisons
             )
             or (self.peer is not None and self.peer.failed)
         )
 
 
 class Verifier:
-    """Runs a matrix against the server at `address`. `make_peer` is called once, if at all."""
+    """Runs a matrix against the server at `address`.
+
+    `flags` name the rule and the branches. `make_peer` and `make_meter` are called once, if at all.
+    """
 
     def __init__(
         self,
@@ -71,15 +86,22 @@ class Verifier:
         *,
         progress: Progress,
         make_peer: Callable[[], TransformersPeer],
+        make_meter: Callable[[], MarginMeter],
     ) -> None:
+        """Raises InvalidRequestError where the rule keeps but the law at a temperature."""
         self._address = address
         self._matrix = matrix
         self._flags = flags
         self._progress = progress
         self._make_peer = make_peer
+        self._make_meter = make_meter
         self._peer: TransformersPeer | None = None
+        self._meter: MarginMeter | None = None
         with Client(address) as client:
-            self._default_temperature = client.describe().default_sampling.temperature
+            self._model = client.describe()
+        default = self._model.default_sampling.temperature
+        for temperature in matrix.temperatures:
+            check_text(flags.verification, default if temperature is None else temperature)
 
     def verify_file(self, path: Path, rows: Rows) -> FileReport:
         """All runs over the rows of one file, then transformers beside the greedy one."""
@@ -89,7 +111,10 @@ class Verifier:
             comparisons.append(Comparison(reference, temperature, ()))
             for variant in self._matrix.variants:
                 run = self._run(rows, variant, temperature)
-                found = tuple(divergences(reference, run))
+                found = [
+                    self._with_margin(one, reference, temperature)
+                    for one in divergences(reference, run)
+                ]
                 comparisons.append(Comparison(run, temperature, found))
         greedy = self._greedy_reference(comparisons)
         peer = None if greedy is None else self._compare_with_peer(greedy)
@@ -99,14 +124,21 @@ class Verifier:
         for comparison in comparisons:
             temperature = comparison.temperature
             if temperature is None:
-                temperature = self._default_temperature
+                temperature = self._model.default_sampling.temperature
             if temperature == 0:
                 return comparison.run
         return None
 
     def _run(self, rows: Rows, variant: Variant, temperature: float | None) -> Run:
+        branches = self._flags.branches
+        if branches is not None and variant.window is not None:
+            branches = min(branches, variant.window)
         flags = replace(
-            self._flags, temperature=temperature, policy=variant.policy, window=variant.window
+            self._flags,
+            temperature=temperature,
+            policy=variant.policy,
+            window=variant.window,
+            branches=None if variant.policy == "off" else branches,
         )
         shown = "" if temperature is None else f", temperature {temperature:g}"
         bar = self._progress.add_task(f"{variant}{shown}", total=len(rows))
@@ -115,6 +147,33 @@ class Verifier:
         seconds = time.monotonic() - start
         self._progress.remove_task(bar)
         return Run(variant, answers, seconds)
+
+    def _with_margin(
+        self, found: Divergence, reference: Run, temperature: float | None
+    ) -> Divergence:
+        """With the margin where a tie is possible: after trees. Chains are exact."""
+        plain = reference.answers[found.row].outcome
+        chain = self._flags.branches in (None, 1)
+        if chain or found.expected is None or found.got is None or isinstance(plain, Failure):
+            return found
+        if self._meter is None:
+            self._meter = self._make_meter()
+        chosen: dict[str, Any] = {
+            "temperature": temperature,
+            "top_k": self._flags.top_k,
+            "top_p": self._flags.top_p,
+        }
+        spec = SequenceSpec(
+            sampling=replace(
+                self._model.default_sampling,
+                **{name: value for name, value in chosen.items() if value is not None},
+            ),
+            seed=plain.seed,
+            prompt_length=len(plain.prompt_token_ids),
+            end_token_ids=self._model.end_token_ids,
+        )
+        prefix = (*plain.prompt_token_ids, *plain.token_ids[: found.position])
+        return replace(found, margin=self._meter.margin(spec, prefix, found.expected, found.got))
 
     async def _answers(
         self, rows: Rows, flags: RequestFlags, concurrency: int, bar: TaskID

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.batch import Failure
-from deploy.comparison import Comparison
+from deploy.comparison import Comparison, Divergence
 from deploy.verifier import FileReport, PeerReport
 
 
@@ -53,7 +53,7 @@ def _runs_table(report: FileReport) -> Table:
             str(run.tokens),
             f"{run.tokens / run.seconds:.1f}",
             f"{run.tokens / run.steps:.2f}" if run.steps else "",
-            str(len(comparison.divergences)),
+            str(len(comparison.divergences) - comparison.ties),
         )
     if report.peer is not None:
         peer = report.peer
@@ -70,6 +70,7 @@ def _findings(report: FileReport) -> Iterator[str]:
             yield (
                 f"row {found.row}, {comparison.run.variant}: at output token {found.position} "
                 f"plain decoding has {_token(found.expected)}, this run {_token(found.got)}"
+                f"{_margin(found)}"
             )
     if report.peer is None:
         return
@@ -86,16 +87,19 @@ def _findings(report: FileReport) -> Iterator[str]:
 
 def _verdict(reports: Sequence[FileReport]) -> str:
     comparisons = [comparison for report in reports for comparison in report.comparisons]
-    differ = sum(len(comparison.divergences) for comparison in comparisons)
+    ties = sum(comparison.ties for comparison in comparisons)
+    differ = sum(len(comparison.divergences) for comparison in comparisons) - ties
     failed = sum(len(_failures(report.comparisons)) for report in reports)
     tokens = sum(comparison.run.tokens for comparison in comparisons)
     parts = [f"{differ} divergences among our policies in {tokens} tokens"]
+    if ties:
+        parts.append(f"{ties} ties of trees")
     peers = [report.peer for report in reports if report.peer is not None]
     if peers:
-        ties = sum(peer.ties for peer in peers)
-        real = sum(len(peer.departures) + len(peer.other_prompts) for peer in peers) - ties
+        peer_ties = sum(peer.ties for peer in peers)
+        real = sum(len(peer.departures) + len(peer.other_prompts) for peer in peers) - peer_ties
         compared = sum(peer.tokens for peer in peers)
-        parts.append(f"{real} from transformers in {compared} tokens, and {ties} ties")
+        parts.append(f"{real} from transformers in {compared} tokens, and {peer_ties} ties")
     if failed:
         parts.append(f"{failed} rows failed")
     outcome = "same text" if all(report.ok for report in reports) else "NOT the same text"
@@ -113,6 +117,12 @@ def _failures(comparisons: Iterable[Comparison]) -> dict[int, str]:
     }
 
 
+def _margin(found: Divergence) -> str:
+    if found.margin is None:
+        return ""
+    return f", margin {found.margin:.1e}{' (a tie)' if found.tie else ''}"
+
+
 def _token(token_id: int | None) -> str:
     return "no more tokens" if token_id is None else str(token_id)
 
@@ -128,12 +138,15 @@ def _run_json(comparison: Comparison) -> dict[str, object]:
         "seconds": run.seconds,
         "acceptance_length": run.tokens / run.steps if run.steps else None,
         "failed_rows": run.failures,
+        "ties": comparison.ties,
         "divergences": [
             {
                 "row": found.row,
                 "position": found.position,
                 "expected": found.expected,
                 "got": found.got,
+                "margin": found.margin,
+                "tie": found.tie,
             }
             for found in comparison.divergences
         ],

@@ -22,6 +22,8 @@ from paceline.generation import Chunk, GenerateOptions, Message
 
 QUESTION = "Why is the sky blue? Explain it to a curious child."
 POLICIES = ("off", "chain")
+RULE = "coupled"
+"""The one that promises the same tokens, which the demo then shows."""
 WARM_UP_TOKENS = 8
 REPEATS = 3
 
@@ -99,7 +101,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         console = Console(highlight=False)
         errors = Console(stderr=True)
         options = {
-            policy: GenerateOptions(policy=policy, seed=0, max_tokens=max_tokens)
+            policy: GenerateOptions(policy=policy, rule=RULE, seed=0, max_tokens=max_tokens)
             for policy in POLICIES
         }
         with (
@@ -107,7 +109,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             Client(address) as client,
         ):
             for policy in POLICIES:
-                warm_up = GenerateOptions(policy=policy, seed=0, max_tokens=WARM_UP_TOKENS)
+                warm_up = GenerateOptions(
+                    policy=policy, rule=RULE, seed=0, max_tokens=WARM_UP_TOKENS
+                )
                 measure(client, [Message("user", prompt)], warm_up)
             answer(console, client, prompt, options["chain"])
             with errors.status("measuring"):

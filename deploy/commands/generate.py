@@ -14,11 +14,14 @@ from rich.console import Console
 
 from deploy.batch import Answer, Failure, answers_in_order
 from deploy.commands.options import (
+    BranchesOption,
     ConfigOption,
+    DrafterOption,
     LimitOption,
     MaxTokensOption,
     SeedOption,
     ServerOption,
+    StoppingOption,
     TemperatureOption,
     TopKOption,
     TopPOption,
@@ -27,7 +30,7 @@ from deploy.commands.options import (
 from deploy.inputs import BadRow, InputRow, read_rows
 from deploy.outputs import RowSink, whole_file
 from deploy.reach import reach_cluster
-from deploy.request_flags import RequestFlags, check_at_least_one
+from deploy.request_flags import RequestFlags, check_at_least_one, check_drafters
 from deploy.row_progress import complain, row_progress
 
 
@@ -61,7 +64,10 @@ class Totals:
 
 
 def output_row(answer: Answer) -> dict[str, object]:
-    """The row of DESIGN.md section 11; a failed one has an `error` and no tokens."""
+    """The row of DESIGN.md section 11; a failed one has an `error` and no tokens.
+
+    `stopping_state` is there where the stopping rule has one.
+    """
     row: dict[str, object] = {}
     if answer.row.id is not None:
         row["id"] = answer.row.id
@@ -82,6 +88,8 @@ def output_row(answer: Answer) -> dict[str, object]:
             "error": outcome.message,
         }
     stats = outcome.stats
+    if stats.stopping_state:
+        row["stopping_state"] = dict(stats.stopping_state)
     return row | {
         "prompt_token_ids": list(outcome.prompt_token_ids),
         "token_ids": list(outcome.token_ids),
@@ -136,6 +144,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         policy: Annotated[str | None, typer.Option(help="off, lockstep or chain.")] = None,
         verification: VerificationOption = None,
         window: Annotated[int | None, typer.Option(help="Most candidates a step verifies.")] = None,
+        branches: BranchesOption = None,
+        stopping: StoppingOption = None,
+        drafter: DrafterOption = None,
         concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
         limit: LimitOption = None,
         server: ServerOption = None,
@@ -152,10 +163,15 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             policy=policy,
             verification=verification,
             window=window,
+            branches=branches,
+            stopping=stopping,
+            drafter=drafter,
         )
         check_at_least_one("concurrency", concurrency)
         check_at_least_one("limit", limit)
         config = load_config(config_path, environ)
+        if server is None:
+            check_drafters(flags, config)
         rows = read_rows(input_path, limit=limit)
         console = Console(stderr=True)
         with (

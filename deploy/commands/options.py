@@ -21,7 +21,19 @@ TopPOption = Annotated[
     float | None, typer.Option(help="Above 0, at most 1. Default: the checkpoint's.")
 ]
 SeedOption = Annotated[int, typer.Option(help="Row i uses seed + i.")]
-VerificationOption = Annotated[str | None, typer.Option(help="coupled.")]
+VerificationOption = Annotated[
+    str | None, typer.Option(help="coupled, rejection, kseq, recursive, mcsd or one-hot.")
+]
+BranchesOption = Annotated[
+    int | None, typer.Option(help="Candidates for each position, 1 to 8; 1 is a chain.")
+]
+StoppingOption = Annotated[
+    str | None,
+    typer.Option(help="When a drafter stops early: fixed (never), adaedl, confidence or cost."),
+]
+DrafterOption = Annotated[
+    str | None, typer.Option(help="Kind of drafter: model, ngram or recycling.")
+]
 LimitOption = Annotated[int | None, typer.Option(help="First N rows only.")]
 ServerOption = Annotated[
     str | None,

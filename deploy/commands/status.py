@@ -83,7 +83,7 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("worker", "kind", "address", "pid", "state"):
         table.add_column(title, no_wrap=True)
-    for title in ("busy", "passes", "tokens", "lost"):
+    for title in ("busy", "passes", "tokens", "lost", "malformed"):
         table.add_column(title, justify="right", no_wrap=True)
     for worker in stats.workers:
         busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
@@ -92,10 +92,11 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
             worker.kind,
             worker.address,
             str(worker.pid),
-            "connected" if worker.connected else "lost",
+            "suspect" if worker.suspect else "connected" if worker.connected else "lost",
             f"{busy:.0%}",
             str(worker.passes),
             str(worker.tokens),
             str(worker.reconnects),
+            "" if worker.kind == "target" else str(worker.malformed),
         )
     console.print(table)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -9,13 +10,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.config_model import Config
+from cluster.fitting import check_branches
 from deploy.commands.options import (
+    BranchesOption,
     ConfigOption,
+    DrafterOption,
     JsonOption,
     LimitOption,
     MaxTokensOption,
     SeedOption,
     ServerOption,
+    StoppingOption,
     TopKOption,
     TopPOption,
     VerificationOption,
@@ -27,12 +33,17 @@ from deploy.reach import reach_cluster, target_folder
 from deploy.request_flags import (
     RequestFlags,
     check_at_least_one,
+    check_drafters,
     check_policy,
     check_sampling,
+    check_text,
     check_window,
     parse_list,
 )
 from deploy.row_progress import row_progress
+from paceline.rules import Rule
+from workers.models import default_home, resolve_model
+from workers.verification.rules import FACTS
 
 
 def parse_matrix(
@@ -58,6 +69,28 @@ def parse_matrix(
     return Matrix(temperatures, variants_of(policies, windows, concurrencies))
 
 
+def check_matrix(matrix: Matrix, flags: RequestFlags, config: Config, branches: int | None) -> None:
+    """Raise InvalidRequestError where the rule and what is to be run with it do not fit.
+
+    `branches` as asked for; those of the configuration give way to smaller windows.
+    """
+    for temperature in matrix.temperatures:
+        if temperature is not None:
+            check_text(flags.verification, temperature)
+    if branches is None:
+        return
+    for variant in matrix.variants:
+        if variant.policy != "off":
+            window = variant.window or config.speculation.window
+            check_branches(Rule(flags.verification), branches, window)
+
+
+def usual_branches(rule: str, config: Config) -> int:
+    """Those of the configuration, which give way to a rule that takes chains alone."""
+    known = rule in {one.value for one in Rule}  # else it is about to be refused
+    return 1 if known and FACTS[Rule(rule)].chain_only else config.speculation.branches
+
+
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     """Add `verify` to the command tree."""
 
@@ -76,6 +109,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         policy: Annotated[str, typer.Option(help="One or more, as lockstep,chain.")] = "chain",
         verification: VerificationOption = None,
         window: Annotated[str | None, typer.Option(help="One or more, as 1,2,4,8.")] = None,
+        branches: BranchesOption = None,
+        stopping: StoppingOption = None,
+        drafter: DrafterOption = None,
         concurrency: Annotated[str, typer.Option(help="One or more, as 1,4.")] = "1",
         limit: LimitOption = None,
         server: ServerOption = None,
@@ -84,11 +120,16 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         """Same text as plain decoding, bit for bit, and, where greedy, as transformers?
 
         Exit code 1: a divergence, or a row that failed. A place where transformers' logits of the
-        two tokens differ by less than 1e-4 is a tie: reported and counted, no divergence.
+        two tokens differ by less than 1e-4 is a tie: reported and counted, no divergence. So is one
+        where trees were verified (--branches) and plain decoding's own logits are so close; the
+        rest of that row is not compared then. Exit code 2: rules other than coupled promise the
+        text at temperature 0 alone.
         """
         from cluster.config import load_config
 
+        config = load_config(config_path, environ)
         matrix = parse_matrix(policy, window, concurrency, temperature)
+        rule = verification or config.speculation.verification
         flags = RequestFlags(
             max_tokens=max_tokens,
             temperature=None,
@@ -96,16 +137,22 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             top_p=top_p,
             seed=seed,
             policy=None,
-            verification=verification,
+            verification=rule,
             window=None,
+            branches=usual_branches(rule, config) if branches is None else branches,
+            stopping=stopping,
+            drafter=drafter,
         )
+        check_matrix(matrix, flags, config, branches)
+        if server is None:
+            check_drafters(flags, config)
         check_at_least_one("limit", limit)
         if json_path is not None:
             check_writable("json", json_path)
-        config = load_config(config_path, environ)
         files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
         console = Console(stderr=True)
         with reach_cluster(config, environ, console=console, server=server) as address:
+            from deploy.margins import MarginMeter
             from deploy.peers import TransformersPeer
             from deploy.verifier import Verifier
             from deploy.verify_report import print_report, report_json
@@ -117,6 +164,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                     flags,
                     progress=progress,
                     make_peer=lambda: TransformersPeer(target_folder(config, environ)),
+                    make_meter=lambda: MarginMeter(
+                        resolve_model(config.target.model, home=default_home(environ)),
+                        threads=len(os.sched_getaffinity(0)),
+                    ),
                 )
                 reports = [verifier.verify_file(path, rows) for path, rows in files]
         print_report(Console(), reports)

@@ -79,6 +79,18 @@ def test_rows_come_back_in_order_with_their_ids(
     assert rows[2]["acceptance_length"] == len(rows[2]["token_ids"]) / rows[2]["steps"]
 
 
+def test_a_rule_that_does_not_fit_fails_the_rows_with_both_names(
+    call: Call, served: Served, input_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out.jsonl"
+    done = call(
+        *("generate", "--server", served.address, "--input", input_file, "--output", output),
+        *("--verification", "one-hot"),
+    )
+    assert done.code == 1
+    assert all("'one-hot'" in row["error"] and "'model'" in row["error"] for row in read(output))
+
+
 def test_limit_takes_the_first_rows(
     call: Call, served: Served, input_file: Path, tmp_path: Path
 ) -> None:
@@ -125,7 +137,12 @@ def test_bad_rows_are_named_by_line_and_the_others_run(
         (("--max-tokens", "0"), "max-tokens"),
         (("--seed", "-1"), "seed"),
         (("--policy", "pearl"), "policy"),
-        (("--verification", "rejection"), "verification"),
+        (("--verification", "dice"), "verification"),
+        (("--verification", "rejection", "--branches", "2"), "branches"),
+        (("--branches", "9"), "branches"),
+        (("--branches", "3", "--window", "2"), "branches"),
+        (("--stopping", "never"), "stopping"),
+        (("--drafter", "oracle"), "drafter"),
         (("--input", "/nowhere/in.jsonl"), "input"),
         (("--output", "/nowhere/out.jsonl"), "output"),
         (("--output", "/"), "output"),
@@ -133,7 +150,7 @@ def test_bad_rows_are_named_by_line_and_the_others_run(
     ],
 )
 def test_bad_flags_are_one_line_and_exit_2_before_anything_starts(
-    call: Call, input_file: Path, tmp_path: Path, flags: tuple[str, str], named: str
+    call: Call, input_file: Path, tmp_path: Path, flags: tuple[str, ...], named: str
 ) -> None:
     output = tmp_path / "out.jsonl"
     # The server is not there: had it been asked first, the exit code would be 3.

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deploy.comparison import Divergence, Variant, first_difference, variants_of
+from deploy.margins import MarginMeter
 from deploy.peers import TransformersPeer
+from paceline import Client, GenerateOptions
+from paceline.sampling import SequenceSpec
 from tests.deploy.conftest import Call, Served
 from tests.deploy.test_generate import ROWS, write_rows
+from workers.models import ModelFiles
 
 PROMPT = "The quick brown fox"
 
@@ -56,7 +61,13 @@ def test_a_failed_row_is_exit_1(call: Call, served: Served, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--verification", "rejection"), "verification"),
+        (("--verification", "dice"), "verification"),
+        (("--verification", "kseq", "--temperature", "0,0.7"), "--temperature 0"),
+        (("--verification", "rejection", "--branches", "2", "--temperature", "0"), "branches"),
+        (("--branches", "0"), "branches"),
+        (("--branches", "4", "--window", "8,2"), "branches"),
+        (("--stopping", "never"), "stopping"),
+        (("--drafter", "oracle"), "drafter"),
         (("--policy", "chain,pearl"), "policy"),
         (("--window", "1,two"), "window"),
         (("--window", "0,1"), "window"),
@@ -66,12 +77,32 @@ def test_a_failed_row_is_exit_1(call: Call, served: Served, tmp_path: Path) -> N
     ],
 )
 def test_bad_flags_are_exit_2_before_anything_starts(
-    call: Call, flags: tuple[str, str], named: str
+    call: Call, flags: tuple[str, ...], named: str
 ) -> None:
     done = call("verify", "--server", "127.0.0.1:1", *flags)
     assert done.code == 2
     assert named in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_rule_that_no_drafter_fits_is_exit_2_before_anything_starts(call: Call) -> None:
+    done = call("verify", "--verification", "one-hot", "--temperature", "0")
+    assert done.code == 2
+    assert "'one-hot'" in done.stderr
+    assert "'model'" in done.stderr
+
+
+def test_a_law_at_the_checkpoint_s_own_temperature(
+    call: Call, served: Served, tmp_path: Path
+) -> None:
+    """The tiny checkpoint is greedy, so a rule that keeps the law keeps its text."""
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:2])
+    flags = ("--max-tokens", 12, "--verification", "rejection")
+    done = call(
+        *("verify", "--server", served.address, "--config", served.config, "--input", source),
+        *flags,
+    )
+    assert done.code == 0, done.stdout + done.stderr
 
 
 def test_variants_leave_out_the_reference_and_windows_of_off() -> None:
@@ -89,6 +120,30 @@ def test_the_first_difference_is_found_also_where_a_text_ended() -> None:
     assert first_difference(3, [1, 2, 3], [1, 5, 3]) == Divergence(3, 1, 2, 5)
     assert first_difference(3, [1, 2, 3], [1, 2]) == Divergence(3, 2, 3, None)
     assert first_difference(3, [1, 2], [1, 2, 3]) == Divergence(3, 2, None, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_the_margin_is_that_of_plain_decoding(served: Served, temperature: float) -> None:
+    """Plain decoding prefers its own token to any other, by what the engine's logits say."""
+    meter = MarginMeter(ModelFiles(served.checkpoint, "float32"), threads=1)
+    options = GenerateOptions(temperature=temperature, seed=5, max_tokens=8, policy="off")
+    with Client(served.address) as client:
+        plain = client.generate(PROMPT, options)
+        sampling = replace(client.describe().default_sampling, temperature=temperature)
+    spec = SequenceSpec(sampling, plain.seed, len(plain.prompt_token_ids), end_token_ids=(2, 0))
+    for position, expected in enumerate(plain.token_ids):
+        prefix = (*plain.prompt_token_ids, *plain.token_ids[:position])
+        others = [t for t in range(384) if t != expected]
+        margins = [meter.margin(spec, prefix, expected, other) for other in others[::40]]
+        assert all(margin is not None and margin > 0 for margin in margins)
+        reverse = meter.margin(spec, prefix, others[0], expected)
+        assert reverse == -meter.margin(spec, prefix, expected, others[0])  # type: ignore[operator]
+
+
+def test_a_divergence_below_the_margin_is_a_tie() -> None:
+    assert Divergence(0, 3, 5, 6, margin=9e-5).tie
+    assert not Divergence(0, 3, 5, 6, margin=1.1e-4).tie
+    assert not Divergence(0, 3, 5, 6).tie, "chains are exact: no margin is asked for"
 
 
 def test_a_wrong_token_is_a_departure_with_its_margin(peer: TransformersPeer) -> None:

@@ -41,7 +41,7 @@ from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
 STATS = Stats(2.5, 10, 40, 32, 30, 3, 1, 0, 0.5,
-              (WorkerStats("shard-0", "target", "h:1", 7, True, 1.5, 10, 60, 2),))  # fmt: skip
+              (WorkerStats("d", "ngram", "h:1", 7, True, 1.5, 10, 60, 2, 3, True),))  # fmt: skip
 DESCRIPTION = ModelDescription(
     "tiny", 384, 512, (2, 0), SamplingParams(temperature=0.5, logit_bias={3: 1.0}),
     ("off", "lockstep", "chain"), "chain", 8,
@@ -50,7 +50,7 @@ EVENTS = (
     Started("mine", 2**64 - 1, (5, 6)),
     Chunk(0, (7, 8), ("draft", "target"), "hé", ("h", "é")),
     Chunk(2, (9,), ("target",), "!", ("!",)),
-    Finished("stop", RequestStats(2, 4, 1, 1.5, 0.25, 0.125)),
+    Finished("stop", RequestStats(2, 4, 1, 1.5, 0.25, 0.125, {"entropy": 0.5})),
 )
 
 
@@ -101,7 +101,10 @@ def address(scripted: Scripted) -> Iterator[str]:
 
 
 def test_a_completion(address: str, scripted: Scripted) -> None:
-    options = GenerateOptions(temperature=0.5, seed=3, stop=["x"], policy="chain", window=4)
+    options = GenerateOptions(
+        temperature=0.5, seed=3, stop=["x"], policy="chain", window=4, rule="mcsd",
+        stopping="adaedl", branches=2, drafter="model", tenant="ours",
+    )  # fmt: skip
     with Client(address) as client:
         completion = client.generate([Message("user", "hello")], options)
         assert tuple(client.stream([5, 6])) == EVENTS
@@ -110,11 +113,13 @@ def test_a_completion(address: str, scripted: Scripted) -> None:
     assert completion.origins == ("draft", "target", "target")
     assert (completion.seed, completion.request_id) == (2**64 - 1, "mine")
     assert (completion.finish_reason, completion.prompt_token_ids) == ("stop", (5, 6))
-    assert completion.stats == RequestStats(2, 4, 1, 1.5, 0.25, 0.125)
+    assert completion.stats == RequestStats(2, 4, 1, 1.5, 0.25, 0.125, {"entropy": 0.5})
     chat, sent = request_from_wire(scripted.requests[0])
     assert chat == (Message("user", "hello"),)
     assert (sent.temperature, sent.seed, sent.stop) == (0.5, 3, ("x",))
     assert (sent.policy, sent.window, sent.top_k) == ("chain", 4, None)
+    assert (sent.rule, sent.stopping, sent.branches) == ("mcsd", "adaedl", 2)
+    assert (sent.drafter, sent.tenant) == ("model", "ours")
     assert request_from_wire(scripted.requests[1])[0] == (5, 6)
 
 
