@@ -19,11 +19,12 @@ from workers.engine.attention import StepContext
 from workers.engine.block_pool import blocks_for
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.forward import choose_forward
-from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes
+from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
 from workers.engine.linears import MIN_ROWS, WeightForm
 from workers.engine.model import load_model
 from workers.engine.self_test import rows_are_invariant
-from workers.engine.step_plan import Slice, make_plan
+from workers.engine.slices import Slice, check_tree
+from workers.engine.step_plan import make_plan
 
 __all__ = ["Engine", "Slice"]
 
@@ -97,6 +98,8 @@ class Engine:
         Rows: for each slice in order, those after its last `num_logits` fed tokens. Slices must not
         be empty, and no two may write the same block.
         """
+        for piece in slices:
+            check_tree(piece)
         plan = make_plan(
             slices,
             num_query_heads=self._num_query_heads,
@@ -107,6 +110,21 @@ class Engine:
         logits_TV = self._forward(StepContext(plan, self._cache.layers)).float()
         self.forward_seconds = time.perf_counter() - began
         return logits_TV
+
+    @torch.inference_mode()
+    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy KV of slot `from` to slot `to` of a sequence, pair by pair in order, in all layers.
+
+        A key keeps the rotary position it was computed for: move a tree's node to the slot that is
+        its position.
+        """
+        origin: dict[int, int] = {}
+        for source, target in moves:
+            origin[target] = origin.get(source, source)
+        table = torch.tensor(block_table, dtype=torch.int64)
+        self._cache.copy_slots(
+            slots_in(table, list(origin.values())), slots_in(table, list(origin))
+        )
 
 
 def _choose_length(asked: int | None, own: int) -> int:

@@ -20,7 +20,8 @@ from workers.engine.attention import StepContext, store_and_attend
 from workers.engine.fusing import ProjectionPart
 from workers.engine.kv_cache import KVCache
 from workers.engine.linears import MIN_ROWS
-from workers.engine.step_plan import Slice, make_plan
+from workers.engine.slices import Slice
+from workers.engine.step_plan import make_plan
 
 Forward = Callable[[StepContext], Tensor]
 """A planned step in, its logits [T, V] out, in the model's dtype."""

@@ -44,6 +44,18 @@ class KVCache:
         blocks = slots.view(2, num_heads, -1, BLOCK_SIZE, head_size).transpose(1, 2)
         return LayerCache(slots, blocks[0], blocks[1])
 
+    def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy keys and values of slots to others, in all layers; all are read before any write."""
+        for layer in self.layers:
+            slots = layer.slots_2HSD
+            slots.index_copy_(1, targets, slots.index_select(1, sources))
+
+
+def slots_in(block_table: Tensor, slots: list[int]) -> Tensor:
+    """Where a sequence's slots lie in the buffers of a cache."""
+    slots_T = torch.tensor(slots, dtype=torch.int64)
+    return block_table[slots_T // BLOCK_SIZE] * BLOCK_SIZE + slots_T % BLOCK_SIZE
+
 
 def block_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
     """Bytes that one block takes over all layers, keys and values."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workers.engine.block_pool import blocks_for
 from workers.engine.checkpoint import CheckpointInfo
-from workers.engine.step_plan import Slice
+from workers.engine.slices import Slice
 
 
 class Steppable(Protocol):

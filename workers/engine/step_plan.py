@@ -16,6 +16,7 @@ from torch import Tensor
 
 from workers.engine.block_pool import blocks_for
 from workers.engine.kv_cache import BLOCK_SIZE
+from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
 
 _ROW_MULTIPLE = 4
 """The attention kernel rounds otherwise in tiles of fewer than 4 query rows."""
@@ -23,21 +24,6 @@ _WIDE = 16
 """Slices up to this width are padded to a common width; wider ones make groups of their own."""
 HIDDEN = -1e30
 """Added to scores of positions that a row may not see. Finite, so that no row is all -inf."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Tokens of one sequence to feed in a step.
-
-    `token_ids` go to positions `start`, `start` + 1, ...; KV of all positions before `start` is
-    in the blocks of `block_table`, which also has room for the fed ones. Logits are wanted for the
-    last `num_logits` fed tokens.
-    """
-
-    block_table: Sequence[int]
-    start: int
-    token_ids: Sequence[int]
-    num_logits: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +83,10 @@ def make_plan(
         offsets.append(len(token_ids))
         token_ids.extend(piece.token_ids)
         end = piece.start + len(piece.token_ids)
-        positions.extend(range(piece.start, end))
-        for position in range(piece.start, end):
-            block = piece.block_table[position // BLOCK_SIZE]
-            slots.append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+        positions.extend(positions_of(piece))
+        for slot in range(piece.start, end):
+            block = piece.block_table[slot // BLOCK_SIZE]
+            slots.append(block * BLOCK_SIZE + slot % BLOCK_SIZE)
         logit_rows.extend(range(len(token_ids) - piece.num_logits, len(token_ids)))
     num_tokens = len(token_ids)
     padding = max(0, min_tokens - num_tokens)
@@ -181,9 +167,14 @@ class _Rows:
 def _make_group(pieces: Sequence[Slice], rows: _Rows) -> Group:
     chunks = [blocks_for(piece.start + len(piece.token_ids), BLOCK_SIZE) for piece in pieces]
     max_chunks = max(chunks)
-    position_BR = rows.token_BR + torch.tensor([[piece.start] for piece in pieces])
+    row_slot_BR = rows.token_BR + torch.tensor([[piece.start] for piece in pieces])
     slot_CK = torch.arange(max_chunks * BLOCK_SIZE).view(max_chunks, 1, 1, BLOCK_SIZE)
-    hidden = slot_CK > position_BR[:, None, None, :, None]
+    hidden = slot_CK > row_slot_BR[:, None, None, :, None]
+    for index, piece in enumerate(pieces):
+        if is_tree(piece):
+            unrelated_RS = unrelated_slots(piece, max_chunks * BLOCK_SIZE)[rows.token_BR[index]]
+            by_chunk = unrelated_RS.view(rows.count, max_chunks, 1, BLOCK_SIZE)
+            hidden[index] |= by_chunk.permute(1, 2, 0, 3)
     mask_BC = torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
     runs: list[Run] = []
     for index, piece in enumerate(pieces):

@@ -1,0 +1,163 @@
+"""Trees of candidates: every node's logits are those of its path, however the tree was fed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.tiny import Architecture, make_tiny_checkpoint
+from tests.workers.engine.trees import Tree, close, plain_rows, random_tree
+from workers.engine import step_plan
+from workers.engine.engine import Engine, Slice
+from workers.engine.local_cache import LocalCache
+
+VOCAB = 384
+TREE, PLAIN, OTHER = [7, 2, 9], [12, 13, 14], [20, 3, 4]
+"""Block tables of three sequences."""
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2")
+PREFIXES = (1, 40, 120, 126, 128, 130, 250)
+"""Some are so near the end of a block of 128 that the tree crosses it."""
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    folder = make_tiny_checkpoint(
+        tmp_path_factory.mktemp(request.param), architecture=request.param, vocab_size=VOCAB
+    )
+    return Engine(folder, weights="float32", threads=1, kv_memory_bytes=2 << 20)
+
+
+def make_tree(seed: int, prefix_length: int) -> Tree:
+    return random_tree(seed, prefix_length=prefix_length, num_nodes=12, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("prefix_length", PREFIXES)
+def test_a_nodes_logits_are_its_paths(engine: Engine, prefix_length: int) -> None:
+    tree = make_tree(prefix_length, prefix_length)
+    rows = engine.step([tree.piece(TREE, 0, 12, 12)])
+    assert close(rows, plain_rows(engine, tree, PLAIN))
+
+
+@pytest.mark.parametrize("prefix_length", PREFIXES)
+def test_a_tree_may_grow_over_several_steps(engine: Engine, prefix_length: int) -> None:
+    tree = make_tree(prefix_length + 1000, prefix_length)
+    at_once = engine.step([tree.piece(OTHER, 0, 12, 12)])
+    # The first step feeds the prefix's last token and two nodes.
+    if prefix_length > 1:
+        engine.step([Slice(TREE, 0, tree.prefix[:-1], 0)])
+    rows = [engine.step([tree.piece(TREE, prefix_length - 1, 2, 2)])]
+    for first, end in ((2, 3), (3, 8), (8, 12)):
+        rows.append(engine.step([tree.piece(TREE, prefix_length + first, end, end - first)]))
+    assert torch.equal(torch.cat(rows), at_once)
+
+
+@pytest.mark.parametrize("prefix_length", PREFIXES)
+def test_decoding_goes_on_from_an_accepted_path(engine: Engine, prefix_length: int) -> None:
+    tree = make_tree(prefix_length + 2000, prefix_length)
+    engine.step([tree.piece(TREE, 0, 12, 12)])
+    path = tree.path(11)
+    moves = [(prefix_length + node, prefix_length + depth) for depth, node in enumerate(path)]
+    engine.move_kv(TREE, moves)
+    ids = tree.ids_to(11)
+    rows = engine.step([Slice(TREE, len(ids), [5, 6, 7], 3)])
+    engine.step([Slice(PLAIN, 0, ids, 0)])
+    assert close(rows, engine.step([Slice(PLAIN, len(ids), [5, 6, 7], 3)]))
+    if moves != [(to, to) for _, to in moves]:
+        engine.step([tree.piece(TREE, 0, 12, 12)])
+        assert not close(engine.step([Slice(TREE, len(ids), [5, 6, 7], 3)]), rows)
+
+
+@pytest.mark.parametrize("prefix_length", [40, 126])
+def test_slices_with_and_without_trees_share_a_step(engine: Engine, prefix_length: int) -> None:
+    first, second = make_tree(1, prefix_length), make_tree(2, 30)
+    chain = Slice(PLAIN, 0, first.prefix[:20], 20)
+    alone = [
+        engine.step([piece])
+        for piece in (first.piece(TREE, 0, 12, 13), chain, second.piece(OTHER, 0, 12, 12))
+    ]
+    engine.step([Slice(TREE, 0, first.prefix, 0), Slice(OTHER, 0, second.prefix, 0)])
+    together = engine.step(
+        [
+            first.piece(TREE, prefix_length - 1, 12, 13),
+            chain,
+            second.piece(OTHER, 30, 12, 12),
+        ]
+    )
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.parametrize("prefix_length", [40, 126])
+def test_a_chain_given_as_parents_has_the_plain_bits(engine: Engine, prefix_length: int) -> None:
+    ids = make_tree(3, prefix_length + 10).prefix
+    chain = Tree(ids[:prefix_length], ids[prefix_length:], tuple(range(10)))
+    plain = engine.step([Slice(PLAIN, 0, ids, 10)])
+    assert torch.equal(engine.step([chain.piece(TREE, 0, 10, 10)]), plain)
+
+
+def test_nodes_in_the_slots_of_their_positions_have_the_plain_bits(engine: Engine) -> None:
+    ids = make_tree(4, 125).prefix
+    # Nodes 0 to 4 are a chain, 5 to 7 hang beside it.
+    tree = Tree(ids[:120], [*ids[120:], 9, 8, 7], (0, 1, 2, 3, 4, 0, 6, 2))
+    rows = engine.step([tree.piece(TREE, 0, 8, 8)])
+    assert torch.equal(rows[:5], engine.step([Slice(PLAIN, 0, ids, 5)]))
+
+
+def test_a_mask_that_shows_siblings_is_found(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = Tree(make_tree(5, 40).prefix, [1, 2, 3], (0, 0, 2))
+    expected = plain_rows(engine, tree, PLAIN)
+    assert close(engine.step([tree.piece(TREE, 0, 3, 3)]), expected)
+
+    def show_all(piece: Slice, num_slots: int) -> torch.Tensor:
+        return torch.zeros(len(piece.token_ids), num_slots, dtype=torch.bool)
+
+    monkeypatch.setattr(step_plan, "unrelated_slots", show_all)
+    rows = engine.step([tree.piece(TREE, 0, 3, 3)])
+    assert close(rows[:1], expected[:1])
+    assert not close(rows[1:2], expected[1:2])
+    assert not close(rows[2:], expected[2:])
+
+
+def test_a_drafters_books_and_the_engine_agree(engine: Engine) -> None:
+    """A tree grown level by level from its own logits, a path promoted, then plain decoding."""
+    sequence = LocalCache(engine.num_blocks, engine.block_size).open("a")
+    sequence.extend(make_tree(7, 121).prefix)
+    parents = [0]
+    for _ in range(4):
+        # After every token or node of the last level, its two best continuations.
+        piece = sequence.pending_slice(num_logits=len(parents))
+        best = engine.step([piece]).topk(2).indices
+        sequence.mark_stored(len(piece.token_ids))
+        twice = [parent for parent in parents for _ in range(2)]
+        first = sequence.grow(best.flatten().tolist(), twice)
+        parents = list(range(first + 1, first + 1 + len(twice)))
+    path, ids = [1, 4, 10, 23], list(sequence.token_ids)
+    ids += [sequence.node_ids[node] for node in path]
+    sequence.promote(path, engine.move_kv)
+    assert (sequence.token_ids, sequence.num_pending) == (ids, 1)
+    rows = engine.step([sequence.pending_slice()])
+    assert close(rows, engine.step([Slice(PLAIN, 0, ids, 1)]))
+
+
+def test_moves_are_made_in_order(engine: Engine) -> None:
+    """Like copying one pair after another, also where one reads what another wrote."""
+    tree = make_tree(6, 126)
+    engine.step([tree.piece(TREE, 0, 12, 0)])
+    moves = [(128, 127), (127, 126), (131, 128), (128, 130)]
+    keys = [layer.slots_2HSD for layer in engine._cache.layers]
+    table = torch.tensor(TREE)
+    slots = torch.arange(126, 134)
+    where = table[slots // 128] * 128 + slots % 128
+    before = [layer[:, where].clone() for layer in keys]
+    engine.move_kv(TREE, moves)
+    for layer, old in zip(keys, before, strict=True):
+        for source, target in moves:
+            old[:, target - 126] = old[:, source - 126]
+        assert torch.equal(layer[:, where], old)
+
+
+@pytest.mark.parametrize("parents", [(0,), (0, 2), (0, -1), (0, 0, 0)])
+def test_parents_that_make_no_tree_are_caught(engine: Engine, parents: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match="parent"):
+        engine.step([Slice(TREE, 0, [1, 2, 3], 1, 1, parents)])
