@@ -14,7 +14,7 @@ from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.excerpt import excerpt_of
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
-from workers.drafting.tree import ROOT, DraftTree, Grant, NewNodes
+from workers.drafting.tree import DraftTree, Grant, NewNodes
 from workers.verification.draft_probs import SparseProbs
 
 _SLOW_CHANGE = 0.8
@@ -132,6 +132,7 @@ class DraftingDesk:
         self._max_sequences = max_sequences
         self._sessions: list[DraftingSession] = []
         self._pass_ms = 0.0
+        self._drafted_only = False
 
     def open_session(self) -> DraftingSession:
         """A session for a stream."""
@@ -175,6 +176,7 @@ class DraftingDesk:
         ready = [tree for _, _, tree in everyone if tree.ready]
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
         drafts = {draft.tree: draft for draft in result.drafts}
+        self._drafted_only = result.tokens_fed > 0 and not result.prefilled
         declined = dict(result.declined)
         took_part = set(result.took_part)
         news: dict[DraftingSession, SessionNews] = {}
@@ -193,9 +195,10 @@ class DraftingDesk:
         return list(news.values())
 
     def pass_took(self, milliseconds: float) -> None:
-        """How long the pass before took, prefill passes left out: the price of drafting."""
-        kept = _SLOW_CHANGE if self._pass_ms else 0.0
-        self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds
+        """How long the pass before took: the price of drafting. Prefill does not count."""
+        if self._drafted_only:
+            kept = _SLOW_CHANGE if self._pass_ms else 0.0
+            self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds
 
     def check_integrity(self) -> None:
         """Assert that trees and what the proposer keeps belong together."""
@@ -214,10 +217,9 @@ def _propose(sequence_id: int, draft: Draft) -> Proposal:
     tree = draft.tree
     first = tree.end + 1
     tree.extend(draft.new)
-    used_up = bool(tree.grant.nodes) and tree.nodes_left == 0
-    ended = tree.ends(ROOT) or (tree.is_chain and tree.ends(tree.end))
-    final = draft.last or ended
-    if final or used_up or draft.grant_used:
+    final = draft.last or tree.finished
+    last = final or draft.grant_used or tree.used_up
+    if last:
         tree.tell_last(until_grant=not final)
     excerpt = excerpt_of(tree, first)
     base_length, base_hash = tree.base(excerpt.base)
@@ -226,7 +228,7 @@ def _propose(sequence_id: int, draft: Draft) -> Proposal:
         base_length,
         base_hash,
         excerpt.token_ids,
-        last=final or used_up or draft.grant_used,
+        last=last,
         parents=excerpt.parents,
         multiplicities=excerpt.multiplicities,
         distributions=excerpt.distributions,

@@ -98,7 +98,9 @@ class Growth:
                 for node in fed
                 for index in range(len(self._expansions[node].children.token_ids))
             ]
-        tokens, parents, multiplicities = [], [], []
+        tokens: list[int] = []
+        parents: list[int] = []
+        multiplicities: list[int] = []
         for node, index in chosen:
             number = self._tree.end + 1 + len(tokens)
             children = self._expansions[node].children

@@ -162,6 +162,7 @@ class ModelProposer:
             else:
                 prefilling.append(tree)
         if prefilling:
+            result.prefilled = True
             beside = any(turn.piece is not None for turn in turns)
             limit = PREFILL_BESIDE if beside else PREFILL_ALONE
             self._take(turns, result, prefilling[0], [ROOT], limit=limit)

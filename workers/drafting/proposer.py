@@ -53,12 +53,14 @@ class Pass:
     """What one pass gave. `declined`: trees that could not be kept, and why.
 
     `took_part`: every tree that the pass worked for, those whose prefill goes on included.
+    `prefilled`: some of `tokens_fed` were prefill.
     """
 
     drafts: list[Draft] = field(default_factory=list)
     declined: list[tuple[DraftTree, str]] = field(default_factory=list)
     took_part: list[DraftTree] = field(default_factory=list)
     tokens_fed: int = 0
+    prefilled: bool = False
 
 
 class Proposer(Protocol):

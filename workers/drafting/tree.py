@@ -174,11 +174,22 @@ class DraftTree:
         return self.room(ROOT) > 0
 
     @property
+    def used_up(self) -> bool:
+        """Whether the grant's nodes are used up. Of a chain granted by position alone, never."""
+        return self.nodes_left == 0 and (self.grant.nodes > 0 or not self.is_chain)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing can follow, whatever is granted, as far as that is plain to see."""
+        return self.ends(ROOT) or (self.is_chain and self.ends(self.end))
+
+    @property
     def wants_last(self) -> bool:
         """Whether the driver waits for nodes that cannot come, and has not been told so."""
-        if self._told_last or self.grant.until_position <= self.num_committed + self._depths[-1]:
+        reached = self.num_committed + (self._depths[-1] if self.is_chain else 0)
+        if self._told_last or self.grant.until_position <= reached:
             return False
-        return self.nodes_left == 0 or self.ends(ROOT) or (self.is_chain and self.ends(self.end))
+        return self.used_up or self.finished
 
     def set_grant(self, grant: Grant) -> None:
         """Replace the grant. One that allows more takes back that the former was used up."""
