@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.errors import ProtocolError
+from paceline.rules import Rule
 from paceline.v1 import target_pb2
 from workers.draft_probs_wire import distributions_from_wire
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
-from workers.verification.rules import FACTS, Rule, check_proposal
+from workers.verification.rules import FACTS, check_proposal
 
 MAX_CANDIDATES = 1024
 """Most candidates of a slice, as many as a proposal may hold."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.verification.candidates import CandidateTree, merge_paths
 from workers.verification.draft_probs import DraftProbs, SparseProbs
@@ -20,7 +21,7 @@ from workers.verification.draws import (
     draw_without_replacement,
     top_children,
 )
-from workers.verification.rules import FACTS, Rule
+from workers.verification.rules import FACTS
 from workers.verification.verify import verify
 
 VOCAB_SIZES = (49_152, 131_072)

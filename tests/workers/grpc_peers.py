@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 
@@ -30,7 +31,7 @@ class Stepper:
         self.call = target_pb2_grpc.TargetServiceStub(channel).Step(timeout=DEADLINE)
         self.step_number = 0
 
-    async def send(self, **fields: object) -> target_pb2.StepResponse:
+    async def send(self, **fields: Any) -> target_pb2.StepResponse:
         """Send a step, its number filled in, and await the answer."""
         self.step_number += 1
         await self.call.write(target_pb2.StepRequest(step=self.step_number, **fields))
@@ -56,15 +57,16 @@ class Stepper:
         return response.verdicts[0].token_id
 
     async def verify(
-        self, start: int, last_token: int, candidates: Sequence[int]
+        self, start: int, last_token: int, candidates: Sequence[int], **fields: Any
     ) -> target_pb2.Verdict:
-        """One decoding step of sequence 1."""
+        """One decoding step of sequence 1, with more fields of the slice."""
         piece = target_pb2.Slice(
             sequence_id=1,
             start=start,
             token_ids=[last_token, *candidates],
             window=len(candidates),
             verdict=True,
+            **fields,
         )
         response = await self.send(slices=[piece])
         return response.verdicts[0]

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import InternalError
+from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import CandidateTree
 from workers.verification.coupled import choose_adjusted, verify_tree
@@ -19,7 +20,7 @@ from workers.verification.kseq import KSeqNode
 from workers.verification.one_hot import OneHotNode
 from workers.verification.rejection import RecursiveNode
 from workers.verification.rows import WindowRows
-from workers.verification.rules import FACTS, Rule
+from workers.verification.rules import FACTS
 from workers.verification.verdict import Verdict
 from workers.verification.walk import Node, walk
 
