@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.drafting.allocation import Place, allocate
@@ -47,6 +47,7 @@ def test_what_is_less_likely_than_what_was_refused_is_not_sent() -> None:
     assert found.send == [(0, 0)]
 
 
+@settings(deadline=None)
 @given(
     chances=st.lists(st.floats(0.001, 1.0), max_size=6),
     budget=st.integers(0, 20),

@@ -18,7 +18,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
 from workers.drafting.model import ModelProposer
-from workers.drafting.tree import Grant
+from workers.drafting.tree import ROOT, Grant
 from workers.engine.engine import Engine, Slice
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs, SparseProbs
@@ -359,3 +359,45 @@ def test_a_rule_that_a_drafter_cannot_serve_is_declined_by_name(engine: Engine) 
     reason = session.open(1, spec, [5]) or ""
     assert "'model'" in reason
     assert "'one-hot'" in reason
+
+
+def test_nodes_go_where_candidates_were_accepted(engine: Engine, fresh: FreshDrafter) -> None:
+    """A drafter whose first candidate is always right comes to spend all its nodes on depth."""
+    spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=1)
+    desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
+    session = desk.open_session()
+    text = [5]
+    session.open(1, spec, text)
+    depths = []
+    for _ in range(30):
+        session.grant(1, Grant(len(text) + 8, branches=3, nodes=8))
+        _drafted(session, desk)
+        tree = session.trees[1]
+        depths.append(max(tree.depth(node) for node in range(tree.num_nodes + 1)))
+        right = top_children(fresh.logits(tuple(text)), spec, text, 1)
+        session.outcome(1, len(text), right)
+        text += right
+    assert depths[0] < depths[-1]
+    assert depths[-1] >= 7
+    desk.close_session(session)
+
+
+def test_a_subtree_that_agrees_stays_and_is_not_fed_again(engine: Engine) -> None:
+    spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=1, rule=Rule.RECURSIVE)
+    desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
+    session = desk.open_session()
+    session.open(1, spec, [5])
+    session.grant(1, Grant(9, branches=2, nodes=14))
+    _drafted(session, desk)
+    tree = session.trees[1]
+    # A second child that was fed: its slot is not that of its position.
+    chosen = next((c for c in tree.children(ROOT)[1:] if tree.children(c)), None)
+    assert chosen is not None
+    below = [tree.tokens[child] for child in tree.children(chosen)]
+    session.outcome(1, 1, [tree.tokens[chosen]])
+    assert [tree.tokens[child] for child in tree.children(ROOT)] == below
+    desk.check_integrity()
+    session.grant(1, Grant(9, branches=2, nodes=tree.num_nodes + 2))
+    (news,) = desk.run_pass()
+    assert news.tokens_fed == 1, "one leaf, and nothing of what was fed before"
+    desk.close_session(session)
