@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,9 +17,34 @@ from deploy.outputs import check_writable, write_json
 from deploy.reach import teller
 from deploy.request_flags import check_at_least_one
 from paceline.errors import InvalidRequestError
+from paceline.generation import GenerateInput
 from workers.models import default_home
 
-SUITES = ("decode",)
+if TYPE_CHECKING:
+    from cluster.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """How much a suite measures: rows of the input, tokens a row, rounds."""
+
+    limit: int
+    max_tokens: int
+    repeats: int
+
+
+AMOUNTS: Mapping[str, Amount] = {"decode": Amount(8, 64, 3), "rules": Amount(4, 32, 2)}
+"""The suites, and what they measure unless told otherwise: minutes on two cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a suite is given."""
+
+    config: Config
+    inputs: Sequence[GenerateInput]
+    amount: Amount
+    home: Path
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -26,62 +52,115 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command()
     def bench(
-        suite: Annotated[str, typer.Argument(help="decode.")],
+        suite: Annotated[str, typer.Argument(help="decode or rules.")],
         config_path: ConfigOption = None,
         input_path: Annotated[
             Path, typer.Option("--input", help="JSON lines. Default: our own prompts.")
         ] = DEFAULT_INPUT,
-        limit: Annotated[int, typer.Option(help="First N rows only.")] = 8,
-        max_tokens: Annotated[int, typer.Option(help="Most tokens a row.")] = 64,
-        repeats: Annotated[int, typer.Option(help="How often each row is decoded.")] = 3,
+        limit: Annotated[
+            int | None, typer.Option(help="First N rows only. Default: 8; rules 4.")
+        ] = None,
+        max_tokens: Annotated[
+            int | None, typer.Option(help="Most tokens a row. Default: 64; rules 32.")
+        ] = None,
+        repeats: Annotated[
+            int | None, typer.Option(help="How often a row is decoded. Default: 3; rules 2.")
+        ] = None,
         calibrate: Annotated[
-            bool, typer.Option(help="Try windows and assistant settings; else the defaults.")
+            bool, typer.Option(help="decode: try windows and assistant settings.")
         ] = True,
         gap_steps: Annotated[
-            int, typer.Option(help="Steps over which the gap between passes is taken.")
+            int, typer.Option(help="decode: steps over which the gap between passes is taken.")
         ] = 1000,
+        part: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="rules: time, acceptance, stopping or train-free; may be repeated. "
+                "Default: all."
+            ),
+        ] = None,
         json_path: JsonOption = None,
     ) -> None:
-        """Measure ratios: our rows and transformers', in turns, in one run."""
+        """Measure ratios in one run: ours in turns, in suite decode with transformers beside us."""
         from cluster.config import load_config
 
-        if suite not in SUITES:
-            raise InvalidRequestError("suite", f"expected {', '.join(SUITES)}, got {suite!r}")
-        counts = {
-            "limit": limit,
-            "max-tokens": max_tokens,
-            "repeats": repeats,
-            "gap-steps": gap_steps,
-        }
-        for name, value in counts.items():
+        if suite not in AMOUNTS:
+            raise InvalidRequestError("suite", f"expected {' or '.join(AMOUNTS)}, got {suite!r}")
+        for name, value in (
+            ("limit", limit),
+            ("max-tokens", max_tokens),
+            ("repeats", repeats),
+            ("gap-steps", gap_steps),
+        ):
             check_at_least_one(name, value)
+        _check_parts(part)
         if json_path is not None:
             check_writable("json", json_path)
+        usual = AMOUNTS[suite]
+        amount = Amount(
+            usual.limit if limit is None else limit,
+            usual.max_tokens if max_tokens is None else max_tokens,
+            usual.repeats if repeats is None else repeats,
+        )
         config = load_config(config_path, environ)
-        rows = read_rows(input_path, limit=limit)
-        inputs = []
-        for row in rows:
-            if isinstance(row, BadRow):
-                raise InvalidRequestError("input", row.message)
-            inputs.append(row.input)
-        console = Console(stderr=True)
-
-        from deploy.bench.decode import DecodeSettings, deployments, run_decode
-        from deploy.bench.machine import describe_machine
-        from deploy.bench.report import decode_json, print_decode
-
-        settings = DecodeSettings(max_tokens, repeats, calibrate, gap_steps)
-        configs = deployments(config)
-        machine = describe_machine()
-        with tempfile.TemporaryDirectory() as folder, teller(console) as tell:
-            result = run_decode(
-                configs,
-                inputs,
-                settings,
-                home=default_home(environ),
-                log_folder=Path(folder),
-                tell=tell,
-            )
-        print_decode(Console(), result)
+        inputs = _read_inputs(input_path, amount.limit)
+        task = Task(config, inputs, amount, default_home(environ))
+        if suite == "decode":
+            report = _decode(task, calibrate=calibrate, gap_steps=gap_steps)
+        else:
+            report = _rules(task, part)
         if json_path is not None:
-            write_json(json_path, decode_json(result, machine))
+            write_json(json_path, report)
+
+
+def _check_parts(parts: Sequence[str] | None) -> None:
+    from deploy.bench.rules_rows import PART_NAMES
+
+    for part in parts or ():
+        if part not in PART_NAMES:
+            raise InvalidRequestError("part", f"expected {', '.join(PART_NAMES)}, got {part!r}")
+
+
+def _read_inputs(path: Path, limit: int) -> list[GenerateInput]:
+    inputs: list[GenerateInput] = []
+    for row in read_rows(path, limit=limit):
+        if isinstance(row, BadRow):
+            raise InvalidRequestError("input", row.message)
+        inputs.append(row.input)
+    return inputs
+
+
+def _decode(task: Task, *, calibrate: bool, gap_steps: int) -> Mapping[str, object]:
+    """Run the suite and print it; the document for programs."""
+    from deploy.bench.decode import DecodeSettings, deployments, run_decode
+    from deploy.bench.machine import describe_machine
+    from deploy.bench.report import decode_json, print_decode
+
+    settings = DecodeSettings(task.amount.max_tokens, task.amount.repeats, calibrate, gap_steps)
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
+        result = run_decode(
+            deployments(task.config),
+            task.inputs,
+            settings,
+            home=task.home,
+            log_folder=Path(folder),
+            tell=tell,
+        )
+    print_decode(Console(), result)
+    return decode_json(result, machine)
+
+
+def _rules(task: Task, parts: Sequence[str] | None) -> Mapping[str, object]:
+    """Run the suite and print it; the document for programs."""
+    from deploy.bench.machine import describe_machine
+    from deploy.bench.rules import RulesSettings, run_rules
+    from deploy.bench.rules_report import print_rules, rules_json
+    from deploy.bench.rules_rows import PART_NAMES
+
+    settings = RulesSettings(parts or PART_NAMES, task.amount.max_tokens, task.amount.repeats)
+    machine = describe_machine()
+    with teller(Console(stderr=True)) as tell:
+        rows = run_rules(task.config, task.inputs, settings, home=task.home, tell=tell)
+    print_rules(Console(), rows)
+    return rules_json(rows, machine)

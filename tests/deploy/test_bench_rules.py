@@ -1,0 +1,172 @@
+"""`paceline bench rules`: its rows, goals and report, and the whole suite on tiny models."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.config import Config
+from deploy.bench.rules import measure_time, rules_deployments
+from deploy.bench.rules_goals import goals
+from deploy.bench.rules_report import print_rules, rules_json
+from deploy.bench.rules_rows import PART_NAMES, RequestContender, RuleRow
+from deploy.bench.rules_stopping import stopping_contenders
+from deploy.bench.rules_train_free import train_free_contenders
+from paceline.client import Client
+from paceline.generation import GenerateOptions
+from tests.deploy.conftest import ROOT, Call, Served
+from tests.deploy.test_generate import ROWS, write_rows
+
+POLICY = "lockstep"
+
+
+def speed_row(part: str, name: str, speedup: float, **details: object) -> RuleRow:
+    more = {"tokens_per_second": 10 * speedup, "spread": 0.1, "same_text": True, **details}
+    return RuleRow(part, name, "coupled", "chain", 0.0, 100.0, 1.5, speedup, more)
+
+
+def time_row(rule: str, ms: float, window: int) -> RuleRow:
+    details = {"vocab_size": 49_152, "window": window, "batch": 1}
+    return RuleRow("time", f"{rule} {window}", rule, "chain", 1.0, ms, details=details)
+
+
+def length_row(rule: str, temperature: float, length: float) -> RuleRow:
+    return RuleRow(
+        "acceptance", f"{rule} {temperature}", rule, "2 wide", temperature, acceptance_length=length
+    )
+
+
+ROWS_OF_A_RUN = (
+    time_row("coupled", 1.5, 8),
+    time_row("coupled", 9.0, 64),
+    time_row("kseq", 6.0, 8),
+    length_row("coupled", 0.7, 3.0),
+    length_row("kseq", 0.7, 2.0),
+    length_row("mcsd", 0.7, 2.5),
+    speed_row("stopping", "off", 1.0, policy="off"),
+    speed_row("stopping", "lockstep fixed 2", 1.0, policy=POLICY),
+    speed_row("stopping", "lockstep fixed 4", 1.6, policy=POLICY),
+    speed_row("stopping", "lockstep fixed 8", 1.2, policy=POLICY),
+    speed_row("stopping", "lockstep adaedl", 1.5, policy=POLICY),
+    speed_row("stopping", "lockstep cost", 1.8, policy=POLICY),
+    speed_row("train-free", "recycling chain 4", 1.1, drafter="recycling"),
+    speed_row("train-free", "recycling 2 wide 8", 1.4, drafter="recycling"),
+    speed_row("train-free", "ngram chain 4", 3.0, drafter="ngram"),
+)
+
+
+def test_goals_are_ratios_of_the_rows_that_are_there() -> None:
+    found = {goal.name: goal.ratio for goal in goals(ROWS_OF_A_RUN)}
+    assert found == {
+        "3 ms / coupled chain of 8": pytest.approx(2.0),
+        "length, 2 wide, T=0.7: coupled / kseq": pytest.approx(1.5),
+        "lockstep: cost / adaedl": pytest.approx(1.2),
+        "lockstep: adaedl / median fixed": pytest.approx(1.25),
+        "lockstep: cost / best fixed": pytest.approx(1.125),
+        "recycling 2 wide 8 / off": pytest.approx(1.4),
+    }
+    assert goals(ROWS_OF_A_RUN[:0]) == []
+
+
+def test_the_report_is_narrow_and_has_every_row() -> None:
+    stream = io.StringIO()
+    print_rules(Console(file=stream, width=80), ROWS_OF_A_RUN)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("recycling 2 wide 8" in line and "1.40" in line for line in lines)
+    assert "lockstep: cost / adaedl = 1.20 (aim 1)" in lines
+    report = rules_json(ROWS_OF_A_RUN, {"cores": 2})
+    assert (report["suite"], report["emulated"]) == ("rules", False)
+    rows = report["rows"]
+    assert isinstance(rows, list)
+    assert [row["name"] for row in rows] == [row.name for row in ROWS_OF_A_RUN]
+    assert rows[0]["ms"] == 1.5
+
+
+def test_a_part_starts_only_what_it_needs() -> None:
+    assert rules_deployments(Config(), ("time",)) == {}
+    assert set(rules_deployments(Config(), ("acceptance",))) == {"drafted"}
+    both = rules_deployments(Config(), PART_NAMES)
+    assert [one.kind for one in both["drafted"].drafters] == ["model"]
+    assert [one.kind for one in both["plain"].drafters] == ["ngram", "recycling"]
+    assert both["drafted"].target.threads == 1
+    assert both["plain"].target.threads == 2
+
+
+def test_no_tenant_sees_a_prompt_twice(served: Served) -> None:
+    """A drafter that learns would know the answer by heart."""
+    with Client(served.address) as client:
+        options = GenerateOptions(temperature=0.0, policy="off")
+        contender = RequestContender("off", client, options)
+        first = contender.decode([5, 6, 7], 3)
+        again = contender.decode([5, 6, 7], 3)
+    assert first.token_ids == again.token_ids
+    assert contender.seen == {(5, 6, 7): 2}
+
+
+def test_rows_are_named_apart(served: Served) -> None:
+    with Client(served.address) as client:
+        for contenders in (stopping_contenders(client, client), train_free_contenders(client)):
+            assert contenders[0].name == "off"
+            assert len({one.name for one in contenders}) == len(contenders)
+
+
+def test_times_become_rows() -> None:
+    told: list[str] = []
+    rows = measure_time(1, told.append, vocab_sizes=(200,), windows=(8,), batches=(1,))
+    assert len(rows) == len(told)
+    assert {row.part for row in rows} == {"time"}
+    assert all(row.ms is not None and row.ms > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("rules", "--part", "nothing"), "part"),
+        (("rules", "--limit", "0"), "limit"),
+        (("rules", "--json", "/nowhere/out.json"), "json"),
+    ],
+)
+def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str) -> None:
+    done = call("bench", *arguments)
+    assert done.code == 2
+    assert named in done.stderr
+
+
+def run_bench(served: Served, folder: Path, parts: Sequence[str]) -> list[dict[str, object]]:
+    source = write_rows(folder / "in.jsonl", ROWS[:1])
+    found = folder / "found.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "deploy.cli", "bench", "rules", "--config", served.config),
+            *("--input", source, "--json", found, "--max-tokens", "8", "--repeats", "1"),
+            *(flag for part in parts for flag in ("--part", part)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(found.read_text())["rows"]
+    assert isinstance(rows, list)
+    return rows
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_rules_measures_every_part(served: Served, tmp_path: Path) -> None:
+    rows = run_bench(served, tmp_path, ("acceptance", "stopping", "train-free"))
+    assert {row["part"] for row in rows} == {"acceptance", "stopping", "train-free"}
+    assert {row["rule"] for row in rows if row["part"] == "acceptance"} == {
+        *("coupled", "rejection", "kseq", "recursive", "mcsd")
+    }
+    assert all(row["speedup"] == 1 for row in rows if row["name"] == "off")
+    assert all(row["same_text"] for row in rows if row["part"] != "acceptance")
