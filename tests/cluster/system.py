@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cluster.driver import Driver, DriverOptions
 from cluster.inference import serve_driver
@@ -39,11 +39,15 @@ async def start_target(folder: Path, *, port: int = 0) -> RunningServer:
     return await serve_target_shard(options, host=HOST, port=port)
 
 
-async def start_drafter(folder: Path | None, *, port: int = 0) -> RunningServer:
-    if folder is None:
-        options = DrafterOptions(kind="ngram")
+DrafterChoice = Path | Literal["recycling"] | None
+"""A model by its folder, or a drafter without one; None: n-grams."""
+
+
+async def start_drafter(choice: DrafterChoice, *, port: int = 0) -> RunningServer:
+    if isinstance(choice, Path):
+        options = DrafterOptions(kind="model", folder=choice, kv_memory_bytes=4 * 1024 * 1024)
     else:
-        options = DrafterOptions(kind="model", folder=folder, kv_memory_bytes=4 * 1024 * 1024)
+        options = DrafterOptions(kind=choice or "ngram")
     return await serve_drafter(options, host=HOST, port=port)
 
 
@@ -70,11 +74,11 @@ class System:
 async def running_system(
     checkpoints: Checkpoints,
     *,
-    drafters: dict[str, Path | None] | None = None,
+    drafters: Mapping[str, DrafterChoice] | None = None,
     more_targets: tuple[str, ...] = (),
     **options: Any,
 ) -> AsyncIterator[System]:
-    """`drafters`: a checkpoint folder by name, None for n-gram. `options`: of the driver.
+    """`drafters`: by name. `options`: of the driver.
 
     `more_targets`: addresses of shards after the first.
     """
