@@ -123,7 +123,7 @@ class Fuzz:
         assert world.finished.keys() == world.requests.keys()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_random_schedules_keep_text_and_invariants(data: st.DataObject) -> None:
     fuzz = Fuzz(data)
