@@ -126,6 +126,9 @@ class Batching:
         for sequence, wanted in decoding:
             # Candidates of a tree take KV positions of their own, more than its depth.
             room = self.target.room - sequence.tree.num_committed
+            if sequence.num_paths and wanted:
+                # Paths that met take fewer nodes; how deep they go must not depend on that.
+                wanted = sequence.request.window
             window = min(wanted, spare, room)
             if self._take(draft, sequence, 1, window):
                 spare -= window
@@ -165,6 +168,9 @@ class Batching:
             window = sequence.policy.window(sequence.draft_view(), now, self._wait_seconds)
             if isinstance(window, Wait):
                 self.wake_at = min(window.until, self.wake_at or window.until)
+            elif sequence.num_paths:
+                # Merged paths are fewer candidates: how many must not decide how deep it goes.
+                ready.append((sequence, sequence.request.window))
             else:
                 ready.append((sequence, window))
         return ready
