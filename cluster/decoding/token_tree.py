@@ -80,7 +80,8 @@ class TokenTree:
         Returns False, and takes nothing, when the proposal continues something else than this.
         """
         base = self._place_of_base(proposal.base_length, proposal.base_hash)
-        if base is None:
+        is_chain = proposal.parents in ((), tuple(range(len(proposal.token_ids))))
+        if base is None or (self.chain and not is_chain):
             return False
         places: list[_Place] = [base]
         used: set[int] = set()
@@ -102,10 +103,6 @@ class TokenTree:
             if isinstance(place, Node) and place.distribution is None:
                 place.distribution = distribution
         return len(places) == 1 or any(place is not None for place in places[1:])
-
-    def holds(self, base_length: int, base_hash: int) -> bool:
-        """Whether this is a prefix of what may still be committed."""
-        return isinstance(self._place_of_base(base_length, base_hash), Node)
 
     def pin(self, limit: int, *, num_paths: int = 0) -> Window:
         """The first `limit` candidates, held fast until the verdict.

@@ -69,14 +69,7 @@ async def test_stopping_rules_keep_the_text_and_show_their_state(
     [
         ("rejection", "model", 1),
         ("kseq", "model", 1),
-        pytest.param(
-            *("kseq", "model", 3),
-            marks=pytest.mark.xfail(
-                strict=True,
-                reason="the core cuts k-SEQ windows by the count of merged candidates, and greedy "
-                "paths are all merged, so that nothing is verified",
-            ),
-        ),
+        ("kseq", "model", 3),
         ("recursive", "model", 2),
         ("mcsd", "model", 2),
         ("one-hot", "ngram", 2),

@@ -187,6 +187,8 @@ def test_an_interrupt_leaves_no_file_and_no_sequence(served: Served, tmp_path: P
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
+        # Where the tests themselves run in the background, interrupts are ignored and inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with command, Client(served.address) as client:
         while not client.stats().sequences_running:

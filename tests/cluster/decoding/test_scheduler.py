@@ -387,3 +387,10 @@ def test_stopping_by_cost_is_told_what_steps_cost_and_bring() -> None:
     ]
     out = [each for answer in answers for each in scheduler.handle(answer)]
     assert [each.tokens_per_ms for each in out if isinstance(each, Grant)][-1] > 0
+
+
+def test_a_tree_is_no_answer_to_a_request_for_a_chain() -> None:
+    scheduler = started()
+    scheduler.handle(tree_proposal(PROMPT, (10, 11, 12), (0, 0, 1)))
+    assert scheduler.totals.dropped_proposals == 1
+    assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].window == 0
