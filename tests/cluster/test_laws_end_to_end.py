@@ -1,0 +1,211 @@
+"""Rules that toss coins, through drafter, driver and shard: the served law is the target's own.
+
+A bias leaves a random checkpoint with three tokens, so what may come can be enumerated. Each case
+serves NUM_REQUESTS requests with the seeds 0, 1, ... under policy lockstep, which waits for drafts.
+Pearson's test with 26 degrees of freedom then wrongly fails once in a million choices of those
+seeds (chi_square.bound).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from numpy.typing import NDArray
+
+from paceline import Completion, GenerateOptions
+from paceline.sampling import SequenceSpec
+from tests.cluster.system import Checkpoints, System, running_system
+from tests.tiny import make_tiny_checkpoint
+from tests.workers.verification import chi_square
+from workers.drafting import draw
+from workers.engine.engine import Engine, Slice
+from workers.verification.draft_probs import SparseProbs
+from workers.verification.kseq import KSeqNode
+from workers.verification.one_hot import OneHotNode
+from workers.verification.rejection import RecursiveNode
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TOKENS = (10, 11, 12)
+PROMPT = (10, 11, 12, 10, 10, 12, 11, 10)
+TEMPERATURE = 3.0
+NUM_SEEN = 3
+NUM_REQUESTS = 624
+AT_ONCE = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, the drafter that fits it, and how wide it drafts."""
+
+    rule: str
+    drafter: str
+    branches: int
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{self.drafter}-{self.branches}"
+
+    def options(self, seed: int) -> GenerateOptions:
+        return GenerateOptions(
+            temperature=TEMPERATURE,
+            logit_bias=dict.fromkeys(TOKENS, 200.0),
+            seed=seed,
+            max_tokens=NUM_SEEN,
+            policy="lockstep",
+            rule=self.rule,
+            branches=self.branches,
+            window=6,
+            drafter=self.drafter,
+        )
+
+
+@dataclass
+class Served:
+    """How often each triple came, and how many candidates came to what."""
+
+    counts: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros((len(TOKENS),) * NUM_SEEN, dtype=np.int64)
+    )
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, completion: Completion) -> None:
+        seen = completion.token_ids
+        self.counts[tuple(TOKENS.index(token) for token in seen)] += 1
+        self.drafted += completion.stats.drafted
+        self.accepted += completion.stats.accepted
+
+
+CASES = (
+    Case("rejection", "model", 1),
+    Case("kseq", "model", 3),
+    Case("recursive", "model", 2),
+    Case("mcsd", "model", 2),
+    Case("one-hot", "ngram", 2),
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Two models that agree on nothing, so that there is much to refuse."""
+    folder = tmp_path_factory.mktemp("laws")
+    return Checkpoints(
+        make_tiny_checkpoint(folder / "target"), make_tiny_checkpoint(folder / "drafter", seed=1)
+    )
+
+
+@pytest.fixture(scope="module")
+def law(checkpoints: Checkpoints) -> NDArray[np.float64]:
+    """The probability of each triple, by the target's logits and a softmax written out here."""
+    engine = Engine(checkpoints.target, threads=1, kv_memory_bytes=1024 * 1024)
+
+    def next_token(tokens: Sequence[int]) -> NDArray[np.float64]:
+        (logits_V,) = engine.step([Slice((0,), 0, [*PROMPT, *tokens], 1)])
+        weights = np.exp(logits_V[list(TOKENS)].double().numpy() / TEMPERATURE)
+        return np.asarray(weights / weights.sum())
+
+    probs = np.ones(())
+    for number in range(NUM_SEEN):
+        rows = [next_token(tokens) for tokens in product(TOKENS, repeat=number)]
+        probs = probs[..., None] * np.array(rows).reshape((len(TOKENS),) * (number + 1))
+    return probs
+
+
+def follows(served: Served, law: NDArray[np.float64]) -> bool:
+    return chi_square.follows(served.counts.ravel(), law.ravel())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
+    async with running_system(
+        checkpoints, drafters={"model": checkpoints.drafter, "ngram": None}
+    ) as system:
+        yield system
+
+
+async def serve(system: System, case: Case) -> Served:
+    """NUM_REQUESTS requests, AT_ONCE at a time."""
+    served = Served()
+    for begin in range(0, NUM_REQUESTS, AT_ONCE):
+        requests = [
+            system.client.generate(PROMPT, case.options(seed))
+            for seed in range(begin, begin + AT_ONCE)
+        ]
+        for completion in await asyncio.gather(*requests):
+            served.add(completion)
+    await system.settle()
+    return served
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_the_served_law_is_the_targets(
+    system: System, law: NDArray[np.float64], case: Case
+) -> None:
+    served = await serve(system, case)
+    assert 0 < served.accepted < served.drafted
+    assert follows(served, law)
+
+
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def likeliest(kept: SparseProbs, num: int) -> tuple[int, ...]:
+    order = np.argsort(-kept.probs_M, kind="stable")
+    return tuple(kept.token_ids_M[order[:num]].tolist())
+
+
+def draws_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter sends its distribution, and candidates that it did not draw from it."""
+
+    def chain_token(kept: SparseProbs, spec: SequenceSpec, position: int) -> int:
+        return likeliest(kept, 1)[0]
+
+    def independent(
+        kept: SparseProbs, spec: SequenceSpec, position: int, numbers: Sequence[int]
+    ) -> tuple[int, ...]:
+        return likeliest(kept, 1) * len(numbers)
+
+    def without_replacement(
+        kept: SparseProbs, spec: SequenceSpec, position: int, num_children: int
+    ) -> tuple[int, ...]:
+        return likeliest(kept, num_children)
+
+    monkeypatch.setattr(draw, "draw_chain_token", chain_token)
+    monkeypatch.setattr(draw, "draw_independent", independent)
+    monkeypatch.setattr(draw, "draw_without_replacement", without_replacement)
+
+
+def forgets_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rule goes on with the target's whole distribution after a refusal."""
+    for node in (OneHotNode, RecursiveNode, KSeqNode):
+        monkeypatch.setattr(node, "refused", lambda self, token_id: self)
+    monkeypatch.setattr(KSeqNode, "residual_V", lambda self: self.target_probs_V)
+
+
+@pytest.mark.parametrize(
+    ("case", "broken"),
+    [
+        (CASES[0], draws_the_likeliest),
+        (CASES[1], draws_the_likeliest),
+        (CASES[2], draws_the_likeliest),
+        (CASES[3], draws_the_likeliest),
+        (CASES[4], forgets_what_was_refused),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Case) else value.__name__,
+)
+async def test_what_is_broken_does_not_pass(
+    system: System,
+    law: NDArray[np.float64],
+    monkeypatch: pytest.MonkeyPatch,
+    case: Case,
+    broken: Break,
+) -> None:
+    """The same check, with one part broken on purpose."""
+    broken(monkeypatch)
+    assert not follows(await serve(system, case), law)

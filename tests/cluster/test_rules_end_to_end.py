@@ -1,0 +1,81 @@
+"""The coupled rule gives the text of plain decoding: every drafter, tree, stopping rule, policy.
+
+All combinations for a drafter run at once, so that windows of many shapes share steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import pytest_asyncio
+
+from paceline import Completion, GenerateOptions
+from paceline.rules import Stopping
+from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+KINDS = ("model", "ngram", "recycling")
+POLICIES = ("lockstep", "chain")
+BRANCHES = (1, 2, 4)
+PROMPTS = ("The quick brown fox jumps over", "sea wind sea wind sea")
+MAX_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return make_checkpoints(tmp_path_factory.mktemp("rules"))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
+    async with running_system(
+        checkpoints,
+        drafters={"model": checkpoints.drafter, "ngram": None, "recycling": "recycling"},
+    ) as system:
+        yield system
+
+
+def combinations(kind: str, temperature: float) -> list[GenerateOptions]:
+    """Requests that a drafter of this kind can be asked, with a seed each."""
+    return [
+        GenerateOptions(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            rule="coupled",
+            drafter=kind,
+            policy=policy,
+            branches=branches,
+            stopping=stopping.value,
+            window=8,
+        )
+        for seed, (policy, branches, stopping) in enumerate(product(POLICIES, BRANCHES, Stopping))
+    ]
+
+
+async def generate_all(
+    system: System, prompt: str, requests: list[GenerateOptions]
+) -> list[Completion]:
+    return await asyncio.gather(*(system.client.generate(prompt, one) for one in requests))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_coupled_is_plain_decoding(system: System, kind: str, temperature: float) -> None:
+    requests = combinations(kind, temperature)
+    drafted = 0
+    for prompt in PROMPTS:
+        plain = await generate_all(system, prompt, [replace(one, policy="off") for one in requests])
+        drafted = await generate_all(system, prompt, requests)
+        for options, expected, found in zip(requests, plain, drafted, strict=True):
+            assert found.token_ids == expected.token_ids, options
+            drafted += found.stats.drafted
+    assert drafted > 0
+    await system.settle()
+    assert all(worker.malformed == 0 for worker in system.driver.stats().workers)
