@@ -32,16 +32,16 @@ class Steppable(Protocol):
     def step(self, slices: Sequence[Slice]) -> Tensor: ...
 
 
-_LENGTH = 150
+_LENGTH = 140
 """Tokens of the longer sequence: two chunks of attention."""
-_TAIL = 30
+_TAIL = 20
 """Last rows that are compared; they lie in both chunks."""
-_WINDOWS = (1, 2, 3, 5, 9, 10)
+_WINDOWS = (1, 2, 3, 5, 9)
 """How the tail is cut when it is fed in pieces; sums to _TAIL."""
 
 
 def rows_are_invariant(engine: Steppable) -> bool:
-    """Whether several ways to compute the same rows give the same bits. Some 15 steps.
+    """Whether several ways to compute the same rows give the same bits. Some 10 steps.
 
     Ways: the prompt at once, in two parts into blocks that are no neighbours, the tail in windows,
     the tail beside another sequence of another length and, where torch has several threads, all of
@@ -61,7 +61,7 @@ def rows_are_invariant(engine: Steppable) -> bool:
     return (
         torch.equal(trial.in_windows(first), expected)
         and (len(second) < needed or torch.equal(trial.in_company(first, second), expected))
-        and torch.equal(trial.on_one_thread(first), expected)
+        and (torch.get_num_threads() == 1 or torch.equal(trial.on_one_thread(first), expected))
     )
 
 
