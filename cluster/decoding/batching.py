@@ -126,9 +126,6 @@ class Batching:
         for sequence, wanted in decoding:
             # Candidates of a tree take KV positions of their own, more than its depth.
             room = self.target.room - sequence.tree.num_committed
-            if sequence.num_paths and wanted:
-                # Paths that met take fewer nodes; how deep they go must not depend on that.
-                wanted = sequence.request.window
             window = min(wanted, spare, room)
             if self._take(draft, sequence, 1, window):
                 spare -= window
