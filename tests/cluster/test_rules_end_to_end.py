@@ -69,13 +69,13 @@ async def generate_all(
 @pytest.mark.parametrize("kind", KINDS)
 async def test_coupled_is_plain_decoding(system: System, kind: str, temperature: float) -> None:
     requests = combinations(kind, temperature)
-    drafted = 0
+    num_drafted = 0
     for prompt in PROMPTS:
         plain = await generate_all(system, prompt, [replace(one, policy="off") for one in requests])
         drafted = await generate_all(system, prompt, requests)
         for options, expected, found in zip(requests, plain, drafted, strict=True):
             assert found.token_ids == expected.token_ids, options
-            drafted += found.stats.drafted
-    assert drafted > 0
+            num_drafted += found.stats.drafted
+    assert num_drafted > 0
     await system.settle()
     assert all(worker.malformed == 0 for worker in system.driver.stats().workers)
