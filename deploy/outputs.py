@@ -39,24 +39,18 @@ class _JsonLines:
 def whole_file(path: Path, *, flag: str = "output") -> Iterator[RowSink]:
     """Write rows into a temporary file beside `path`, renamed to it when the block ends well.
 
-    An error or Ctrl-C inside the block leaves neither file behind, and an older `path` as it was.
-    Raises InvalidRequestError before the block when `path` cannot be written.
+    A symlink stays: the file that it names is replaced. An error, Ctrl-C or SIGTERM inside the
+    block leaves neither file behind, and an older `path` as it was. Raises InvalidRequestError
+    before the block when `path` cannot be written.
     """
-    if path.is_dir():
-        raise InvalidRequestError("output", f"{path} is a folder; name a file in it")
-    try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
-    except OSError as error:
-        raise InvalidRequestError(
-            "output",
-            f"cannot write {path}: {error.strerror}; name a file in a folder you can write",
-        ) from error
+    target = _regular_target(path, flag)
+    handle, name = _open_beside(target, flag)
     sink = _JsonLines(handle)
     try:
         yield sink
         sink.sync()
         os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, path)
+        os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
@@ -71,21 +65,34 @@ def write_json(path: Path, value: Mapping[str, object]) -> None:
 
 
 def check_writable(flag: str, path: Path) -> None:
-    """Raise InvalidRequestError naming `flag` unless a file can be made beside `path`."""
-    handle, name = _open_beside(path, flag)
+    """Raise InvalidRequestError naming `flag` unless `whole_file` could write `path`."""
+    handle, name = _open_beside(_regular_target(path, flag), flag)
     os.close(handle)
     Path(name).unlink()
 
 
-def _open_beside(path: Path, flag: str) -> tuple[int, str]:
-    if path.is_dir():
+def _regular_target(path: Path, flag: str) -> Path:
+    """The regular file, there or to be made, that `path` names once symlinks are followed."""
+    if os.path.isdir(path):  # Unlike Path.is_dir, False where a folder on the way is closed.
         raise InvalidRequestError(flag, f"{path} is a folder; name a file in it")
+    target = os.path.realpath(path)
+    there = os.path.exists(target)
+    # The link to an open pipe in /proc leads to a name that is not there; a loop leads to itself.
+    leads_astray = os.path.exists(path) != there or os.path.islink(target)
+    if leads_astray or (there and not os.path.isfile(target)):
+        raise InvalidRequestError(
+            flag, f"{path} is no regular file, and would be replaced; name a new or a regular file"
+        )
+    return Path(target)
+
+
+def _open_beside(path: Path, flag: str) -> tuple[int, str]:
     try:
         return tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     except OSError as error:
         raise InvalidRequestError(
             flag, f"cannot write {path}: {error.strerror}; name a file in a folder you can write"
-        ) from None
+        ) from error
 
 
 def _umask() -> int:
