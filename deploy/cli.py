@@ -6,6 +6,7 @@ import os
 import sys
 from importlib.util import find_spec
 
+from deploy.signals import ending_on_sigterm
 from paceline.errors import PacelineError, outward
 
 # One package of each kind that the commands need; `pip install paceline` brings none of them.
@@ -14,7 +15,10 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run the command line. Every error is one line on stderr; exit codes as DESIGN.md has them."""
+    """Run the command line. Every error is one line on stderr; exit codes as DESIGN.md has them.
+
+    SIGTERM unwinds it as Ctrl-C does, and so cleans up.
+    """
     missing = [name for name in _SERVER_PACKAGES if find_spec(name) is None]
     if missing:
         print(
@@ -26,7 +30,8 @@ def main() -> None:
     from deploy.app import build_app
 
     try:
-        build_app(os.environ)()
+        with ending_on_sigterm():
+            build_app(os.environ)()
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(outward(error).exit_code)

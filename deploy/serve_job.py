@@ -17,7 +17,8 @@ from typing import Annotated
 import typer
 
 from cluster.config import load_config
-from deploy.session import check_models, ending_on_sigterm, enter_ray, running_ray, signals_held
+from deploy.session import check_models, enter_ray, running_ray
+from deploy.signals import ending_on_sigterm, signals_held
 from paceline.errors import PacelineError, UnavailableError, WorkerLostError, outward
 from workers.models import default_home
 

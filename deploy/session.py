@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -19,6 +16,7 @@ from deploy import ray_head
 from deploy.fetch_progress import show_fetch
 from deploy.head_guard import guarded
 from deploy.record import read_record
+from deploy.signals import ending_on_sigterm, signals_held
 from paceline.errors import UnavailableError, VocabularyMismatchError
 from workers.models import CATALOGUE, is_present, resolve_model
 
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 _FOUND_BY_RAY = Path("/tmp/ray/ray_current_cluster")
-_TERMINATED = 128 + signal.SIGTERM
 
 
 @contextmanager
@@ -160,35 +157,3 @@ def check_models(config: Config, *, home: Path) -> None:
 def own_cores() -> tuple[int, ...]:
     """The cores that this process may use."""
     return tuple(sorted(os.sched_getaffinity(0)))
-
-
-@contextmanager
-def ending_on_sigterm() -> Iterator[None]:
-    """Let SIGTERM unwind the block like Ctrl-C does; exit code 143."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def unwind(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(_TERMINATED)
-
-    before = signal.signal(signal.SIGTERM, unwind)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@contextmanager
-def signals_held() -> Iterator[None]:
-    """Let no second Ctrl-C cut a clean-up short."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.config import Config
 from deploy.ray_head import start_head, stop_head
-from deploy.session import check_models, ending_on_sigterm, enter_ray, own_cores
+from deploy.session import check_models, enter_ray, own_cores
 from paceline.client import Client
 
 CPUS_EACH = 2
@@ -26,7 +26,7 @@ def running_side_by_side(
     """
     for config in configs.values():
         check_models(config, home=home)
-    with ending_on_sigterm(), ExitStack() as stack:
+    with ExitStack() as stack:
         tell("Ray: starting a local cluster")
         head = start_head(num_cpus=CPUS_EACH * len(configs))
         stack.callback(stop_head, head)

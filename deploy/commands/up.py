@@ -19,13 +19,12 @@ from deploy.record import ClusterRecord, alone, read_record, remove_record, writ
 from deploy.session import (
     Progress,
     check_models,
-    ending_on_sigterm,
     enter_ray,
     own_cores,
     running_ray,
-    signals_held,
     start_own_head,
 )
+from deploy.signals import signals_held
 from paceline.errors import UnavailableError
 from workers.models import default_home
 
@@ -46,7 +45,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         home = default_home(environ)
         console = Console(stderr=True)
         began = time.monotonic()
-        with alone(home), ending_on_sigterm():
+        with alone(home):
             refuse_second(home)
             refuse_taken_port(settings)
             check_models(settings, home=home)

@@ -175,7 +175,10 @@ def test_an_absent_server_is_exit_3_and_leaves_no_file(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_an_interrupt_leaves_no_file_and_no_sequence(served: Served, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_file_and_no_sequence(
+    served: Served, tmp_path: Path, number: signal.Signals
+) -> None:
     rows = [{"prompt": f"Number {number}"} for number in range(400)]
     source = write_rows(tmp_path / "in.jsonl", rows)
     command = subprocess.Popen(
@@ -194,9 +197,9 @@ def test_an_interrupt_leaves_no_file_and_no_sequence(served: Served, tmp_path: P
         while not client.stats().sequences_running:
             assert command.poll() is None
             time.sleep(0.02)
-        command.send_signal(signal.SIGINT)
+        command.send_signal(number)
         _, stderr = command.communicate(timeout=30)
-        assert command.returncode == 130, stderr
+        assert command.returncode == 128 + number, stderr
         assert "Traceback" not in stderr
         give_up = time.monotonic() + 5
         while client.stats().sequences_running and time.monotonic() < give_up:
