@@ -91,10 +91,10 @@ def is_alive(head: RayHead) -> bool:
 
 
 def is_listening(address: str) -> bool:
-    """Whether something listens at "host:port"."""
+    """Whether something listens at "host:port" or "[ipv6]:port"."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=1.0):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1.0):
             return True
     except (OSError, ValueError):
         return False

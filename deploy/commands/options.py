@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from paceline.errors import InvalidRequestError
+
+_HIGHEST_PORT = 65535
+
+
+def _check_server(address: str | None) -> str | None:
+    """Refuse what is no HOST:PORT or [IPV6]:PORT before anything starts."""
+    shape = r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})"
+    found = re.fullmatch(shape, address) if address is not None else None
+    if address is not None and (found is None or not 1 <= int(found[2]) <= _HIGHEST_PORT):
+        raise InvalidRequestError(
+            "server", f"expected HOST:PORT, got {address!r}; a port is 1 to {_HIGHEST_PORT}"
+        )
+    return address
+
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file; without it, the local demo.")
@@ -38,8 +55,9 @@ LimitOption = Annotated[int | None, typer.Option(help="First N rows only.")]
 ServerOption = Annotated[
     str | None,
     typer.Option(
+        callback=_check_server,
         help="HOST:PORT of an inference server. Default: the running cluster of the same "
-        "configuration, else a private one that ends with the command."
+        "configuration, else a private one that ends with the command.",
     ),
 ]
 JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")]

@@ -163,6 +163,31 @@ def test_bad_flags_are_one_line_and_exit_2_before_anything_starts(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
+@pytest.mark.parametrize(
+    "server",
+    ["", "here", "8001", ":8001", "here:", "here:port", "here:0", "here:65536", "here:-1"]
+    + ["http://here:8001", "::1:8001", "here:8001:8002", "here: 8001", "here:" + "9" * 5000],
+)
+def test_a_malformed_server_is_exit_2_before_anything_starts(
+    call: Call, input_file: Path, tmp_path: Path, server: str
+) -> None:
+    output = tmp_path / "out.jsonl"
+    done = call("generate", "--server", server, "--input", input_file, "--output", output)
+    assert done.code == 2
+    assert "server: expected HOST:PORT, got " in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("server", ["localhost:1", "127.0.0.1:1", "[::1]:1"])
+def test_a_server_that_is_well_formed_is_looked_for(
+    call: Call, input_file: Path, tmp_path: Path, server: str
+) -> None:
+    output = tmp_path / "out.jsonl"
+    done = call("generate", "--server", server, "--input", input_file, "--output", output)
+    assert done.code == 3
+
+
 def test_an_absent_server_is_exit_3_and_leaves_no_file(
     call: Call, input_file: Path, tmp_path: Path
 ) -> None:
