@@ -23,6 +23,7 @@ from paceline.sampling import SamplingParams
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_LONGEST_CAUSE = 300  # Characters of somebody else's message.
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,5 +220,6 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
 
 
 def _line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """An error's message as one line; what makes it very long is left out."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= _LONGEST_CAUSE else f"{words[: _LONGEST_CAUSE - 3]}..."

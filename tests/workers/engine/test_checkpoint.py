@@ -116,6 +116,7 @@ def config(**changes: object) -> Callable[[Path], None]:
         (write("config.json", "{"), ["config.json", "JSON"]),
         (write("config.json", "[]"), ["config.json", "object"]),
         (config(model_type="no-such-model"), ["config.json", "no-such-model"]),
+        (config(num_attention_heads=7), ["config.json", "not a multiple", "(48)", "(7)"]),
         (config(auto_map={"AutoModel": "code.Model"}), ["auto_map", "never"]),
         (config(sliding_window=8, model_type="mistral"), ["sliding_attention", "not supported"]),
         (remove(WEIGHTS), ["no weights", WEIGHTS]),
@@ -141,6 +142,16 @@ def test_a_broken_folder_is_refused_in_one_line(
     for word in words:
         assert word in message
     assert str(folder) in message or message.startswith("tensor")
+
+
+def test_a_long_cause_is_cut(folder: Path) -> None:
+    edit_json(folder / "config.json", hidden_size="x" * 5000)
+    with pytest.raises(CheckpointError) as caught:
+        inspect_checkpoint(folder)
+    _, _, cause = str(caught.value).partition("is not usable: ")
+    assert "'hidden_size' expected int" in cause
+    assert len(cause) == 300
+    assert cause.endswith("...")
 
 
 def test_an_absent_folder_is_refused(tmp_path: Path) -> None:
