@@ -1,4 +1,4 @@
-"""A progress bar for fetching a model. Silent where the console is no terminal."""
+"""A progress bar for fetching a model; where the console is no terminal, a line a stage."""
 
 from __future__ import annotations
 
@@ -11,13 +11,35 @@ from rich.progress import Progress as ProgressBar
 
 from workers.model_fetch import FetchProgress, Progress
 
+# The stages that take long enough to be told where nothing moves.
+_TOLD = ("waiting for another fetch", "downloading", "converting")
+
 
 @contextmanager
 def show_fetch(console: Console, name: str) -> Iterator[Progress]:
-    """Yield what to hand to `resolve_model`; the bar is gone when the block ends.
+    """Yield what to hand to `resolve_model`; a bar is gone when the block ends, lines stay."""
+    if console.is_terminal:
+        with _bars(console, name) as show:
+            yield show
+    else:
+        yield _lines(console, name)
 
-    Each stage has a bar of its own: one that fills where bytes are counted, else one that moves.
-    """
+
+def _lines(console: Console, name: str) -> Progress:
+    """Says each of the long stages once."""
+    told: set[str] = set()
+
+    def show(now: FetchProgress) -> None:
+        if now.stage in _TOLD and now.stage not in told:
+            told.add(now.stage)
+            console.print(f"{name}: {now.stage}", markup=False, highlight=False, soft_wrap=True)
+
+    return show
+
+
+@contextmanager
+def _bars(console: Console, name: str) -> Iterator[Progress]:
+    """A bar a stage: one that fills where bytes are counted, else one that moves."""
     bar = ProgressBar(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -25,7 +47,6 @@ def show_fetch(console: Console, name: str) -> Iterator[Progress]:
         TimeElapsedColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     )
     with bar:
         stage = bar.add_task(f"{name}: looking", total=None, amount="")
