@@ -165,8 +165,10 @@ def test_bad_flags_are_one_line_and_exit_2_before_anything_starts(
 
 @pytest.mark.parametrize(
     "server",
-    ["", "here", "8001", ":8001", "here:", "here:port", "here:0", "here:65536", "here:-1"]
-    + ["http://here:8001", "::1:8001", "here:8001:8002", "here: 8001", "here:" + "9" * 5000],
+    [
+        *("", "here", "8001", ":8001", "here:", "here:port", "here:0", "here:65536", "here:-1"),
+        *("http://here:8001", "::1:8001", "here:8001:8002", "here: 8001", "here:" + "9" * 5000),
+    ],
 )
 def test_a_malformed_server_is_exit_2_before_anything_starts(
     call: Call, input_file: Path, tmp_path: Path, server: str
