@@ -18,7 +18,6 @@ from workers.drafting.stopping import (
     signal_of,
     stopping_rule,
 )
-from workers.drafting.stopping import Stopping as RuleName
 from workers.drafting.tree import Grant, Kept
 
 
@@ -31,7 +30,7 @@ class Stopper:
     def __init__(self, stopping: Stopping, acceptance: AcceptanceMap) -> None:
         self._rule = None
         if stopping is not Stopping.FIXED:
-            self._rule = stopping_rule(RuleName(stopping.value), longest=1, acceptance=acceptance)
+            self._rule = stopping_rule(stopping, longest=1, acceptance=acceptance)
         self._signals: dict[int, TokenSignal] = {}
 
     @property

@@ -9,7 +9,6 @@ rule could learn that drafting has become worth while.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,14 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-
-class Stopping(enum.Enum):
-    """The stopping rules. The values are the names in configuration."""
-
-    FIXED = "fixed"
-    ADAEDL = "adaedl"
-    CONFIDENCE = "confidence"
-    COST = "cost"
+from paceline.rules import Stopping
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.rules import Stopping
 from workers.drafting.stopping import (
     AcceptanceMap,
     AdaEdl,
@@ -16,7 +17,6 @@ from workers.drafting.stopping import (
     CostAware,
     FixedLength,
     Prices,
-    Stopping,
     TokenSignal,
     signal_of,
     stopping_rule,
