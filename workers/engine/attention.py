@@ -11,7 +11,7 @@ kinds: a token's queries, keys and values (step_plan.py).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +24,48 @@ from workers.engine.step_plan import Group, StepPlan
 NAME = "paceline"
 
 
+class Step(Protocol):
+    """A planned step as model code sees it: what to feed, and the attention over its KV."""
+
+    @property
+    def token_ids_T(self) -> Tensor: ...
+
+    @property
+    def position_ids_T(self) -> Tensor: ...
+
+    @property
+    def logit_rows(self) -> Tensor: ...
+
+    def attend(self, rows_TAD: Tensor, layer: int, scaling: float) -> Tensor:
+        """Store a layer's keys and values, attend, return [T x query heads, D].
+
+        `rows_TAD`: a token's queries, keys and values, one head after another.
+        """
+
+
 class StepContext:
-    """Hands a step's plan and the KV buffers through Hugging Face's code to our attention."""
+    """A step on the CPU: its plan and the KV buffers."""
 
     __slots__ = ("layers", "plan")
 
     def __init__(self, plan: StepPlan, layers: list[LayerCache]) -> None:
         self.plan = plan
         self.layers = layers
+
+    @property
+    def token_ids_T(self) -> Tensor:
+        return self.plan.token_ids_T
+
+    @property
+    def position_ids_T(self) -> Tensor:
+        return self.plan.position_ids_T
+
+    @property
+    def logit_rows(self) -> Tensor:
+        return self.plan.logit_rows
+
+    def attend(self, rows_TAD: Tensor, layer: int, scaling: float) -> Tensor:
+        return store_and_attend(rows_TAD, self.plan, self.layers[layer], scaling)
 
 
 def paged_attention(
@@ -42,13 +76,14 @@ def paged_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float,
-    paceline_step: StepContext,
+    paceline_step: Step,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's interface: query, key and value [1, heads, T, D] in, [1, T, heads, D] out."""
     rows_TAD = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).contiguous()
-    layer = paceline_step.layers[module.layer_idx]  # type: ignore[index]
-    rows = store_and_attend(rows_TAD, paceline_step.plan, layer, scaling)
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    rows = paceline_step.attend(rows_TAD, layer, scaling)
     return rows.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 

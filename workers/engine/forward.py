@@ -16,30 +16,33 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from workers.engine.attention import StepContext, store_and_attend
+from workers.engine.attention import Step, StepContext
 from workers.engine.fusing import ProjectionPart
 from workers.engine.kv_cache import KVCache
 from workers.engine.linears import MIN_ROWS
 from workers.engine.slices import Slice
 from workers.engine.step_plan import make_plan
 
-Forward = Callable[[StepContext], Tensor]
+Forward = Callable[[Step], Tensor]
 """A planned step in, its logits [T, V] out, in the model's dtype."""
 
+_UNUSED_MASK = torch.empty(1, 1, 1, 1)
 _PROBE_LENGTH = 9
-_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.03}
+_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.004, torch.bfloat16: 0.03}
 """Largest difference on the probe, as a share of the largest logit: some units of rounding."""
 
 
 def hugging_face_forward(model: PreTrainedModel) -> Forward:
     """The model's own code."""
 
-    def forward(step: StepContext) -> Tensor:
+    def forward(step: Step) -> Tensor:
         result = model(
-            input_ids=step.plan.token_ids_T[None],
-            position_ids=step.plan.position_ids_T[None],
+            input_ids=step.token_ids_T[None],
+            position_ids=step.position_ids_T[None],
+            # Four dimensions: then transformers makes no mask, nor looks at positions for it.
+            attention_mask=_UNUSED_MASK,
             use_cache=False,
-            logits_to_keep=step.plan.logit_rows,
+            logits_to_keep=step.logit_rows,
             paceline_step=step,
         )
         logits_TV: Tensor = result.logits[0]
@@ -49,24 +52,30 @@ def hugging_face_forward(model: PreTrainedModel) -> Forward:
 
 
 def choose_forward(model: PreTrainedModel, cache: KVCache) -> Forward:
-    """The lean way where it gives the logits that the model's own code gives, else that code.
+    """The way to run a model on the CPU. Overwrites block 0 of `cache`."""
+    num_kv_heads = cache.layers[0].keys_NHBD.shape[1]
+    plan = make_plan(
+        [probe_slice(int(model.config.vocab_size))],
+        num_query_heads=model.config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        min_tokens=max(MIN_ROWS.values()),
+    )
+    return choose_by_probe(model, StepContext(plan, cache.layers))
 
-    Overwrites block 0 of `cache`.
-    """
+
+def probe_slice(vocab_size: int) -> Slice:
+    """What choose_by_probe is to be given as a step: a few tokens in block 0."""
+    token_ids = [token % vocab_size for token in range(3, 3 + _PROBE_LENGTH)]
+    return Slice([0], 0, token_ids, _PROBE_LENGTH)
+
+
+def choose_by_probe(model: PreTrainedModel, step: Step) -> Forward:
+    """The lean way where it gives the logits that the model's own code gives, else that code."""
     own = hugging_face_forward(model)
     try:
         lean = LeanForward(model)
     except _OtherLayoutError:
         return own
-    num_kv_heads = cache.layers[0].keys_NHBD.shape[1]
-    token_ids = [token % model.config.vocab_size for token in range(3, 3 + _PROBE_LENGTH)]
-    plan = make_plan(
-        [Slice([0], 0, token_ids, _PROBE_LENGTH)],
-        num_query_heads=model.config.num_attention_heads,
-        num_kv_heads=num_kv_heads,
-        min_tokens=max(MIN_ROWS.values()),
-    )
-    step = StepContext(plan, cache.layers)
     expected_TV, logits_TV = own(step), lean(step)
     if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
         return own
@@ -88,16 +97,17 @@ class LeanForward:
         self._rotary = _part(base, "rotary_emb")
         self._norm = _part(base, "norm")
         self._head = _part(model, "lm_head")
-        self._layers = [_LeanLayer(layer) for layer in _part(base, "layers").children()]
+        self._layers = [
+            _LeanLayer(layer, index) for index, layer in enumerate(_part(base, "layers").children())
+        ]
 
-    def __call__(self, step: StepContext) -> Tensor:
-        plan = step.plan
-        hidden_TN: Tensor = self._embed(plan.token_ids_T)
-        cos_1TD, sin_1TD = self._rotary(hidden_TN, plan.position_ids_T[None])
+    def __call__(self, step: Step) -> Tensor:
+        hidden_TN: Tensor = self._embed(step.token_ids_T)
+        cos_1TD, sin_1TD = self._rotary(hidden_TN, step.position_ids_T[None])
         cos_TAD, sin_TAD = self._rotation(cos_1TD[0], sin_1TD[0])
-        for layer, layer_cache in zip(self._layers, step.layers, strict=True):
-            layer.run(hidden_TN, cos_TAD, sin_TAD, step, layer_cache)
-        kept_TN = self._norm(hidden_TN).index_select(0, plan.logit_rows)
+        for layer in self._layers:
+            layer.run(hidden_TN, cos_TAD, sin_TAD, step)
+        kept_TN = self._norm(hidden_TN).index_select(0, step.logit_rows)
         logits_TV: Tensor = self._head(kept_TN)
         return logits_TV
 
@@ -116,7 +126,8 @@ class LeanForward:
 class _LeanLayer:
     """One decoder layer: attention and gated feed-forward, each after a norm, each added."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        self._index = index
         attention, feed_forward = _part(layer, "self_attn"), _part(layer, "mlp")
         self._input_norm = _part(layer, "input_layernorm").forward
         self._middle_norm = _part(layer, "post_attention_layernorm").forward
@@ -135,14 +146,7 @@ class _LeanLayer:
         self.num_rotated = self._num_queries + self._num_keys
         self.num_heads = self.num_rotated + num_values
 
-    def run(
-        self,
-        hidden_TN: Tensor,
-        cos_TAD: Tensor,
-        sin_TAD: Tensor,
-        step: StepContext,
-        cache: Any,
-    ) -> None:
+    def run(self, hidden_TN: Tensor, cos_TAD: Tensor, sin_TAD: Tensor, step: Step) -> None:
         """Add the layer's results to `hidden_TN`, in place."""
         heads_TAD = self._project(self._input_norm(hidden_TN)).view(cos_TAD.shape)
         if self._head_norms:
@@ -151,7 +155,7 @@ class _LeanLayer:
         swapped = heads_TAD.view(num_tokens, num_heads, 2, head_size // 2).flip(2)
         swapped_TAD = swapped.view(cos_TAD.shape).mul_(sin_TAD)
         heads_TAD.mul_(cos_TAD).add_(swapped_TAD)
-        attended = store_and_attend(heads_TAD, step.plan, cache, self._scaling)
+        attended = step.attend(heads_TAD, self._index, self._scaling)
         hidden_TN.add_(self._output(attended.view(num_tokens, -1)))
         gate_and_up = self._gate_and_up(self._middle_norm(hidden_TN))
         gate, up = gate_and_up.chunk(2, dim=-1)
