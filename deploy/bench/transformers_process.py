@@ -9,18 +9,14 @@ our engine.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any
 
-from paceline.errors import UnavailableError
+from deploy.bench.line_process import LineProcess, answer_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,75 +42,38 @@ class Answer:
     seconds: float
 
 
-class TransformersProcess:
-    """Starts the process and asks it; an idle one waits on a pipe and takes no processor time."""
+class TransformersProcess(LineProcess):
+    """Both models in one process; UnavailableError says why it ended, if it did."""
 
     def __init__(
         self, target: Path, draft: Path, *, draft_weights: str, threads: int, log: Path
     ) -> None:
-        self._log = log
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "deploy.bench.transformers_process"),
-                    *(str(target), str(draft), draft_weights, str(threads)),
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            )
+        super().__init__(
+            "deploy.bench.transformers_process",
+            (str(target), str(draft), draft_weights, str(threads)),
+            name="transformers",
+            threads=threads,
+            log=log,
+        )
 
     def generate(
         self, prompt_token_ids: Sequence[int], *, max_tokens: int, assistance: Assistance | None
     ) -> Answer:
-        """Decode greedily. Raises UnavailableError when the process is gone."""
-        task = {
-            "prompt_token_ids": list(prompt_token_ids),
-            "max_tokens": max_tokens,
-            "assistance": None if assistance is None else asdict(assistance),
-        }
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(task) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            tail = self._log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
-            raise UnavailableError(f"transformers' process ended: {tail}")
-        answer = json.loads(line)
+        """Decode greedily."""
+        answer = self.ask(
+            {
+                "prompt_token_ids": list(prompt_token_ids),
+                "max_tokens": max_tokens,
+                "assistance": None if assistance is None else asdict(assistance),
+            }
+        )
         return Answer(tuple(answer["token_ids"]), answer["seconds"])
 
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def serve(target: Path, draft: Path, draft_weights: str, threads: int, answers: IO[str]) -> None:
-    """Answer the tasks of stdin until it ends."""
+def load(
+    target: Path, draft: Path, draft_weights: str, threads: int
+) -> Callable[[Mapping[str, Any]], Mapping[str, object]]:
+    """Load both models; what answers a task."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -126,8 +85,8 @@ def serve(target: Path, draft: Path, draft_weights: str, threads: int, answers: 
     drafter: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
     if draft_weights == "int8":
         quantise_model(drafter)
-    for line in sys.stdin:
-        task: Mapping[str, Any] = json.loads(line)
+
+    def answer(task: Mapping[str, Any]) -> Mapping[str, object]:
         extra: dict[str, Any] = {}
         if task["assistance"] is not None:
             # Set anew for every task: the heuristic schedule writes into it.
@@ -145,13 +104,13 @@ def serve(target: Path, draft: Path, draft_weights: str, threads: int, answers: 
                 **extra,
             )
             seconds = time.perf_counter() - start
-        token_ids = sequences_BT[0, prompt_BT.shape[1] :].tolist()
-        answers.write(json.dumps({"token_ids": token_ids, "seconds": seconds}) + "\n")
-        answers.flush()
+        return {
+            "token_ids": sequences_BT[0, prompt_BT.shape[1] :].tolist(),
+            "seconds": seconds,
+        }
+
+    return answer
 
 
 if __name__ == "__main__":
-    # Whatever transformers prints must not mix with the answers.
-    answers_file = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    serve(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), answers_file)
+    answer_lines(lambda: load(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
