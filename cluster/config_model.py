@@ -14,16 +14,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from cluster.fitting import (
+from cluster.fitting import check_branches, check_deployed, check_rule_fits
+from paceline.errors import InvalidRequestError
+from paceline.rules import (
     DRAFTER_KINDS,
     MAX_BRANCHES,
+    MAX_WINDOW,
     DrafterKind,
-    check_branches,
-    check_deployed,
-    check_rule_fits,
+    Rule,
+    Stopping,
 )
-from paceline.errors import InvalidRequestError
-from paceline.rules import Rule, Stopping
 from paceline.text import did_you_mean
 
 _BYTE_UNITS = {
@@ -155,7 +155,7 @@ class SpeculationConfig(_Closed):
     ] = "chain"
     verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
     # Most candidates of a sequence that a step verifies.
-    window: Annotated[int, Field(ge=1, le=64)] = 8
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
     # Candidates for each position; 1: chains.
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
     # When a drafter stops before the window is full.

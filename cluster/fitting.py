@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal, get_args
 
 from paceline.errors import InvalidRequestError
-from paceline.rules import Rule
+from paceline.rules import MAX_BRANCHES, Rule
 from workers.verification.rules import FACTS, CandidateKind
-
-DrafterKind = Literal["model", "ngram", "recycling"]
-DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
-MAX_BRANCHES = 8
 
 _DRAWN_BY_A_MODEL = {
     Rule.REJECTION: CandidateKind.SAMPLED_CHAIN,

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.config_model import Config, DrafterConfig
-from cluster.fitting import DrafterKind
 from paceline.errors import UnavailableError
+from paceline.rules import DrafterKind
 
 Bundle = dict[str, float]
 WorkerKind = Literal["target"] | DrafterKind

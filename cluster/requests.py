@@ -10,16 +10,15 @@ from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from cluster.decoding.policies import PolicyName
-from cluster.fitting import DRAFTER_KINDS, check_branches, check_deployed, check_rule_fits
+from cluster.fitting import check_branches, check_deployed, check_rule_fits
 from cluster.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, GenerateOptions, Message
-from paceline.rules import Rule, Stopping
+from paceline.rules import DRAFTER_KINDS, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.checkpoint import CheckpointInfo
 from workers.verification.rules import FACTS
 
-MAX_WINDOW = 64
 MAX_STOP_STRINGS = 16
 MAX_REQUEST_ID_LENGTH = 128
 MAX_TENANT_LENGTH = 128

@@ -8,15 +8,14 @@ from typing import TypeVar
 
 from cluster.config_model import Config
 from cluster.decoding.policies import PolicyName
-from cluster.fitting import DRAFTER_KINDS, check_branches, check_deployed, check_rule_fits
+from cluster.fitting import check_branches, check_deployed, check_rule_fits
 from paceline.errors import InvalidRequestError
-from paceline.rules import Rule, Stopping
+from paceline.rules import DRAFTER_KINDS, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams
 from workers.verification.rules import FACTS, Promise
 
 T = TypeVar("T")
 
-MAX_WINDOW = 64
 SEED_SPACE = 2**64
 
 

@@ -1,8 +1,16 @@
-"""The names of verification and stopping rules, as configuration and requests give them."""
+"""The names and limits of speculation, as configuration and requests give them."""
 
 from __future__ import annotations
 
 import enum
+from typing import Literal, get_args
+
+DrafterKind = Literal["model", "ngram", "recycling"]
+DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
+MAX_WINDOW = 64
+"""Most candidates of a sequence in a step; the least is 1."""
+MAX_BRANCHES = 8
+"""Most candidates of a position."""
 
 
 class Rule(enum.Enum):

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -25,6 +25,7 @@ from paceline.errors import (
     InternalError,
     PacelineError,
 )
+from paceline.rules import DRAFTER_KINDS, DrafterKind
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.cores import pin_cores
 from workers.drafting.desk import DraftingDesk, DraftingSession
@@ -36,10 +37,9 @@ from workers.drafting.wire import apply_request, to_responses
 from workers.engine.linears import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
-from workers.standalone import parse_cores, parse_weights, run_standalone
+from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
-DrafterKind = Literal["model", "ngram", "recycling"]
 QUIET_SECONDS = 0.0001
 QUIET_SECONDS_OF_MANY = 0.0003
 """After a message, the next one is waited for so long before a pass begins. gRPC hands messages
@@ -242,6 +242,7 @@ async def _make_proposer(options: DrafterOptions) -> Proposer:
 
 def main(
     folder: Annotated[Path | None, typer.Argument()] = None,
+    kind: str | None = None,
     host: str = "127.0.0.1",
     port: int = 0,
     weights: str = "int8",
@@ -252,11 +253,11 @@ def main(
 ) -> None:
     """Serve a drafter from this process, without Ray: for tests and for looking into faults.
 
-    FOLDER is a checkpoint; without one it drafts by n-grams. Port 0 takes a free one; the address
-    is printed once it serves.
+    FOLDER is a checkpoint. KIND is model, ngram or recycling; left out, model with a folder and
+    ngram without one. Port 0 takes a free one; the address is printed once it serves.
     """
     options = DrafterOptions(
-        kind="ngram" if folder is None else "model",
+        kind=parse_choice("kind", kind or ("ngram" if folder is None else "model"), DRAFTER_KINDS),
         folder=folder,
         weights=parse_weights(weights),
         threads=threads,

@@ -2,7 +2,7 @@
 
     python -m workers.target_shard FOLDER --port 9001
     python -m workers.drafter FOLDER --port 9002
-    python -m workers.drafter --port 9003        (no folder: n-grams)
+    python -m workers.drafter --kind recycling --port 9003
 
 It prints its address once it serves, and ends on SIGTERM or SIGINT.
 """
@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
-from typing import get_args
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar, get_args
 
 import typer
 
 from paceline.errors import PacelineError, outward
 from workers.engine.linears import WeightForm
 from workers.server import RunningServer
+
+ChoiceT = TypeVar("ChoiceT", bound=str)
 
 
 def run_standalone(serve: Callable[[], Awaitable[RunningServer]]) -> None:
@@ -52,8 +54,14 @@ def parse_cores(text: str | None) -> tuple[int, ...] | None:
 
 def parse_weights(text: str) -> WeightForm:
     """The name of a weight form."""
-    for form in get_args(WeightForm):
-        if text == form:
-            chosen: WeightForm = form
-            return chosen
-    raise typer.BadParameter(f"expected one of {', '.join(get_args(WeightForm))}, got {text}")
+    chosen: WeightForm = parse_choice("weights", text, get_args(WeightForm))
+    return chosen
+
+
+def parse_choice(flag: str, text: str, choices: Sequence[ChoiceT]) -> ChoiceT:
+    """The one of `choices` that is this text."""
+    for choice in choices:
+        if text == choice:
+            return choice
+    known = ", ".join(map(str, choices))
+    raise typer.BadParameter(f"--{flag}: expected one of {known}, got {text}")

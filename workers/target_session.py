@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from paceline.convert import spec_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.sampling import SequenceSpec
-from paceline.v1 import target_pb2
+from paceline.v1 import target_pb2, types_pb2
 from workers.engine.engine import Slice
 from workers.slice_candidates import Candidates, read_candidates
 from workers.tree_slots import TreeSlots
@@ -36,13 +36,17 @@ class _Sequence:
     block_table: list[int] = field(default_factory=list)
     tree: TreeSlots | None = None
     """Where the last slice's candidates lie, if not as a chain."""
+    top_tokens: list[types_pb2.TopTokens] = field(default_factory=list)
+    """Of prefill chunks, for the verdict that ends the prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictTask:
-    """A slice that asks for a verdict: `prefix` is every token before the first candidate.
+    """A slice whose logits are wanted: `prefix` is every token before the first candidate.
 
-    `names_path`: the verdict tells which candidates were accepted, not only how many.
+    `names_path`: the verdict tells which candidates were accepted, not only how many. `fed`: the
+    tokens whose likeliest followers are asked for. Those of a slice without a verdict
+    (`has_verdict` False) wait in `top_tokens`, which is the sequence's own.
     """
 
     sequence_id: int
@@ -50,7 +54,14 @@ class VerdictTask:
     prefix: Sequence[int]
     candidates: Candidates
     names_path: bool
-    top_tokens: bool
+    has_verdict: bool
+    fed: Sequence[int]
+    top_tokens: list[types_pb2.TopTokens]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits: of every fed token, or of the window and the token before it."""
+        return len(self.fed) or 1 + len(self.candidates.tree)
 
 
 @dataclass(slots=True)
@@ -58,8 +69,7 @@ class StepWork:
     """What a step asks of the engine, and of verification afterwards.
 
     `kv_moves` are to be done first: (block table, moves from position to position, in order). The
-    engine's rows of the slices that ask for a verdict (1 + window each, none for others) come in
-    the order of the tasks.
+    engine's rows (`num_rows` of each task) come in the order of the tasks.
     """
 
     kv_moves: list[tuple[Sequence[int], list[tuple[int, int]]]] = field(default_factory=list)
@@ -146,18 +156,20 @@ class TargetSession:
         self._check_length(first + candidates.tree.height)
         del sequence.token_ids[start:]
         sequence.token_ids += fed
-        num_logits = 1 + window if message.verdict else 0
-        if message.verdict:
-            work.tasks.append(
-                VerdictTask(
-                    sequence_id,
-                    sequence.spec,
-                    sequence.token_ids[:first],
-                    candidates,
-                    names_path=bool(message.parents),
-                    top_tokens=message.top_tokens,
-                )
+        num_logits = 0
+        if message.verdict or message.top_tokens:
+            task = VerdictTask(
+                sequence_id,
+                sequence.spec,
+                sequence.token_ids[:first],
+                candidates,
+                names_path=bool(message.parents),
+                has_verdict=message.verdict,
+                fed=fed if message.top_tokens else (),
+                top_tokens=sequence.top_tokens,
             )
+            work.tasks.append(task)
+            num_logits = task.num_rows
         if candidates.placed_as_tree:
             parents = candidates.tree.parents
             sequence.tree = TreeSlots(first, parents)

@@ -15,13 +15,17 @@ NUM_TOP_IDS = 8
 
 
 def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
-    """A verdict for each task, whose rows (1 + window) stand in `logits_TV` in the same order."""
+    """A verdict for each task that has one. Their rows stand in `logits_TV` in the same order."""
     verdicts = []
     row = 0
     for task in tasks:
-        end = row + 1 + len(task.candidates.tree)
-        verdicts.append(_verdict(logits_TV[row:end], task))
-        row = end
+        logits_RV = logits_TV[row : row + task.num_rows]
+        row += task.num_rows
+        if task.fed:
+            task.top_tokens.extend(_top_tokens(logits_RV, task.fed))
+        if task.has_verdict:
+            verdicts.append(_verdict(logits_RV[-1 - len(task.candidates.tree) :], task))
+            task.top_tokens.clear()
     return verdicts
 
 
@@ -42,9 +46,7 @@ def _verdict(logits_RV: torch.Tensor, task: VerdictTask) -> target_pb2.Verdict:
     )
     if task.names_path:
         message.accepted.extend(verdict.accepted)
-    if task.top_tokens:
-        fed = (task.prefix[-1], *candidates.tree.token_ids)
-        message.top_tokens.extend(_top_tokens(logits_RV, fed))
+    message.top_tokens.extend(task.top_tokens)
     return message
 
 

@@ -47,7 +47,7 @@ class DescribeDrafterResponse(_message.Message):
     RULES_FIELD_NUMBER: _builtins.int
     WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"model" or "ngram"."""
+    """"model", "ngram" or "recycling"."""
     model: _builtins.str
     """The checkpoint's folder name; empty for kinds without one."""
     vocab_size: _builtins.int
@@ -198,7 +198,9 @@ class Outcome(_message.Message):
 
     @_builtins.property
     def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
-        """For drafters that want them: of tokens that the target was fed since the last outcome."""
+        """For drafters that want them: of tokens that the target was fed since the last outcome, those of
+        the prompt included.
+        """
 
     def __init__(
         self,

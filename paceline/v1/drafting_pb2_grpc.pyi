@@ -34,8 +34,9 @@ class DraftingServiceStub:
     DescribeDrafter: _grpc.UnaryUnaryMultiCallable[_drafting_pb2.DescribeDrafterRequest, _drafting_pb2.DescribeDrafterResponse]
     """What this drafter is. Answered once it can draft; UNAVAILABLE before."""
     Draft: _grpc.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]
-    """One long stream a driver: the stream is the session. Whatever the drafter learned over it is
-    forgotten when it ends, and sequence ids are scoped to it. Messages of one stream are handled
+    """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
+    when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
+    tables) outlives streams: it is kept by OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled
     in order. A message about a sequence that is not open is ignored: it may have crossed a close.
     """
 
@@ -45,8 +46,9 @@ class DraftingServiceAsyncStub(DraftingServiceStub):
     DescribeDrafter: _aio.UnaryUnaryMultiCallable[_drafting_pb2.DescribeDrafterRequest, _drafting_pb2.DescribeDrafterResponse]  # type: ignore[assignment]
     """What this drafter is. Answered once it can draft; UNAVAILABLE before."""
     Draft: _aio.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]  # type: ignore[assignment]
-    """One long stream a driver: the stream is the session. Whatever the drafter learned over it is
-    forgotten when it ends, and sequence ids are scoped to it. Messages of one stream are handled
+    """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
+    when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
+    tables) outlives streams: it is kept by OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled
     in order. A message about a sequence that is not open is ignored: it may have crossed a close.
     """
 
@@ -65,8 +67,9 @@ class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_drafting_pb2.DraftRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_drafting_pb2.DraftResponse], _abc.AsyncIterator[_drafting_pb2.DraftResponse]]:
-        """One long stream a driver: the stream is the session. Whatever the drafter learned over it is
-        forgotten when it ends, and sequence ids are scoped to it. Messages of one stream are handled
+        """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
+        when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
+        tables) outlives streams: it is kept by OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled
         in order. A message about a sequence that is not open is ignored: it may have crossed a close.
         """
 

@@ -182,7 +182,9 @@ class Slice(_message.Message):
     verdict: _builtins.bool
     """Answer with a verdict. False for a prefill chunk that is not the last; then window is 0."""
     top_tokens: _builtins.bool
-    """Answer with the likeliest next tokens after every token whose logits the step computes."""
+    """Tell the likeliest next tokens after every token fed here, prompt tokens included. Those of a
+    slice without a verdict are told with the sequence's next one.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed tokens fed (a prefill chunk; in decoding the last committed token), then the
@@ -320,7 +322,7 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
-        """Where the slice asked for them."""
+        """Where slices asked for them: of the tokens fed since the verdict before, in their order."""
 
     def __init__(
         self,

@@ -207,7 +207,9 @@ class DraftDistribution(_message.Message):
     node: _builtins.int
     """The node whose children it is about: 0 is the token before the candidates, i + 1 candidate i."""
     @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Ascending, no id twice."""
+
     @_builtins.property
     def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """One a token id."""

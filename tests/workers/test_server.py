@@ -86,16 +86,17 @@ async def test_an_idle_stream_outlives_the_pings() -> None:
     await server.stop()
 
 
-async def test_a_worker_as_a_plain_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ngram", "recycling"])
+async def test_a_worker_as_a_plain_process(kind: str) -> None:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "workers.drafter", stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "workers.drafter", "--kind", kind), stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
     address = (await process.stdout.readline()).decode().strip()
     async with open_channel(address) as channel:
         stub = drafting_pb2_grpc.DraftingServiceStub(channel)
         answer = await stub.DescribeDrafter(drafting_pb2.DescribeDrafterRequest(), timeout=DEADLINE)
-        assert answer.pid == process.pid
+        assert (answer.pid, answer.kind) == (process.pid, kind)
     process.send_signal(signal.SIGTERM)
     assert await process.wait() == 0
 

@@ -218,3 +218,34 @@ async def test_top_tokens_are_those_of_the_path_to_a_token(
         (logits_V,) = engine.step([Slice((0, 1), 0, [*PROMPT, *prefix], 1)])
         assert top_tokens.token_id == prefix[-1]
         assert list(top_tokens.top_ids) == logits_V.topk(8).indices.tolist()
+
+
+async def test_top_tokens_of_a_prompt_come_with_the_verdict_that_ends_it(
+    shard: RunningServer, checkpoint: Path
+) -> None:
+    opened = target_pb2.TargetSequence(sequence_id=1, spec=spec_to_wire(SPECS[0]))
+    async with open_channel(shard.address) as channel:
+        stepper = Stepper(channel)
+        await stepper.send(open=[opened])
+        for start, end in ((0, 50), (50, len(PROMPT))):
+            answer = await stepper.send(
+                slices=[
+                    target_pb2.Slice(
+                        sequence_id=1,
+                        start=start,
+                        token_ids=PROMPT[start:end],
+                        verdict=end == len(PROMPT),
+                        new_blocks=[0, 1] if start == 0 else [],
+                        top_tokens=True,
+                    )
+                ]
+            )
+            assert len(answer.verdicts) == (end == len(PROMPT))
+        (verdict,) = answer.verdicts
+        after = await stepper.verify(len(PROMPT), verdict.token_id, [], top_tokens=True)
+        await stepper.end()
+    assert [one.token_id for one in verdict.top_tokens] == PROMPT
+    assert [one.token_id for one in after.top_tokens] == [verdict.token_id]
+    engine = Engine(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
+    logits_RV = engine.step([Slice((0, 1), 0, PROMPT, len(PROMPT))])
+    assert [list(one.top_ids) for one in verdict.top_tokens] == logits_RV.topk(8).indices.tolist()

@@ -71,7 +71,7 @@ def test_a_tree_goes_to_the_engine_with_its_parents() -> None:
         (20, 21, 22),
         (0, 0, 2),
     )
-    assert (task.names_path, task.top_tokens) == (True, True)
+    assert (task.names_path, task.has_verdict, list(task.fed)) == (True, True, [7, 20, 21, 22])
 
 
 def test_a_chain_is_a_chain_however_it_is_written() -> None:

@@ -49,7 +49,7 @@ def test_a_full_pool_refuses_and_changes_nothing() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["extend", "truncate", "store", "close", "grow", "promote"]),
+            st.sampled_from(["extend", "truncate", "store", "close"]),
             st.integers(0, 2),
             st.integers(0, 9),
         ),
@@ -62,22 +62,10 @@ def test_blocks_are_never_lost_or_shared(events: list[tuple[str, int, int]]) -> 
     for kind, name, amount in events:
         sequence = sequences[name]
         if kind == "extend":
-            sequence.drop_tree()
             try:
                 sequence.extend(range(amount))
             except OverloadedError:
                 assert cache.num_free_blocks < 3
-        elif kind == "grow" and len(sequence):
-            parents = [amount % (len(sequence.node_ids) + 1 + i) for i in range(amount)]
-            try:
-                sequence.grow(range(amount), parents)
-            except OverloadedError:
-                assert cache.num_free_blocks < 3
-        elif kind == "promote" and sequence.node_ids:
-            path = [amount % len(sequence.node_ids)]
-            while sequence.parents[path[0]]:
-                path.insert(0, sequence.parents[path[0]] - 1)
-            sequence.promote(path, lambda table, moves: None)
         elif kind == "truncate":
             sequence.truncate_to(min(amount, len(sequence)))
         elif kind == "store":
@@ -96,60 +84,3 @@ def test_the_integrity_check_sees_a_block_that_is_held_twice() -> None:
         pool.check_integrity([first, first[:1]])
     with pytest.raises(AssertionError, match="leaked or shared"):
         pool.check_integrity([first[:1]])
-
-
-def test_a_tree_grows_and_a_path_of_it_joins_the_chain() -> None:
-    cache = LocalCache(num_blocks=5, block_size=BLOCK)
-    sequence = cache.open("a")
-    sequence.extend([1, 2, 3])
-    sequence.mark_stored(2)
-    assert sequence.grow([10, 11], [0, 0]) == 0
-    piece = sequence.pending_slice(num_logits=3)
-    assert (piece.start, piece.token_ids, piece.num_logits) == (2, [3, 10, 11], 3)
-    assert (piece.tree_start, piece.parents) == (3, (0, 0))
-    sequence.mark_stored(3)
-    assert sequence.grow([12, 13, 14], [2, 3, 1]) == 2
-    assert (len(sequence), sequence.num_slots, len(sequence.block_table)) == (3, 8, 2)
-    piece = sequence.pending_slice(limit=1)
-    assert (piece.start, piece.token_ids, piece.num_logits) == (5, [12], 0)
-    assert piece.parents == (0, 0, 2)
-    sequence.mark_stored(1)
-    cache.check_integrity()
-    moved: list[tuple[int, int]] = []
-    sequence.promote([1, 2, 3], lambda table, moves: moved.extend(moves))
-    assert moved == [(4, 3), (5, 4)]
-    assert sequence.token_ids == [1, 2, 3, 11, 12, 13]
-    assert (sequence.num_stored, sequence.num_pending) == (5, 1)
-    assert sequence.pending_slice().tree_start is None
-    cache.check_integrity()
-
-
-def test_a_tree_is_dropped_or_refused() -> None:
-    cache = LocalCache(num_blocks=2, block_size=BLOCK)
-    sequence = cache.open("a")
-    sequence.extend([1, 2, 3])
-    sequence.mark_stored(3)
-    with pytest.raises(OverloadedError):
-        sequence.grow([1] * 6, [0] * 6)
-    assert sequence.num_slots == 3
-    sequence.grow([7, 8, 9], [0, 1, 1])
-    sequence.mark_stored(3)
-    with pytest.raises(AssertionError, match="tree"):
-        sequence.extend([4])
-    sequence.drop_tree()
-    assert (sequence.num_slots, sequence.num_stored, cache.num_free_blocks) == (3, 3, 1)
-    sequence.grow([7, 8], [0, 1])
-    sequence.truncate_to(1)
-    assert (sequence.token_ids, sequence.num_slots, sequence.num_stored) == ([1], 1, 1)
-    cache.check_integrity()
-
-
-def test_a_path_that_is_none_is_not_promoted() -> None:
-    cache = LocalCache(num_blocks=2, block_size=BLOCK)
-    sequence = cache.open("a")
-    sequence.extend([1])
-    sequence.grow([7, 8, 9], [0, 1, 1])
-    with pytest.raises(AssertionError):
-        sequence.promote([0, 1, 2], lambda table, moves: None)
-    sequence.promote([], lambda table, moves: None)
-    assert sequence.token_ids == [1]

@@ -9,7 +9,6 @@ from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.trees import Tree, close, plain_rows, random_tree
 from workers.engine import step_plan
 from workers.engine.engine import Engine, Slice
-from workers.engine.local_cache import LocalCache
 
 VOCAB = 384
 TREE, PLAIN, OTHER = [7, 2, 9], [12, 13, 14], [20, 3, 4]
@@ -119,24 +118,27 @@ def test_a_mask_that_shows_siblings_is_found(
     assert not close(rows[2:], expected[2:])
 
 
-def test_a_drafters_books_and_the_engine_agree(engine: Engine) -> None:
-    """A tree grown level by level from its own logits, a path promoted, then plain decoding."""
-    sequence = LocalCache(engine.num_blocks, engine.block_size).open("a")
-    sequence.extend(make_tree(7, 121).prefix)
-    parents = [0]
+def test_a_tree_grows_level_by_level_and_a_path_of_it_is_kept(engine: Engine) -> None:
+    """Grown from its own logits, a path moved to its positions, then plain decoding."""
+    prefix = make_tree(7, 121).prefix
+    nodes: list[int] = []
+    parents: list[int] = []
+    fed, leaves = 0, [0]
     for _ in range(4):
         # After every token or node of the last level, its two best continuations.
-        piece = sequence.pending_slice(num_logits=len(parents))
-        best = engine.step([piece]).topk(2).indices
-        sequence.mark_stored(len(piece.token_ids))
-        twice = [parent for parent in parents for _ in range(2)]
-        first = sequence.grow(best.flatten().tolist(), twice)
-        parents = list(range(first + 1, first + 1 + len(twice)))
-    path, ids = [1, 4, 10, 23], list(sequence.token_ids)
-    ids += [sequence.node_ids[node] for node in path]
-    sequence.promote(path, engine.move_kv)
-    assert (sequence.token_ids, sequence.num_pending) == (ids, 1)
-    rows = engine.step([sequence.pending_slice()])
+        ids = [*prefix, *nodes][fed:]
+        tree_start = len(prefix) if nodes else None
+        rows = engine.step([Slice(TREE, fed, ids, len(leaves), tree_start, tuple(parents))])
+        fed += len(ids)
+        nodes += rows.topk(2).indices.flatten().tolist()
+        parents += [leaf for leaf in leaves for _ in range(2)]
+        leaves = list(range(len(parents) - 2 * len(leaves) + 1, len(parents) + 1))
+    path = [1, 4, 10, 23]
+    ids = [*prefix, *(nodes[node] for node in path)]
+    # The last level was never fed.
+    moves = [(len(prefix) + node, len(prefix) + depth) for depth, node in enumerate(path[:3])]
+    engine.move_kv(TREE, moves)
+    rows = engine.step([Slice(TREE, len(ids) - 1, ids[-1:], 1)])
     assert close(rows, engine.step([Slice(PLAIN, 0, ids, 1)]))
 
 
