@@ -7,10 +7,18 @@ and a mistyped flag answer at once.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Annotated
 
 import typer
 
 from deploy.commands import bench, demo, down, generate, models, status, up, verify
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"paceline {version('paceline')}")
+        raise typer.Exit
 
 
 def build_app(environ: Mapping[str, str]) -> typer.Typer:
@@ -24,7 +32,12 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     )
 
     @app.callback()
-    def root() -> None:
+    def root(
+        show_version: Annotated[
+            bool,
+            typer.Option("--version", is_eager=True, callback=_show_version, help="The version."),
+        ] = False,
+    ) -> None:
         pass
 
     demo.add_commands(app, environ)

@@ -18,7 +18,7 @@ _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A row without an answer, and why."""
+    """A row without an answer, and why, after its file and line."""
 
     message: str
 
@@ -94,8 +94,8 @@ async def _ask(
         except OverloadedError:
             await asyncio.sleep(pause)
         except InvalidRequestError as error:
-            return Failure(str(error))
+            return Failure(row.tell(str(error)))
     try:
         return await client.generate(row.input, options)
     except (OverloadedError, InvalidRequestError) as error:
-        return Failure(str(error))
+        return Failure(row.tell(str(error)))

@@ -7,7 +7,6 @@ import sys
 from importlib.util import find_spec
 
 from deploy.signals import ending_on_sigterm
-from paceline.errors import PacelineError, outward
 
 # One package of each kind that the commands need; `pip install paceline` brings none of them.
 _SERVER_PACKAGES = ("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray")
@@ -22,19 +21,17 @@ def main() -> None:
     missing = [name for name in _SERVER_PACKAGES if find_spec(name) is None]
     if missing:
         print(
-            f"paceline: this command needs {', '.join(missing)}, and only the client is "
+            f"error: this command needs {', '.join(missing)}, and only the client is "
             f"installed: pip install 'paceline[server]'",
             file=sys.stderr,
         )
         sys.exit(2)
     from deploy.app import build_app
+    from deploy.usage import run_app
 
     try:
         with ending_on_sigterm():
-            build_app(os.environ)()
-    except PacelineError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        sys.exit(outward(error).exit_code)
+            sys.exit(run_app(lambda: build_app(os.environ), "paceline"))
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
 

@@ -18,7 +18,7 @@ _TOLD = ("waiting for another fetch", "downloading", "converting")
 @contextmanager
 def show_fetch(console: Console, name: str) -> Iterator[Progress]:
     """Yield what to hand to `resolve_model`; a bar is gone when the block ends, lines stay."""
-    if console.is_terminal:
+    if console.is_terminal and not console.quiet:
         with _bars(console, name) as show:
             yield show
     else:

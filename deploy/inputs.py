@@ -20,6 +20,15 @@ Kind = Literal["prompt", "question", "messages", "turns"]
 DEFAULT_INPUT = Path(__file__).parent / "prompts" / "default.jsonl"
 """The prompts that are used where no input is named."""
 
+_JSON_NAMES: Mapping[type, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _ROLES = ("system", "user", "assistant")
 
@@ -31,16 +40,21 @@ class InputRow:
     `index` counts the file's rows from 0, malformed ones included; `line` its lines from 1.
     """
 
+    path: Path
     index: int
     line: int
     id: str | int | None
     kind: Kind
     input: str | tuple[Message, ...]
 
+    def tell(self, wrong: str) -> str:
+        """What is wrong with the row, after the place where it stands."""
+        return _tell(self.path, self.line, wrong)
+
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A malformed row. `message` names its line and what is wrong."""
+    """A malformed row. `message` names its file and line, and what is wrong."""
 
     index: int
     line: int
@@ -82,9 +96,13 @@ def _read_row(path: Path, line: bytes, *, index: int, number: int) -> InputRow |
         row_id = _id_of(row)
         kind = _kind_of(row)
         content = _READERS[kind](row[kind], kind)
-        return InputRow(index, number, row_id, kind, content)
+        return InputRow(path, index, number, row_id, kind, content)
     except _RowError as error:
-        return BadRow(index, number, row_id, f"{path.name}, line {number}: {error}")
+        return BadRow(index, number, row_id, _tell(path, number, str(error)))
+
+
+def _tell(path: Path, line: int, wrong: str) -> str:
+    return f"{path}:{line}: {wrong}"
 
 
 def _parse(line: bytes) -> dict[str, Any]:
@@ -97,7 +115,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _RowError(f"is not JSON that can be read: {error}") from None
     if not isinstance(row, dict):
-        raise _RowError(f"expected a JSON object, got {type(row).__name__}")
+        raise _RowError(f"expected a JSON object, got {_JSON_NAMES[type(row)]}")
     return row
 
 
@@ -118,7 +136,7 @@ def _kind_of(row: dict[str, Any]) -> Kind:
 
 def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
-        raise _RowError(f"{name}: expected a text, got {type(value).__name__}")
+        raise _RowError(f"{name}: expected a text, got {_JSON_NAMES[type(value)]}")
     if not value:
         raise _RowError(f"{name}: is empty; write at least one character")
     try:
@@ -132,22 +150,35 @@ def _chat(value: object, name: str) -> tuple[Message, ...]:
     return (Message("user", _text(value, name)),)
 
 
+def _items(value: object, name: str, of: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _RowError(f"{name}: expected a list of {of}, got {_JSON_NAMES[type(value)]}")
+    if not value:
+        raise _RowError(f"{name}: is empty; expected a list of at least one of {of}")
+    return value
+
+
 def _first_turn(value: object, name: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise _RowError(f"{name}: expected a list of at least one text")
-    return _chat(value[0], f"{name}[0]")
+    return _chat(_items(value, name, "texts")[0], f"{name}[0]")
 
 
 def _messages(value: object, name: str) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise _RowError(f"{name}: expected a list of at least one message")
-    messages = []
-    for number, message in enumerate(value):
-        where = f"{name}[{number}]"
-        if not isinstance(message, dict) or message.get("role") not in _ROLES:
-            raise _RowError(f"{where}: expected an object with a role of {', '.join(_ROLES)}")
-        messages.append(Message(message["role"], _text(message.get("content"), where + ".content")))
-    return tuple(messages)
+    found = _items(value, name, "messages")
+    return tuple(_message(one, f"{name}[{number}]") for number, one in enumerate(found))
+
+
+def _message(value: object, name: str) -> Message:
+    if not isinstance(value, dict):
+        raise _RowError(
+            f"{name}: expected an object with role and content, got {_JSON_NAMES[type(value)]}"
+        )
+    for key in ("role", "content"):
+        if key not in value:
+            raise _RowError(f"{name}.{key}: is missing; a message has a role and a content")
+    role = value["role"]
+    if role not in _ROLES:
+        raise _RowError(f"{name}.role: expected {' or '.join(_ROLES)}, got {json.dumps(role)}")
+    return Message(role, _text(value["content"], f"{name}.content"))
 
 
 _READERS: Mapping[Kind, Callable[[object, str], str | tuple[Message, ...]]] = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
 from deploy.comparison import TIE_MARGIN
 from paceline.generation import Message
@@ -57,6 +58,7 @@ class TransformersPeer:
     """The plain transformers model of a checkpoint, float32, on `threads` CPU threads (all)."""
 
     def __init__(self, folder: Path, *, threads: int | None = None) -> None:
+        disable_progress_bar()  # It would write over the lines and bars of ours.
         torch.set_num_threads(threads or os.cpu_count() or 1)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -24,7 +24,9 @@ def reach_cluster(
 
     home = default_home(environ)
     with teller(console) as tell, ExitStack() as stack:
-        cluster = stack.enter_context(open_cluster(config, home=home, progress=tell, server=server))
+        cluster = stack.enter_context(
+            open_cluster(config, home=home, progress=tell, server=server, console=console)
+        )
         tell.rest()
         yield cluster.address
 
@@ -38,7 +40,7 @@ class Teller:
 
     def __call__(self, message: str) -> None:
         """Say a line."""
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.quiet:
             self._status.update(message)
             self._status.start()
         else:

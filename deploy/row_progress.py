@@ -2,28 +2,99 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.batch import Answer, Failure
 
+LINE_SECONDS = 10.0
+"""Lines are at least this far apart, whatever is counted."""
+SILENT_SECONDS = 60.0
+"""After so long a line comes even where less than a tenth was done."""
+_TENTHS = 10
 
-def row_progress(console: Console) -> Progress:
-    """A bar of rows done, shown only on a terminal."""
-    return Progress(
+
+class RowProgress(Protocol):
+    """Shows how far one count after the other has come."""
+
+    def counting(self, what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
+        """Count to `total` while the block runs; it yields what is called for each one done."""
+
+
+class LineProgress:
+    """A plain line now and then, where no bar can be drawn."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
+        """`clock` gives seconds."""
+        self._say = say
+        self._clock = clock
+        self._began = self._said = clock()
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        """See RowProgress."""
+        done = said = 0
+
+        def advance() -> None:
+            nonlocal done, said
+            done += 1
+            silent = self._clock() - self._said
+            tenth = (done - said) * _TENTHS >= total
+            if silent >= SILENT_SECONDS or (silent >= LINE_SECONDS and tenth):
+                self._said = self._clock()
+                said = done
+                self._say(f"{what}: {done} of {total} rows, {self._said - self._began:.0f} s")
+
+        yield advance
+
+
+class _Bars:
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+
+    @contextmanager
+    def counting(self, what: str, total: int) -> Iterator[Callable[[], None]]:
+        bar = self._bars.add_task(what, total=total)
+        try:
+            yield lambda: self._bars.advance(bar)
+        finally:
+            self._bars.remove_task(bar)
+
+
+@contextmanager
+def row_progress(console: Console) -> Iterator[RowProgress]:
+    """Bars of rows done on a terminal, elsewhere lines; nothing on a quiet console."""
+    if not console.is_terminal or console.quiet:
+        yield LineProgress(lambda line: plain(console, line), time.monotonic)
+        return
+    with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
-    )
+    ) as bars:
+        yield _Bars(bars)
+
+
+def plain(console: Console, line: str) -> None:
+    """Print a line as it is."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def announce(console: Console, line: str) -> None:
+    """Say what begins or has ended, where no bar shows it."""
+    if not console.is_terminal:
+        plain(console, line)
 
 
 def complain(console: Console, answer: Answer) -> None:
-    """Name a failed row on stderr."""
+    """Name a failed row by its file and line."""
     if isinstance(answer.outcome, Failure):
-        console.print(
-            f"error: row {answer.index}: {answer.outcome.message}", markup=False, soft_wrap=True
-        )
+        plain(console, f"error: {answer.outcome.message}")

@@ -19,7 +19,8 @@ import typer
 from cluster.config import load_config
 from deploy.session import check_models, enter_ray, running_ray
 from deploy.signals import ending_on_sigterm, signals_held
-from paceline.errors import PacelineError, UnavailableError, WorkerLostError, outward
+from deploy.usage import run_app
+from paceline.errors import UnavailableError, WorkerLostError
 from workers.models import default_home
 
 _LOOK_SECONDS = 2.0
@@ -31,14 +32,6 @@ def serve(
     ] = None,
 ) -> None:
     """Serve on the Ray cluster that runs this job until the job is stopped."""
-    try:
-        _serve(config)
-    except PacelineError as error:
-        _log(f"error: {error}")
-        raise typer.Exit(outward(error).exit_code) from error
-
-
-def _serve(config: Path | None) -> None:
     settings = load_config(config, os.environ)
     home = default_home(os.environ)
     address = running_ray(os.environ)
@@ -73,4 +66,6 @@ def _log(line: str) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(serve)
+    job = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    job.command()(serve)
+    sys.exit(run_app(lambda: job, "serve_job"))

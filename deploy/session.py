@@ -29,13 +29,19 @@ _FOUND_BY_RAY = Path("/tmp/ray/ray_current_cluster")
 
 @contextmanager
 def open_cluster(
-    config: Config, *, home: Path, progress: Progress, server: str | None
+    config: Config,
+    *,
+    home: Path,
+    progress: Progress,
+    server: str | None,
+    console: Console | None = None,
 ) -> Iterator[ClusterHandle]:
     """A cluster that serves `config`, for as long as the block runs.
 
     `server` ("host:port") if given; else the one of `paceline up` with the same deployment; else a
     private one, on the Ray cluster that runs or on a head of ours, ended with the block, with an
-    error, and on SIGINT and SIGTERM. Raises the PacelineError that says why there is none.
+    error, and on SIGINT and SIGTERM. A fetch of models is shown on `console`, without one on
+    stderr. Raises the PacelineError that says why there is none.
     """
     address = server or running_address(config, home)
     if address is not None:
@@ -45,7 +51,7 @@ def open_cluster(
 
         yield ClusterHandle(address)
         return
-    check_models(config, home=home)
+    check_models(config, home=home, console=console)
     private = config.model_copy(
         update={"server": config.server.model_copy(update={"host": "127.0.0.1", "grpc_port": 0})}
     )
@@ -87,10 +93,10 @@ def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead
         if running is None:
             head = start_own_head(config, progress)
             stack.enter_context(guarded(head))
-        else:
-            progress(f"Ray: using the cluster at {running}")
         if leave := enter_ray(head.address if head else running or "", own=head is not None):
             stack.callback(leave)
+        if running is not None:
+            progress(f"Ray: using the cluster at {running}")
         yield head
     finally:
         with signals_held():
@@ -129,15 +135,16 @@ def running_ray(environ: Mapping[str, str]) -> str | None:
     return found if ray_head.is_listening(found) else None
 
 
-def check_models(config: Config, *, home: Path) -> None:
+def check_models(config: Config, *, home: Path, console: Console | None = None) -> None:
     """Fetch what is absent, and look into checkpoints that are not ours, before anything starts.
 
-    Raises CheckpointError, ModelFetchError or VocabularyMismatchError.
+    A fetch is shown on `console`, without one on stderr. Raises CheckpointError, ModelFetchError
+    or VocabularyMismatchError.
     """
     names = [config.target.model, *(one.model for one in config.drafters if one.model)]
     for name in dict.fromkeys(names):
         if name in CATALOGUE and not is_present(CATALOGUE[name], home=home):
-            with show_fetch(Console(stderr=True), name) as show:
+            with show_fetch(console or Console(stderr=True), name) as show:
                 resolve_model(name, home=home, progress=show)
     folders = {name: resolve_model(name, home=home).folder for name in names}
     if all(name in CATALOGUE for name in names):

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.progress import Progress, TaskID
-
 from deploy.batch import Answer, Failure, answers_in_order
 from deploy.comparison import (
     REFERENCE,
@@ -25,6 +23,7 @@ from deploy.inputs import BadRow, InputRow
 from deploy.margins import MarginMeter
 from deploy.peers import Departure, TransformersPeer
 from deploy.request_flags import RequestFlags, check_text
+from deploy.row_progress import RowProgress
 from paceline.client import Client
 from paceline.sampling import SequenceSpec
 
@@ -84,7 +83,7 @@ class Verifier:
         matrix: Matrix,
         flags: RequestFlags,
         *,
-        progress: Progress,
+        progress: RowProgress,
         make_peer: Callable[[], TransformersPeer],
         make_meter: Callable[[], MarginMeter],
     ) -> None:
@@ -141,11 +140,10 @@ class Verifier:
             branches=None if variant.policy == "off" else branches,
         )
         shown = "" if temperature is None else f", temperature {temperature:g}"
-        bar = self._progress.add_task(f"{variant}{shown}", total=len(rows))
-        start = time.monotonic()
-        answers = asyncio.run(self._answers(rows, flags, variant.concurrency, bar))
-        seconds = time.monotonic() - start
-        self._progress.remove_task(bar)
+        with self._progress.counting(f"{variant}{shown}", len(rows)) as advance:
+            start = time.monotonic()
+            answers = asyncio.run(self._answers(rows, flags, variant.concurrency, advance))
+            seconds = time.monotonic() - start
         return Run(variant, answers, seconds)
 
     def _with_margin(
@@ -176,14 +174,10 @@ class Verifier:
         return replace(found, margin=self._meter.margin(spec, prefix, found.expected, found.got))
 
     async def _answers(
-        self, rows: Rows, flags: RequestFlags, concurrency: int, bar: TaskID
+        self, rows: Rows, flags: RequestFlags, concurrency: int, advance: Callable[[], None]
     ) -> list[Answer]:
         stream = answers_in_order(
-            self._address,
-            rows,
-            flags,
-            concurrency=concurrency,
-            on_done=lambda: self._progress.advance(bar),
+            self._address, rows, flags, concurrency=concurrency, on_done=advance
         )
         return [answer async for answer in stream]
 
@@ -192,19 +186,19 @@ class Verifier:
         if self._peer is None:
             self._peer = self._make_peer()
         report = PeerReport()
-        bar = self._progress.add_task("transformers", total=len(run.answers))
-        for answer in run.answers:
-            self._progress.advance(bar)
-            if isinstance(answer.outcome, Failure) or isinstance(answer.row, BadRow):
-                continue
-            ours = answer.outcome
-            report.rows += 1
-            report.tokens += len(ours.token_ids)
-            if self._peer.encode(answer.row.input) != list(ours.prompt_token_ids):
-                report.other_prompts.append(answer.index)
-            found = self._peer.departures(
-                ours.prompt_token_ids, ours.token_ids, self._flags.max_tokens
-            )
-            report.departures += [(answer.index, departure) for departure in found]
-        self._progress.remove_task(bar)
+        with self._progress.counting("transformers", len(run.answers)) as advance:
+            for answer in run.answers:
+                self._compare_row(self._peer, answer, report)
+                advance()
         return report
+
+    def _compare_row(self, peer: TransformersPeer, answer: Answer, report: PeerReport) -> None:
+        if isinstance(answer.outcome, Failure) or isinstance(answer.row, BadRow):
+            return
+        ours = answer.outcome
+        report.rows += 1
+        report.tokens += len(ours.token_ids)
+        if peer.encode(answer.row.input) != list(ours.prompt_token_ids):
+            report.other_prompts.append(answer.index)
+        found = peer.departures(ours.prompt_token_ids, ours.token_ids, self._flags.max_tokens)
+        report.departures += [(answer.index, departure) for departure in found]

@@ -9,16 +9,23 @@ from rich.table import Table
 
 from deploy.batch import Failure
 from deploy.comparison import Comparison, Divergence
+from deploy.row_progress import plain
 from deploy.verifier import FileReport, PeerReport
+from paceline.text import counted
 
 
-def print_report(console: Console, reports: Sequence[FileReport]) -> None:
-    """The runs of each file, then each divergence, then one line that says how it ended."""
+def print_report(console: Console, errors: Console, reports: Sequence[FileReport]) -> None:
+    """The runs of each file, then each divergence, then one line that says how it ended.
+
+    Failed rows are named on `errors`, once each.
+    """
     for report in reports:
         console.print(_runs_table(report))
+        for _, message in sorted(_failures(report.comparisons).items()):
+            plain(errors, f"error: {message}")
         for line in _findings(report):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    console.print(_verdict(reports), highlight=False, soft_wrap=True)
+            plain(console, line)
+    plain(console, _verdict(reports))
 
 
 def report_json(reports: Sequence[FileReport], *, model: str) -> dict[str, object]:
@@ -63,8 +70,6 @@ def _runs_table(report: FileReport) -> Table:
 
 
 def _findings(report: FileReport) -> Iterator[str]:
-    for index, message in sorted(_failures(report.comparisons).items()):
-        yield f"row {index} failed: {message}"
     for comparison in report.comparisons:
         for found in comparison.divergences:
             yield (
@@ -91,17 +96,20 @@ def _verdict(reports: Sequence[FileReport]) -> str:
     differ = sum(len(comparison.divergences) for comparison in comparisons) - ties
     failed = sum(len(_failures(report.comparisons)) for report in reports)
     tokens = sum(comparison.run.tokens for comparison in comparisons)
-    parts = [f"{differ} divergences among our policies in {tokens} tokens"]
+    parts = [f"{counted(differ, 'divergence')} among our policies in {counted(tokens, 'token')}"]
     if ties:
-        parts.append(f"{ties} ties of trees")
+        parts.append(f"{counted(ties, 'tie')} of trees")
     peers = [report.peer for report in reports if report.peer is not None]
     if peers:
         peer_ties = sum(peer.ties for peer in peers)
         real = sum(len(peer.departures) + len(peer.other_prompts) for peer in peers) - peer_ties
         compared = sum(peer.tokens for peer in peers)
-        parts.append(f"{real} from transformers in {compared} tokens, and {peer_ties} ties")
+        parts.append(
+            f"{real} from transformers in {counted(compared, 'token')}, "
+            f"and {counted(peer_ties, 'tie')}"
+        )
     if failed:
-        parts.append(f"{failed} rows failed")
+        parts.append(f"{counted(failed, 'row')} failed")
     outcome = "same text" if all(report.ok for report in reports) else "NOT the same text"
     if failed and not differ and not any(peer.failed for peer in peers):
         outcome = "same text where there is any"

@@ -1,12 +1,13 @@
 """The client library: ask a Paceline server, from plain or from asyncio code.
 
     with Client("127.0.0.1:8001") as client:
-        print(client.generate("The sea is", GenerateOptions(max_tokens=32)).text)
+        print(client.generate("The sea is", max_tokens=32).text)
         for event in client.stream([Message("user", "Tell me of the sea.")]):
             ...
 
-Every error is one of `paceline.errors`. A client may be shared by threads (`Client`) or by tasks of
-one event loop (`AsyncClient`).
+How to decode is said by a `GenerateOptions`, by its fields as keywords, or by both, where the
+keywords come first. Every error is one of `paceline.errors`. A client may be shared by threads
+(`Client`) or by tasks of one event loop (`AsyncClient`).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Self, Unpack
 
 import grpc
 
 from paceline.channel import client_options
+from paceline.errors import UnavailableError
 from paceline.generation import (
     Completion,
     CompletionBuilder,
@@ -37,6 +40,7 @@ from paceline.inference_wire import (
     request_to_wire,
     stats_from_wire,
 )
+from paceline.options import OptionFields, options_with
 from paceline.status import error_of, unreachable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
@@ -46,10 +50,30 @@ CONNECT_SECONDS = 10.0
 UNARY_SECONDS = 10.0
 """Deadline of calls that answer at once, where the client has none of its own."""
 
-DEFAULT_OPTIONS = GenerateOptions()
+
+class _Caller:
+    """What both clients have: an address, deadlines in seconds, errors of ours."""
+
+    def __init__(self, address: str, *, timeout: float | None, connect_timeout: float) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._unary_timeout = timeout or UNARY_SECONDS
+        self._connect_timeout = connect_timeout
+        self._connected = False
+
+    @contextmanager
+    def _errors_of_ours(self) -> Iterator[None]:
+        """Raise what a failed call means, in place of gRPC's error."""
+        try:
+            yield
+        except grpc.RpcError as error:
+            raise error_of(error, self.address) from error
+
+    def _refused(self, reason: str) -> UnavailableError:
+        return unreachable(self.address, self._connect_timeout, reason)
 
 
-class Client:
+class Client(_Caller):
     """Calls a server and blocks until it answers.
 
     `timeout` is the deadline of each call, in seconds; None: streams have none. Nothing is sent
@@ -63,56 +87,52 @@ class Client:
         timeout: float | None = None,
         connect_timeout: float = CONNECT_SECONDS,
     ) -> None:
-        self.address = address
-        self._timeout = timeout
-        self._connect_timeout = connect_timeout
+        super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
         self._channel = grpc.insecure_channel(address, options=client_options())
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._connected = False
         self._connecting = threading.Lock()
 
     def generate(
-        self, generate_input: GenerateInput, options: GenerateOptions = DEFAULT_OPTIONS
+        self,
+        generate_input: GenerateInput,
+        options: GenerateOptions | None = None,
+        **fields: Unpack[OptionFields],
     ) -> Completion:
-        """The whole answer."""
-        return CompletionBuilder().extend(self.stream(generate_input, options)).build()
+        """The whole answer. Fields of GenerateOptions may be given as keywords as well."""
+        return CompletionBuilder().extend(self.stream(generate_input, options, **fields)).build()
 
     def stream(
-        self, generate_input: GenerateInput, options: GenerateOptions = DEFAULT_OPTIONS
+        self,
+        generate_input: GenerateInput,
+        options: GenerateOptions | None = None,
+        **fields: Unpack[OptionFields],
     ) -> Iterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
-        request = request_to_wire(generate_input, options)
+        request = request_to_wire(generate_input, options_with(options, fields))
         self._connect()
         call = self._stub.Generate(request, timeout=self._timeout)
         try:
-            for response in call:
-                yield event_from_wire(response)
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
+            with self._errors_of_ours():
+                for response in call:
+                    yield event_from_wire(response)
         finally:
             call.cancel()  # type: ignore[no-untyped-call]
 
     def stats(self) -> Stats:
         """The server's counters and its workers."""
         self._connect()
-        try:
-            response = self._stub.Stats(
-                inference_pb2.StatsRequest(), timeout=self._timeout or UNARY_SECONDS
-            )
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
-        return stats_from_wire(response)
+        with self._errors_of_ours():
+            request = inference_pb2.StatsRequest()
+            return stats_from_wire(self._stub.Stats(request, timeout=self._unary_timeout))
 
     def describe(self) -> ModelDescription:
         """What is served."""
         self._connect()
-        try:
-            response = self._stub.DescribeModel(
-                inference_pb2.DescribeModelRequest(), timeout=self._timeout or UNARY_SECONDS
+        with self._errors_of_ours():
+            request = inference_pb2.DescribeModelRequest()
+            return description_from_wire(
+                self._stub.DescribeModel(request, timeout=self._unary_timeout)
             )
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
-        return description_from_wire(response)
 
     def close(self) -> None:
         """End the connection; running streams are cancelled. Closing twice is no error."""
@@ -148,14 +168,14 @@ class Client:
             try:
                 state = states.get(timeout=max(0.0, give_up_at - time.monotonic()))
             except queue.Empty:
-                raise unreachable(self.address, self._connect_timeout, "no answer") from None
+                raise self._refused("no answer") from None
             if state is grpc.ChannelConnectivity.READY:
                 return
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise unreachable(self.address, self._connect_timeout, "connection refused")
+                raise self._refused("connection refused")
 
 
-class AsyncClient:
+class AsyncClient(_Caller):
     """`Client` for asyncio: the same calls, to be awaited. Make it inside a running event loop."""
 
     def __init__(
@@ -165,58 +185,54 @@ class AsyncClient:
         timeout: float | None = None,
         connect_timeout: float = CONNECT_SECONDS,
     ) -> None:
-        self.address = address
-        self._timeout = timeout
-        self._connect_timeout = connect_timeout
+        super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
         self._channel = grpc.aio.insecure_channel(address, options=client_options())
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._connected = False
 
     async def generate(
-        self, generate_input: GenerateInput, options: GenerateOptions = DEFAULT_OPTIONS
+        self,
+        generate_input: GenerateInput,
+        options: GenerateOptions | None = None,
+        **fields: Unpack[OptionFields],
     ) -> Completion:
-        """The whole answer."""
+        """The whole answer. Fields of GenerateOptions may be given as keywords as well."""
         builder = CompletionBuilder()
-        async for event in self.stream(generate_input, options):
+        async for event in self.stream(generate_input, options, **fields):
             builder.add(event)
         return builder.build()
 
     async def stream(
-        self, generate_input: GenerateInput, options: GenerateOptions = DEFAULT_OPTIONS
+        self,
+        generate_input: GenerateInput,
+        options: GenerateOptions | None = None,
+        **fields: Unpack[OptionFields],
     ) -> AsyncIterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
-        request = request_to_wire(generate_input, options)
+        request = request_to_wire(generate_input, options_with(options, fields))
         await self._connect()
         call = self._stub.Generate(request, timeout=self._timeout)
         try:
-            async for response in call:
-                yield event_from_wire(response)
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
+            with self._errors_of_ours():
+                async for response in call:
+                    yield event_from_wire(response)
         finally:
             call.cancel()
 
     async def stats(self) -> Stats:
         """The server's counters and its workers."""
         await self._connect()
-        try:
-            response = await self._stub.Stats(
-                inference_pb2.StatsRequest(), timeout=self._timeout or UNARY_SECONDS
-            )
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
-        return stats_from_wire(response)
+        with self._errors_of_ours():
+            request = inference_pb2.StatsRequest()
+            return stats_from_wire(await self._stub.Stats(request, timeout=self._unary_timeout))
 
     async def describe(self) -> ModelDescription:
         """What is served."""
         await self._connect()
-        try:
-            response = await self._stub.DescribeModel(
-                inference_pb2.DescribeModelRequest(), timeout=self._timeout or UNARY_SECONDS
+        with self._errors_of_ours():
+            request = inference_pb2.DescribeModelRequest()
+            return description_from_wire(
+                await self._stub.DescribeModel(request, timeout=self._unary_timeout)
             )
-        except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
-        return description_from_wire(response)
 
     async def close(self) -> None:
         """End the connection; running streams are cancelled. Closing twice is no error."""
@@ -242,9 +258,9 @@ class AsyncClient:
                 state = self._channel.get_state(try_to_connect=True)
                 while state is not grpc.ChannelConnectivity.READY:
                     if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                        raise unreachable(self.address, self._connect_timeout, "connection refused")
+                        raise self._refused("connection refused")
                     await self._channel.wait_for_state_change(state)
                     state = self._channel.get_state(try_to_connect=True)
         except TimeoutError:
-            raise unreachable(self.address, self._connect_timeout, "no answer") from None
+            raise self._refused("no answer") from None
         self._connected = True

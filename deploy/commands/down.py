@@ -23,14 +23,14 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         with alone(home):
             record = read_record(home)
             if record is None:
-                typer.echo("nothing is up", err=True)
+                typer.echo("nothing is up")
                 return
             if record.head is not None:
                 ray_head.stop_head(record.head)
             else:
                 _end_on(record.ray_address, record.name)
             remove_record(home)
-        typer.echo("down", err=True)
+        typer.echo("down")
 
 
 def _end_on(ray_address: str, name: str) -> None:
@@ -38,7 +38,7 @@ def _end_on(ray_address: str, name: str) -> None:
     try:
         leave = enter_ray(ray_address, own=False)
     except UnavailableError:
-        typer.echo(f"the Ray cluster at {ray_address} is gone, and all with it", err=True)
+        typer.echo(f"the Ray cluster at {ray_address} is gone, and all with it")
         return
     from cluster.launch import find_cluster
 

@@ -19,6 +19,7 @@ from deploy.commands.options import (
     DrafterOption,
     LimitOption,
     MaxTokensOption,
+    QuietOption,
     SeedOption,
     ServerOption,
     StoppingOption,
@@ -31,7 +32,8 @@ from deploy.inputs import BadRow, InputRow, read_rows
 from deploy.outputs import RowSink, whole_file
 from deploy.reach import reach_cluster
 from deploy.request_flags import RequestFlags, check_at_least_one, check_drafters
-from deploy.row_progress import complain, row_progress
+from deploy.row_progress import announce, complain, row_progress
+from paceline.text import counted
 
 
 @dataclass(slots=True)
@@ -57,10 +59,10 @@ class Totals:
         speed = self.tokens / seconds if seconds else 0.0
         length = f"{self.tokens / self.steps:.2f}" if self.steps else "none"
         line = (
-            f"{self.rows} rows, {self.tokens} tokens in {seconds:.1f} s: {speed:.1f} tokens/s, "
-            f"acceptance length {length}"
+            f"{counted(self.rows, 'row')}, {counted(self.tokens, 'token')} in {seconds:.1f} s: "
+            f"{speed:.1f} tokens/s, acceptance length {length}"
         )
-        return f"{line}, {self.failed} rows failed" if self.failed else line
+        return f"{line}, {counted(self.failed, 'row')} failed" if self.failed else line
 
 
 def output_row(answer: Answer) -> dict[str, object]:
@@ -112,16 +114,19 @@ async def write_answers(
     *,
     concurrency: int,
     console: Console,
+    errors: Console,
 ) -> Totals:
-    """Decode every row into `sink`, in order."""
+    """Decode every row into `sink`, in order; progress on `console`, failed rows on `errors`."""
     totals = Totals()
-    with row_progress(console) as progress:
-        bar = progress.add_task("generating", total=len(rows))
+    with (
+        row_progress(console) as progress,
+        progress.counting("generating", len(rows)) as advance,
+    ):
         async for answer in answers_in_order(
-            address, rows, flags, concurrency=concurrency, on_done=lambda: progress.advance(bar)
+            address, rows, flags, concurrency=concurrency, on_done=advance
         ):
             totals.add(answer)
-            complain(progress.console, answer)
+            complain(errors, answer)
             sink.write(output_row(answer))
     return totals
 
@@ -150,6 +155,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
         limit: LimitOption = None,
         server: ServerOption = None,
+        quiet: QuietOption = False,
     ) -> None:
         """Decode every row of a file. Exit code 1: rows failed; the others are written."""
         from cluster.config import load_config
@@ -173,15 +179,27 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         if server is None:
             check_drafters(flags, config)
         rows = read_rows(input_path, limit=limit)
-        console = Console(stderr=True)
+        console = Console(stderr=True, quiet=quiet)
+        errors = Console(stderr=True) if quiet else console
         with (
             whole_file(output_path) as sink,
             reach_cluster(config, environ, console=console, server=server) as address,
         ):
+            announce(
+                console,
+                f"generating: {counted(len(rows), 'row')} of {input_path} on the server at "
+                f"{address}, {counted(concurrency, 'request')} at a time",
+            )
             start = time.monotonic()
             totals = asyncio.run(
-                write_answers(address, rows, flags, sink, concurrency=concurrency, console=console)
+                write_answers(
+                    *(address, rows, flags, sink),
+                    concurrency=concurrency,
+                    console=console,
+                    errors=errors,
+                )
             )
             seconds = time.monotonic() - start
+        announce(console, f"wrote {output_path} after {seconds:.1f} s")
         typer.echo(totals.summary(seconds))
         raise typer.Exit(1 if totals.failed else 0)

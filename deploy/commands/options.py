@@ -52,6 +52,9 @@ DrafterOption = Annotated[
     str | None, typer.Option(help="Kind of drafter: model, ngram or recycling.")
 ]
 LimitOption = Annotated[int | None, typer.Option(help="First N rows only.")]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", help="No progress on stderr; rows that fail are still named.")
+]
 ServerOption = Annotated[
     str | None,
     typer.Option(

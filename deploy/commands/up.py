@@ -70,8 +70,6 @@ def start(
         if running is None:
             head = start_own_head(config, progress)
             undo.callback(ray_head.stop_head, head)
-        else:
-            progress(f"Ray: using the cluster at {running}")
         record = ClusterRecord(
             name=CONTROLLER_NAME,
             address=None,
@@ -83,6 +81,8 @@ def start(
         undo.callback(remove_record, home)
         write_record(home, record)
         enter_ray(record.ray_address, own=head is not None)
+        if running is not None:
+            progress(f"Ray: using the cluster at {running}")
         from cluster.launch import disconnect, start_cluster
 
         try:

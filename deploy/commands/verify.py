@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ from deploy.commands.options import (
     JsonOption,
     LimitOption,
     MaxTokensOption,
+    QuietOption,
     SeedOption,
     ServerOption,
     StoppingOption,
@@ -40,8 +42,9 @@ from deploy.request_flags import (
     check_window,
     parse_list,
 )
-from deploy.row_progress import row_progress
+from deploy.row_progress import announce, row_progress
 from paceline.rules import Rule
+from paceline.text import counted
 from workers.models import default_home, resolve_model
 from workers.verification.rules import FACTS
 
@@ -116,6 +119,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         limit: LimitOption = None,
         server: ServerOption = None,
         json_path: JsonOption = None,
+        quiet: QuietOption = False,
     ) -> None:
         """Same text as plain decoding, bit for bit, and, where greedy, as transformers?
 
@@ -150,13 +154,20 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         if json_path is not None:
             check_writable("json", json_path)
         files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
-        console = Console(stderr=True)
+        console = Console(stderr=True, quiet=quiet)
         with reach_cluster(config, environ, console=console, server=server) as address:
             from deploy.margins import MarginMeter
             from deploy.peers import TransformersPeer
             from deploy.verifier import Verifier
             from deploy.verify_report import print_report, report_json
 
+            runs = len(matrix.temperatures) * (1 + len(matrix.variants))
+            announce(
+                console,
+                f"verifying: {counted(sum(len(rows) for _, rows in files), 'row')} in "
+                f"{counted(runs, 'run')} on the server at {address}",
+            )
+            began = time.monotonic()
             with row_progress(console) as progress:
                 verifier = Verifier(
                     address,
@@ -170,7 +181,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                     ),
                 )
                 reports = [verifier.verify_file(path, rows) for path, rows in files]
-        print_report(Console(), reports)
+        announce(console, f"verified after {time.monotonic() - began:.1f} s")
+        print_report(Console(), Console(stderr=True), reports)
         if json_path is not None:
             write_json(json_path, report_json(reports, model=config.target.model))
         raise typer.Exit(0 if all(report.ok for report in reports) else 1)

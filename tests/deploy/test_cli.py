@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import google.protobuf
 import grpc
 import pytest
 import typing_extensions
+
+from tests.deploy.conftest import Call
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -39,7 +42,7 @@ def test_an_unknown_model_is_one_line_and_exit_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     [line] = done.stderr.splitlines()
-    assert line.startswith("paceline: model 'dmo' is neither a folder nor a name")
+    assert line.startswith("error: model 'dmo' is neither a folder nor a name")
     assert line.endswith("did you mean demo?")
 
 
@@ -59,8 +62,45 @@ def test_a_fetch_that_fails_is_one_line_and_exit_3(tmp_path: Path) -> None:
     assert not (tmp_path / "models" / "demo").exists()
 
 
-def test_an_unknown_command_is_exit_2() -> None:
-    assert paceline("ups").returncode == 2
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ("ups", "no such command 'ups'. Did you mean 'up'?"),
+        ("models ftch", "no such command 'ftch'. Did you mean 'fetch'?"),
+        ("generate --inpt x", "no such option: --inpt; did you mean --input?"),
+        (
+            "bench decode --no-calibrat",
+            "no such option: --no-calibrat; did you mean --no-calibrate?",
+        ),
+        ("verify -limit 3", "no such option: -l; see `paceline verify --help`"),
+        ("generate", "--input: is missing; see `paceline generate --help`"),
+        ("generate --input", "--input: expected a value"),
+        ("status --json=3", "--json: takes no value, got one"),
+        ("bench", "SUITE: is missing; see `paceline bench --help`"),
+        ("verify --limit 1.5", "--limit: expected a whole number, got '1.5'"),
+        (
+            "generate --input a --output b --temperature hot",
+            "--temperature: expected a number, got 'hot'",
+        ),
+        ("verify more", "got unexpected extra argument(s) (more); see `paceline verify --help`"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(call: Call, arguments: str, complaint: str) -> None:
+    done = call(*arguments.split())
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr == f"error: {complaint}\n"
+
+
+def test_the_help_without_a_command_is_no_error_line(call: Call) -> None:
+    done = call("models")
+    assert done.code == 2
+    assert "fetch" in done.stdout + done.stderr
+    assert "error" not in done.stdout + done.stderr
+
+
+def test_the_version(call: Call) -> None:
+    done = call("--version")
+    assert (done.code, done.stdout) == (0, f"paceline {version('paceline')}\n")
 
 
 @pytest.mark.demo_model

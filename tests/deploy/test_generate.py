@@ -115,8 +115,19 @@ def test_bad_rows_are_named_by_line_and_the_others_run(
         *("--max-tokens", 3),
     )
     assert done.code == 1
-    assert "line 2" in done.stderr
-    assert "line 3" in done.stderr
+    started, *named, wrote = done.stderr.splitlines()
+    assert started == (
+        f"generating: 5 rows of {source} on the server at {served.address}, 1 request at a time"
+    )
+    assert wrote.startswith(f"wrote {output} after ")
+    places = [f"error: {source}:{line}: " for line in (2, 3, 4)]
+    assert [line.startswith(place) for line, place in zip(named, places, strict=True)] == [True] * 3
+    assert "4: prompt: it has" in named[2]
+    quiet = call(
+        *("generate", "--server", served.address, "--input", source, "--output", output),
+        *("--max-tokens", 3, "--quiet"),
+    )
+    assert quiet.stderr.splitlines() == named
     answers = read(output)
     assert [row["finish_reason"] == "error" for row in answers] == [False, True, True, True, False]
     assert set(answers[3]) == FIELDS | {"error"}

@@ -26,11 +26,14 @@ def test_each_kind_of_row(tmp_path: Path) -> None:
         {"messages": chat},
         {"turns": ["First", "Second"]},
     ]
+    path = tmp_path / "in.jsonl"
     assert rows_of(tmp_path, "\n".join(json.dumps(line) for line in lines)) == [
-        InputRow(0, 1, "a", "prompt", "Once"),
-        InputRow(1, 2, 7, "question", (Message("user", "Why?"),)),
-        InputRow(2, 3, None, "messages", (Message("system", "Be brief."), Message("user", "Hi"))),
-        InputRow(3, 4, None, "turns", (Message("user", "First"),)),
+        InputRow(path, 0, 1, "a", "prompt", "Once"),
+        InputRow(path, 1, 2, 7, "question", (Message("user", "Why?"),)),
+        InputRow(
+            path, 2, 3, None, "messages", (Message("system", "Be brief."), Message("user", "Hi"))
+        ),
+        InputRow(path, 3, 4, None, "turns", (Message("user", "First"),)),
     ]
 
 
@@ -39,19 +42,32 @@ def test_each_kind_of_row(tmp_path: Path) -> None:
     [
         (b"{", "is not JSON"),
         (b"\xff", "is not UTF-8"),
-        (b"[1]", "expected a JSON object, got list"),
+        (b"[1]", "expected a JSON object, got a list"),
         (b'{"text": "x"}', "expected one of prompt, question, messages, turns; it has text"),
         (b"{}", "it has none"),
         (b'{"prompt": "x", "question": "y"}', "it has prompt and question"),
         (b'{"prompt": ""}', "prompt: is empty"),
-        (b'{"prompt": 3}', "prompt: expected a text, got int"),
-        (b'{"prompt": null}', "prompt: expected a text, got NoneType"),
+        (b'{"prompt": 3}', "prompt: expected a text, got a number"),
+        (b'{"prompt": null}', "prompt: expected a text, got null"),
         (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
-        (b'{"turns": []}', "turns: expected a list"),
+        (b'{"turns": []}', "turns: is empty; expected a list of at least one of texts"),
+        (b'{"turns": {}}', "turns: expected a list of texts, got an object"),
         (b'{"turns": [3]}', "turns[0]: expected a text"),
-        (b'{"messages": "hi"}', "messages: expected a list"),
-        (b'{"messages": [{"role": "robot", "content": "x"}]}', "messages[0]: expected an object"),
-        (b'{"messages": [{"role": "user"}]}', "messages[0].content: expected a text"),
+        (b'{"messages": "hi"}', "messages: expected a list of messages, got a text"),
+        (
+            b'{"messages": ["hi"]}',
+            "messages[0]: expected an object with role and content, got a text",
+        ),
+        (b'{"messages": [{"content": "x"}]}', "messages[0].role: is missing"),
+        (
+            b'{"messages": [{"role": "user", "content": ["x"]}]}',
+            "messages[0].content: expected a text, got a list",
+        ),
+        (
+            b'{"messages": [{"role": "robot", "content": "x"}]}',
+            'messages[0].role: expected system or user or assistant, got "robot"',
+        ),
+        (b'{"messages": [{"role": "user"}]}', "messages[0].content: is missing"),
         (b'{"id": [1], "prompt": "x"}', "id: expected a text or a whole number"),
         (b'{"id": true, "prompt": "x"}', "id: expected a text or a whole number"),
         (b"[" * 100_000, "is not JSON"),
@@ -64,10 +80,10 @@ def test_a_malformed_row_is_named_by_line_and_the_others_stand(
     good = b'{"prompt": "x"}'
     before, bad, after = rows_of(tmp_path, b"\n".join([good, b"", line, good, b""]))
     assert isinstance(before, InputRow)
-    assert after == InputRow(2, 4, None, "prompt", "x")
+    assert after == InputRow(tmp_path / "in.jsonl", 2, 4, None, "prompt", "x")
     assert isinstance(bad, BadRow)
     assert (bad.index, bad.line) == (1, 3)
-    assert bad.message.startswith("in.jsonl, line 3: ")
+    assert bad.message.startswith(f"{tmp_path / 'in.jsonl'}:3: ")
     assert complaint in bad.message
     assert "\n" not in bad.message
 

@@ -63,4 +63,4 @@ def test_without_a_cluster_it_says_what_to_do(tmp_path: Path) -> None:
         timeout=60,
     )
     assert ended.returncode == 3
-    assert "no Ray cluster at 127.0.0.1:1" in ended.stdout
+    assert ended.stderr.startswith("error: no Ray cluster at 127.0.0.1:1")

@@ -123,10 +123,24 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     head = json.loads((shell.home / "run" / "cluster.json").read_text())["head"]
     os.kill(head["session"], signal.SIGKILL)
     down = shell.run("down")
-    assert down.returncode == 0, down.stderr
+    assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
     shell.assert_nothing_is_left()
     assert shell.run("status").returncode == 3
-    assert shell.run("down").returncode == 0
+    again = shell.run("down")
+    assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is up\n", "")
+
+
+def test_a_ray_cluster_that_is_not_there_is_one_line(tmp_path: Path, config: Path) -> None:
+    shell = Shell(tmp_path / "home", tmp_path, "127.0.0.1:1")
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    files = ("--input", str(source), "--output", str(tmp_path / "out.jsonl"))
+    for command in (("up", str(config)), ("generate", "--config", str(config), *files)):
+        done = shell.run(*command)
+        assert done.returncode == 3
+        [line] = done.stderr.splitlines()
+        assert line.startswith("error: no Ray cluster at 127.0.0.1:1")
+    shell.assert_nothing_is_left()
 
 
 def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(

@@ -54,8 +54,25 @@ def test_a_failed_row_is_exit_1(call: Call, served: Served, tmp_path: Path) -> N
         *("--max-tokens", 4),
     )
     assert done.code == 1
-    assert "line 2" in done.stdout
-    assert "1 rows failed" in done.stdout
+    named = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(named) == 1
+    assert named[0].startswith(f"error: {source}:2: is not JSON")
+    assert str(source) + ":2" not in done.stdout
+    assert "1 row failed" in done.stdout
+
+
+def test_progress_is_plain_lines_that_quiet_leaves_out(
+    call: Call, served: Served, tmp_path: Path
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", [ROWS[0], "oops"])
+    arguments = (
+        *("verify", "--server", served.address, "--config", served.config, "--input", source),
+        *("--max-tokens", 4),
+    )
+    started, ended, error = call(*arguments).stderr.splitlines()
+    assert started == f"verifying: 2 rows in 2 runs on the server at {served.address}"
+    assert ended.startswith("verified after ")
+    assert call(*arguments, "--quiet").stderr.splitlines() == [error]
 
 
 @pytest.mark.parametrize(

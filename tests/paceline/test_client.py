@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, get_type_hints
 
 import grpc
 import pytest
@@ -37,6 +37,7 @@ from paceline.inference_wire import (
     request_from_wire,
     stats_to_wire,
 )
+from paceline.options import OptionFields
 from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
@@ -224,3 +225,30 @@ async def test_nobody_answers() -> None:
         async with AsyncClient(address, connect_timeout=0.2) as client_async:
             with pytest.raises(UnavailableError, match=r"within 0\.2 s"):
                 await client_async.describe()
+
+
+async def test_options_as_keywords(address: str, scripted: Scripted) -> None:
+    base = GenerateOptions(seed=3, max_tokens=5)
+    with Client(address) as client:
+        client.generate("hello", max_tokens=8, temperature=0.5)
+        list(client.stream("hello", base, max_tokens=9))
+    async with AsyncClient(address) as client_async:
+        await client_async.generate("hello", max_tokens=8, temperature=0.5)
+    first, second, third = (request_from_wire(one)[1] for one in scripted.requests)
+    assert first == third == GenerateOptions(max_tokens=8, temperature=0.5)
+    assert second == GenerateOptions(seed=3, max_tokens=9)
+    assert base.max_tokens == 5
+
+
+async def test_an_unknown_keyword_names_the_nearest(address: str, scripted: Scripted) -> None:
+    expected = "max_token: there is no such option; did you mean max_tokens"
+    with Client(address) as client, pytest.raises(InvalidRequestError, match=expected):
+        client.generate("hello", max_token=8)  # type: ignore[call-arg]
+    async with AsyncClient(address) as client_async:
+        with pytest.raises(InvalidRequestError, match=expected):
+            await client_async.generate("hello", max_token=8)  # type: ignore[call-arg]
+    assert scripted.requests == []
+
+
+def test_the_keywords_are_the_fields() -> None:
+    assert get_type_hints(OptionFields) == get_type_hints(GenerateOptions)

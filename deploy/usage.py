@@ -1,0 +1,77 @@
+"""What was typed wrong, as one line: which option, what came, what is expected."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import typer
+import typer.main
+from pydantic import ValidationError
+from typer.exceptions import TyperException
+
+from paceline.errors import PacelineError, outward
+from paceline.text import did_you_mean
+
+_BAD_USAGE = 2
+_EXPECTED: Mapping[str, str] = {"int": "a whole number", "float": "a number", "bool": "yes or no"}
+"""What an option takes, by the first part of pydantic's name for the error."""
+
+
+def run_app(build: Callable[[], typer.Typer], name: str) -> int:
+    """Build a command tree and run this process's command line on it; the exit code.
+
+    An error of ours and bad usage alike are one line on stderr, never a box or a traceback.
+    """
+    try:
+        code = typer.main.get_command(build()).main(prog_name=name, standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except PacelineError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return outward(error).exit_code
+    except TyperException as error:
+        # A command without its subcommand has shown its help, and says nothing more.
+        if complaint := _complaint(error):
+            sys.stderr.write(f"error: {complaint}\n")
+        return _BAD_USAGE
+
+
+def _complaint(error: Any) -> str:
+    """One line. typer gives no public name to the kinds of bad usage; their fields tell them."""
+    ctx = getattr(error, "ctx", None)
+    path = ctx.command_path if ctx is not None else "paceline"
+    parameter = getattr(error, "param", None)
+    option = getattr(error, "option_name", None)
+    cause = error.__cause__
+    if parameter is not None and isinstance(cause, ValidationError):
+        found = cause.errors()[0]
+        expected = _EXPECTED.get(found["type"].partition("_")[0], found["msg"])
+        return f"{_flag(parameter)}: expected {expected}, got {found['input']!r}"
+    if parameter is not None and not error.message:
+        return f"{_flag(parameter)}: is missing; see `{path} --help`"
+    if parameter is not None:
+        return f"{_flag(parameter)}: {error.message}"
+    if option is not None and ctx is not None:
+        known = [flag for one in ctx.command.get_params(ctx) for flag in _flags(one)]
+        hint = did_you_mean(option, known) if option.startswith("--") else ""
+        return f"no such option: {option}{hint or f'; see `{path} --help`'}"
+    if option is not None:
+        needs_one = "requires" in error.message
+        return f"{option}: " + ("expected a value" if needs_one else "takes no value, got one")
+    message: str = error.format_message().rstrip(".")
+    if not message:
+        return ""
+    message = message[0].lower() + message[1:]
+    return message if "id you mean" in message else f"{message}; see `{path} --help`"
+
+
+def _flags(parameter: Any) -> list[str]:
+    names = [*parameter.opts, *parameter.secondary_opts]
+    return [name for name in names if name.startswith("--")]
+
+
+def _flag(parameter: Any) -> str:
+    """The option as it is typed, or the argument's name as the help shows it."""
+    longest: str = max(parameter.opts, key=len)
+    return longest if longest.startswith("-") else longest.upper()
