@@ -7,38 +7,57 @@ from collections.abc import Sequence
 import torch
 
 from paceline.v1 import target_pb2, types_pb2
+from workers.device_verdicts import device_verdicts, verify_on_host
 from workers.target_session import VerdictTask
-from workers.verification.verify import verify
+from workers.verification.verdict import Verdict
 
 NUM_TOP_IDS = 8
 """Likeliest next tokens that a verdict tells of each token fed, where it is asked to."""
 
 
 def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
-    """A verdict for each task that has one. Their rows stand in `logits_TV` in the same order."""
-    verdicts = []
+    """A verdict for each task that has one. Their rows stand in `logits_TV` in the same order.
+
+    Verified on the device that has the logits. Raises InternalError as verify does.
+    """
+    top_ids_TK = None
+    if any(task.fed for task in tasks):
+        count = min(NUM_TOP_IDS, logits_TV.shape[1])
+        top_ids_TK = torch.topk(logits_TV, count).indices
+    ends = _ends(tasks)
+    decided = [i for i, task in enumerate(tasks) if task.has_verdict]
+    spans = [(ends[i] - 1 - len(tasks[i].candidates.tree), ends[i]) for i in decided]
+    judged = [tasks[i] for i in decided]
+    if logits_TV.device.type == "cpu":
+        found = [
+            verify_on_host(logits_TV[first:end], task)
+            for task, (first, end) in zip(judged, spans, strict=True)
+        ]
+    else:
+        found, top_ids_TK = device_verdicts(logits_TV, judged, spans, top_ids_TK)
+    verdicts = dict(zip(decided, found, strict=True))
+    messages = []
+    for i, task in enumerate(tasks):
+        if task.fed:
+            assert top_ids_TK is not None
+            task.top_tokens.extend(_top_tokens(top_ids_TK[ends[i] - task.num_rows :], task.fed))
+        if i in verdicts:
+            messages.append(_message(verdicts[i], task))
+            task.top_tokens.clear()
+    return messages
+
+
+def _ends(tasks: Sequence[VerdictTask]) -> list[int]:
+    """The row after the last one of each task."""
+    ends = []
     row = 0
     for task in tasks:
-        logits_RV = logits_TV[row : row + task.num_rows]
         row += task.num_rows
-        if task.fed:
-            task.top_tokens.extend(_top_tokens(logits_RV, task.fed))
-        if task.has_verdict:
-            verdicts.append(_verdict(logits_RV[-1 - len(task.candidates.tree) :], task))
-            task.top_tokens.clear()
-    return verdicts
+        ends.append(row)
+    return ends
 
 
-def _verdict(logits_RV: torch.Tensor, task: VerdictTask) -> target_pb2.Verdict:
-    candidates = task.candidates
-    verdict = verify(
-        task.spec.rule,
-        logits_RV,
-        candidates.tree,
-        task.spec,
-        task.prefix,
-        candidates.draft_probs,
-    )
+def _message(verdict: Verdict, task: VerdictTask) -> target_pb2.Verdict:
     message = target_pb2.Verdict(
         sequence_id=task.sequence_id,
         num_accepted=verdict.num_accepted,
@@ -50,9 +69,9 @@ def _verdict(logits_RV: torch.Tensor, task: VerdictTask) -> target_pb2.Verdict:
     return message
 
 
-def _top_tokens(logits_RV: torch.Tensor, fed: Sequence[int]) -> list[types_pb2.TopTokens]:
-    top_ids = torch.topk(logits_RV, min(NUM_TOP_IDS, logits_RV.shape[1])).indices.tolist()
+def _top_tokens(top_ids_RK: torch.Tensor, fed: Sequence[int]) -> list[types_pb2.TopTokens]:
+    """For each fed token, from the first rows of `top_ids_RK`, which may have more."""
     return [
         types_pb2.TopTokens(token_id=token_id, top_ids=ids)
-        for token_id, ids in zip(fed, top_ids, strict=True)
+        for token_id, ids in zip(fed, top_ids_RK[: len(fed)].tolist(), strict=True)
     ]

@@ -7,7 +7,7 @@ is accepted while it is that token. So the text is that of plain decoding, whate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -57,11 +57,23 @@ def verify_tree(
     choose_token does.
     """
     rows = WindowRows(logits_RV, tree, spec, prefix)
+
+    def token_of(node: int, accepted: Sequence[int]) -> int:
+        adjusted_V = rows.adjusted_V(node, accepted)
+        return choose_adjusted(adjusted_V, spec, len(prefix) + len(accepted))
+
+    return follow(tree, token_of)
+
+
+def follow(tree: CandidateTree, token_of: Callable[[int, Sequence[int]], int]) -> Verdict:
+    """Accept candidates while they are the target's own tokens.
+
+    `token_of` gives the target's token after a node, whose path of candidates it gets too.
+    """
     accepted: list[int] = []
     node = 0
     while True:
-        adjusted_V = rows.adjusted_V(node, accepted)
-        token_id = choose_adjusted(adjusted_V, spec, len(prefix) + len(accepted))
+        token_id = token_of(node, accepted)
         child = tree.child_with(node, token_id)
         if child is None:
             return Verdict(len(accepted), token_id, tuple(accepted))

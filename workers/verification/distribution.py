@@ -107,16 +107,22 @@ def _put(
 def likeliest_token(logits_V: NDArray[np.float32]) -> int:
     """The argmax, the lowest id where several tie. Raises InternalError where there is none."""
     token_id = int(logits_V.argmax())
-    largest = float(logits_V[token_id])  # argmax stops at a NaN, so one check sees every case
+    # argmax stops at a NaN, so one check sees every case.
+    check_likeliest(token_id, float(logits_V[token_id]), logits_V.size)
+    return token_id
+
+
+def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
+    """Raise InternalError where the largest logit of a row, that of `token_id`, is not finite."""
     if math.isfinite(largest):
-        return token_id
+        return
     if math.isnan(largest) or largest > 0:
         raise InternalError(
             f"expected finite logits, got {largest} for token {token_id}: the model's step went "
             "wrong (check the checkpoint's weights and dtype)"
         )
     raise InternalError(
-        f"expected a token that can be chosen, got {logits_V.size} masked tokens: the request's "
+        f"expected a token that can be chosen, got {vocab_size} masked tokens: the request's "
         "logit bias and min_tokens, or the model, rule out the whole vocabulary"
     )
 

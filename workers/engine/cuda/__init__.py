@@ -1,0 +1,5 @@
+"""The engine for GPUs: paged attention by torch's varlen_attn, and steps replayed as CUDA graphs.
+
+Everything here but the kernel and the graphs runs on a CPU as well, where a reference attention
+stands in for the kernel: that is how its tests prove it where there is no GPU.
+"""

@@ -1,0 +1,107 @@
+"""The target's own tokens for many rows at once, on the device where their logits are.
+
+The same arithmetic as distribution.py and choice.py, in the same order, over tensors: no step of
+it depends on a value, so the host never waits. Ids are equal to theirs but where two scores differ
+by a rounding of exp or log.
+
+Shapes: R rows, V vocabulary, E entries of sparse changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.verification.device_noise import gumbel_noise_RV
+
+_FLOAT32 = torch.finfo(torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Bias and penalties of single tokens of single rows, and tokens that are ruled out.
+
+    `entries_2E` are (row, token id), none twice. In order: the bias is added, a logit is divided by
+    the repetition penalty (multiplied if negative), and `subtracted_E` is subtracted.
+    """
+
+    entries_2E: Tensor
+    bias_E: Tensor
+    repetition_E: Tensor
+    subtracted_E: Tensor
+    masked_2M: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowParams:
+    """What each row's distribution and noise are made with; all tensors on the logits' device.
+
+    Switched off: `top_k_R` V or more, `top_p_R` (float64) 1, `log_min_p_R` -inf. `greedy_R` rows
+    have a temperature of 1. `draws`: some row is not greedy; `filters`: some row has top-k, top-p
+    or min-p. They are known to the host, and spare work.
+    """
+
+    greedy_R: Tensor
+    temperature_R: Tensor
+    top_k_R: Tensor
+    top_p_R: Tensor
+    log_min_p_R: Tensor
+    keys_2R: Tensor
+    positions_R: Tensor
+    sample_indices_R: Tensor
+    draws: bool
+    filters: bool
+    adjustments: Adjustments | None = None
+
+
+def choose_rows(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
+    """The token of each row (int64 [R]), and the largest adjusted logit (float32 [R]).
+
+    A row whose largest logit is not finite has no token: the caller checks it with
+    distribution.check_likeliest. `logits_RV` is float32 and is not changed.
+    """
+    if rows.adjustments is not None:
+        logits_RV = _adjust(logits_RV, rows.adjustments)
+    largest_R, likeliest_R = logits_RV.max(dim=1)
+    if not rows.draws:
+        return likeliest_R, largest_R
+    log_weights_RV = (logits_RV - largest_R[:, None]) / rows.temperature_R[:, None]
+    scores_RV = log_weights_RV + gumbel_noise_RV(
+        rows.keys_2R, rows.positions_R, rows.sample_indices_R, vocab_size=logits_RV.shape[1]
+    )
+    if rows.filters:
+        scores_RV = scores_RV.masked_fill_(~_kept(log_weights_RV, rows), -torch.inf)
+    return torch.where(rows.greedy_R, likeliest_R, scores_RV.argmax(dim=1)), largest_R
+
+
+def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
+    """Each step capped at the largest float32: a huge bias must not become an infinity."""
+    logits_RV = logits_RV.clone()
+    row_E, id_E = changes.entries_2E
+    values_E = (logits_RV[row_E, id_E] + changes.bias_E).clamp_max_(_FLOAT32.max)
+    penalty_E = changes.repetition_E
+    values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
+    values_E = values_E.clamp_max_(_FLOAT32.max) - changes.subtracted_E
+    logits_RV[row_E, id_E] = values_E.clamp_max_(_FLOAT32.max)
+    masked_row_M, masked_id_M = changes.masked_2M
+    ruled_out_M = torch.full_like(masked_id_M, -torch.inf, dtype=logits_RV.dtype)
+    return logits_RV.index_put_((masked_row_M, masked_id_M), ruled_out_M)
+
+
+def _kept(log_weights_RV: Tensor, rows: RowParams) -> Tensor:
+    """Which tokens top-k, top-p and min-p leave, in this order: bool [R, V]."""
+    vocab_size = log_weights_RV.shape[1]
+    # Stable: of tokens that tie, the lowest ids come first.
+    sorted_RV, ids_RV = log_weights_RV.sort(dim=1, descending=True, stable=True)
+    kth_R1 = sorted_RV.gather(1, (rows.top_k_R.clamp_max(vocab_size) - 1)[:, None])
+    kept_RV = sorted_RV >= kth_R1
+    weights_RV = torch.where(kept_RV, sorted_RV.exp(), 0.0).to(torch.float64)
+    sums_RV = weights_RV.cumsum(dim=1)
+    wanted_R1 = rows.top_p_R[:, None] * weights_RV.sum(dim=1, keepdim=True)
+    num_kept_R1 = (sums_RV < wanted_R1).sum(dim=1, keepdim=True) + 1
+    rank_V = torch.arange(vocab_size, device=log_weights_RV.device)
+    kept_RV &= (rank_V < num_kept_R1) | (rows.top_p_R[:, None] >= 1.0)
+    kept_RV &= sorted_RV >= rows.log_min_p_R[:, None]
+    return torch.zeros_like(kept_RV).scatter_(1, ids_RV, kept_RV)
