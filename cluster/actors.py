@@ -153,6 +153,7 @@ class DriverActor(_Actor):
             ),
             wait_ms=chosen.wait_ms,
             max_num_seqs=config.target.max_num_seqs,
+            prefix_cache=config.target.prefix_cache,
             max_waiting=config.server.max_waiting,
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)

@@ -28,11 +28,19 @@ from cluster.decoding.events import (
     TargetLost,
     Tick,
 )
-from cluster.decoding.instructions import Emit, Finish, Instruction, RunStep, Suspect, WakeAt
+from cluster.decoding.instructions import (
+    Emit,
+    Finish,
+    Instruction,
+    Refuse,
+    RunStep,
+    Suspect,
+    WakeAt,
+)
 from cluster.decoding.scheduler import Scheduler
 from cluster.drafter_link import DrafterDescription
 from cluster.generation import Generation
-from cluster.meters import GapMeter
+from cluster.meters import DriverTimeMeter, GapMeter
 from cluster.target_link import TargetDescription
 from cluster.worker_wire import DraftInstruction, proposal_from_wire, verdicts_from_wire
 from paceline.errors import PacelineError, ProtocolError, WorkerLostError
@@ -50,6 +58,7 @@ class Dispatch:
     def __init__(self, scheduler: Scheduler, *, target_patience: float) -> None:
         self.scheduler = scheduler
         self.gaps = GapMeter()
+        self.driver_time = DriverTimeMeter()
         self.target: TargetDescription | None = None
         """What the target is, or was when it was last there."""
         self.target_joined_once = asyncio.Event()
@@ -133,13 +142,17 @@ class Dispatch:
     def step_answered(self, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
         self.gaps.step_answered(response.gap_seconds)
+        self.driver_time.step_answered(time.thread_time())
         done = StepDone(
             time.monotonic(),
             response.step,
             verdicts_from_wire(response),
             step_seconds=response.step_seconds,
         )
-        self.gaps.step_sent(upon_answer=self._handle(done))
+        goes_on = self._handle(done)
+        self.gaps.step_sent(upon_answer=goes_on)
+        if not goes_on:
+            self.driver_time.pause()
 
     # Drafters.
 
@@ -217,7 +230,7 @@ class Dispatch:
             self._loop.call_soon(self._tell_callers)
         for instructions in self._for_drafters:
             for instruction in instructions:
-                if isinstance(instruction, (Emit, Finish, WakeAt)):
+                if isinstance(instruction, (Emit, Finish, Refuse, WakeAt)):
                     self._for_callers.append(instruction)
                 elif isinstance(instruction, Suspect):
                     self._suspect(instruction.drafter)
@@ -240,6 +253,10 @@ class Dispatch:
                     generation = self._generations.pop(finish.sequence_id, None)
                     if generation is not None:
                         generation.finish(finish)
+                case Refuse() as refuse:
+                    generation = self._generations.pop(refuse.sequence_id, None)
+                    if generation is not None:
+                        generation.fail(refuse.error)
                 case WakeAt() as wake_at:
                     self._wake_at(wake_at.time)
 

@@ -32,7 +32,7 @@ class DriverOptions:
 
     `folder`: the checkpoint, of which the driver reads the tokenizer and the defaults.
     `drafter_addresses`: by name. `speculation`: of requests that do not say. `wait_ms`: most that
-    policy lockstep waits in a step.
+    policy lockstep waits in a step. `prefix_cache`: whether requests of one tenant share KV.
     `max_waiting`: requests beyond the running ones before callers are turned away.
     `drafter_timeout`: seconds in which a drafter must answer a question about itself.
     `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long
@@ -46,6 +46,7 @@ class DriverOptions:
     wait_ms: float = 1000.0
     max_num_seqs: int = 64
     max_step_tokens: int = 512
+    prefix_cache: bool = True
     max_waiting: int = 1024
     step_timeout: StepTimeout = field(default_factory=StepTimeout)
     drafter_timeout: float = 10.0
@@ -73,6 +74,7 @@ class Driver:
             max_num_seqs=options.max_num_seqs,
             max_step_tokens=options.max_step_tokens,
             wait_seconds=options.wait_ms / 1000,
+            prefix_cache=options.prefix_cache,
         )
         self._options = options
         self._dispatch = Dispatch(self.scheduler, target_patience=options.target_patience)
@@ -178,6 +180,10 @@ class Driver:
             sequences_running=self.scheduler.num_running,
             sequences_waiting=self.scheduler.num_waiting,
             gap_ms_p50=self._dispatch.gaps.median_ms,
+            prefilled_tokens=totals.prefilled,
+            prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
+            preemptions=self.scheduler.num_preemptions,
+            driver_ms_p50=self._dispatch.driver_time.median_ms,
             workers=tuple(
                 meter.stats() for meter in (*running.target.meters, *running.drafters.meters)
             ),

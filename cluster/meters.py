@@ -72,3 +72,29 @@ class GapMeter:
     def median_ms(self) -> float:
         """Over the last 1,000; 0 when there were none."""
         return statistics.median(self._gaps) * 1000 if self._gaps else 0.0
+
+
+@dataclass(slots=True)
+class DriverTimeMeter:
+    """The processor time that the driver's event loop spends on a step, all that it does included.
+
+    It goes from one answer of the target to the next, where the step was sent right upon the first.
+    """
+
+    _times: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
+    _last: float | None = None
+
+    def step_answered(self, thread_seconds: float) -> None:
+        """A step was answered, when the loop's thread had had so much of a processor in all."""
+        if self._last is not None:
+            self._times.append(thread_seconds - self._last)
+        self._last = thread_seconds
+
+    def pause(self) -> None:
+        """No step was sent upon the answer."""
+        self._last = None
+
+    @property
+    def median_ms(self) -> float:
+        """Over the last 1,000; 0 when there were none."""
+        return statistics.median(self._times) * 1000 if self._times else 0.0

@@ -34,8 +34,13 @@ def step_to_wire(step: RunStep) -> target_pb2.StepRequest:
     request = target_pb2.StepRequest(
         step=step.step, close=step.close, slices=[_slice_to_wire(part) for part in step.slices]
     )
-    for sequence_id, spec in step.open:
-        request.open.add(sequence_id=sequence_id, spec=spec_to_wire(spec))
+    for opened in step.open:
+        request.open.add(
+            sequence_id=opened.sequence_id,
+            spec=spec_to_wire(opened.spec),
+            shared_blocks=opened.shared_blocks,
+            token_ids=opened.token_ids,
+        )
     return request
 
 

@@ -205,6 +205,10 @@ class Stats:
     sequences_waiting: int
     gap_ms_p50: float
     workers: tuple[WorkerStats, ...]
+    prefilled_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    preemptions: int = 0
+    driver_ms_p50: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

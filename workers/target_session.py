@@ -7,6 +7,7 @@ ProtocolError naming the field; the session is of no use after that, since its s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from paceline.convert import spec_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.sampling import SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
+from workers.engine.block_pool import blocks_for
 from workers.engine.engine import Slice
 from workers.slice_candidates import Candidates, read_candidates
 from workers.tree_slots import TreeSlots
@@ -83,7 +85,7 @@ class TargetSession:
     def __init__(self, limits: EngineLimits) -> None:
         self._limits = limits
         self._sequences: dict[int, _Sequence] = {}
-        self._held_blocks: set[int] = set()
+        self._holders: Counter[int] = Counter()
         self._last_step = 0
 
     def begin_step(self, request: target_pb2.StepRequest) -> StepWork:
@@ -106,25 +108,43 @@ class TargetSession:
         return work
 
     def check_integrity(self) -> None:
-        """Assert that no block is in two block tables and that all are counted."""
-        tables = [block for sequence in self._sequences.values() for block in sequence.block_table]
-        assert len(tables) == len(set(tables)), "a KV block is in two block tables"
-        assert set(tables) == self._held_blocks, "held KV blocks and block tables differ"
+        """Assert that blocks are counted as often as they are in block tables."""
+        tables = Counter(block for one in self._sequences.values() for block in one.block_table)
+        assert tables == +self._holders, "holders of KV blocks and block tables differ"
 
     def _close(self, sequence_id: int) -> None:
         sequence = self._sequences.pop(sequence_id, None)
         if sequence is None:
             raise ProtocolError(f"close: sequence {sequence_id} is not open")
-        self._held_blocks.difference_update(sequence.block_table)
+        self._holders.subtract(sequence.block_table)
 
     def _open(self, opened: target_pb2.TargetSequence) -> None:
+        name = f"open: sequence {opened.sequence_id}"
         if opened.sequence_id in self._sequences:
-            raise ProtocolError(f"open: sequence {opened.sequence_id} is open already")
+            raise ProtocolError(f"{name} is open already")
         try:
             spec = spec_from_wire(opened.spec, vocab_size=self._limits.vocab_size)
         except InvalidRequestError as error:
-            raise ProtocolError(f"open: sequence {opened.sequence_id}: spec.{error}") from error
-        self._sequences[opened.sequence_id] = _Sequence(spec)
+            raise ProtocolError(f"{name}: spec.{error}") from error
+        sequence = _Sequence(spec, list(opened.token_ids), list(opened.shared_blocks))
+        num_positions = len(sequence.block_table) * self._limits.block_size
+        if len(sequence.token_ids) != num_positions:
+            raise ProtocolError(
+                f"{name}: token_ids: expected {num_positions}, as many as the shared blocks have "
+                f"positions, got {len(sequence.token_ids)}"
+            )
+        if max(sequence.token_ids, default=0) >= self._limits.vocab_size:
+            raise ProtocolError(
+                f"{name}: token_ids: expected ids below {self._limits.vocab_size}, "
+                f"got {max(sequence.token_ids)}"
+            )
+        if max(sequence.block_table, default=0) >= self._limits.num_blocks:
+            raise ProtocolError(
+                f"{name}: shared_blocks: expected ids below {self._limits.num_blocks}, "
+                f"got {max(sequence.block_table)}"
+            )
+        self._holders.update(sequence.block_table)
+        self._sequences[opened.sequence_id] = sequence
 
     def _apply_slice(self, message: target_pb2.Slice, seen: set[int], work: StepWork) -> None:
         sequence_id = message.sequence_id
@@ -149,6 +169,7 @@ class TargetSession:
                 f"new_blocks: {end} tokens need blocks for as many positions, "
                 f"the block table has {capacity}"
             )
+        self._check_writable(sequence, start, end)
         first = end - window
         candidates = read_candidates(
             message, fed[first - start :], sequence.spec.rule, vocab_size=self._limits.vocab_size
@@ -193,6 +214,15 @@ class TargetSession:
                 f"sequence holds here, got {start}"
             )
 
+    def _check_writable(self, sequence: _Sequence, start: int, end: int) -> None:
+        size = self._limits.block_size
+        for block in sequence.block_table[start // size : blocks_for(end, size)]:
+            if self._holders[block] > 1:
+                raise ProtocolError(
+                    f"start: expected a position in a block of the sequence's own, got {start}, "
+                    f"where block {block} is held by {self._holders[block]} sequences"
+                )
+
     def _check_length(self, num_tokens: int) -> None:
         if num_tokens > self._limits.max_model_len:
             raise ProtocolError(
@@ -205,9 +235,9 @@ class TargetSession:
                 raise ProtocolError(
                     f"new_blocks: expected ids below {self._limits.num_blocks}, got {block}"
                 )
-            if block in self._held_blocks:
+            if self._holders[block]:
                 raise ProtocolError(f"new_blocks: block {block} is in a block table already")
-            self._held_blocks.add(block)
+            self._holders[block] = 1
             sequence.block_table.append(block)
 
 

@@ -1,8 +1,10 @@
 """Which sequences a step takes, how much of each, and in which KV blocks.
 
-Decoding sequences come first, the oldest before the youngest; what is left of the step's token
-budget goes to prefill chunks. When blocks run out, the youngest sequence gives its own back and
-is computed again later.
+Decoding sequences come first, the oldest before the youngest; then prefill chunks, as many tokens
+as the step's budget leaves and as those who decode can bear (prefill.py). Sequences are let in by
+free blocks, in the order in which they came: none overtakes, so none waits for ever. When blocks
+run out, the youngest sequence gives its own back and is computed again later; it keeps its place in
+that order.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from cluster.decoding.instructions import RunStep, Slice
+from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
 from cluster.decoding.policies import Wait
+from cluster.decoding.prefill import PrefillCosts, share_prefill
+from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
 from paceline.errors import PromptTooLongError
-from paceline.sampling import SequenceSpec
-from workers.engine.block_pool import BlockPool, blocks_for
+from workers.engine.block_pool import blocks_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +27,12 @@ class Target:
 
     vocab_size: int
     max_model_len: int
-    block_size: int
-    pool: BlockPool
+    kv: PrefixCache
 
     @property
     def room(self) -> int:
         """Most tokens that a sequence can have."""
-        return min(self.max_model_len, self.pool.num_blocks * self.block_size)
+        return min(self.max_model_len, self.kv.num_blocks * self.kv.block_size)
 
 
 @dataclass(slots=True)
@@ -39,7 +41,7 @@ class _Draft:
 
     budget: int
     slices: list[Slice] = field(default_factory=list)
-    opens: list[tuple[int, SequenceSpec]] = field(default_factory=list)
+    opens: list[OpenAtTarget] = field(default_factory=list)
     members: set[int] = field(default_factory=set)
 
 
@@ -54,6 +56,11 @@ class Batching:
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
         self._wait_seconds = wait_seconds
+        self._prefill_costs = PrefillCosts()
+        self.preemptions = 0
+        """How often a sequence gave its blocks to an older one."""
+        self.hit_tokens = 0
+        """Tokens that sequences found computed."""
         self.target: Target | None = None
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
@@ -93,16 +100,16 @@ class Batching:
         target, admitted = self.target, []
         while target and self.waiting and len(self.running) < self._max_num_seqs:
             sequence = self.waiting[0]
-            wanted = blocks_for(
-                sequence.tree.num_committed + sequence.request.window, target.block_size
-            )
+            length = sequence.tree.num_committed + sequence.request.window
             # What running prefills will still take is spoken for.
             promised = sum(
-                blocks_for(other.tree.num_committed, target.block_size) - len(other.block_table)
+                target.kv.wanted(other, other.tree.num_committed)
                 for other in self.running.values()
                 if other.prefilling
             )
-            if self.running and wanted + promised > target.pool.num_free:
+            if self.running and target.kv.wanted(sequence, length) + promised > (
+                target.kv.num_available
+            ):
                 break
             self.waiting.popleft()
             self.running[sequence.sequence_id] = sequence
@@ -115,12 +122,29 @@ class Batching:
             self.waiting.remove(sequence)
         self._release(sequence)
 
+    def answered(self, step: RunStep, step_seconds: float) -> int:
+        """Learn what a step cost; returns how many tokens of it were prefill."""
+        fed = sum(len(part.token_ids) for part in step.slices)
+        decoding = sum(
+            len(part.token_ids) for part in step.slices if len(part.token_ids) == 1 + part.window
+        )
+        self._prefill_costs.add(
+            decoding_tokens=decoding, prefill_tokens=fed - decoding, step_seconds=step_seconds
+        )
+        return fed - decoding
+
+    def keep(self, sequence: Sequence) -> None:
+        """What the sequence has computed may be shared from now on."""
+        assert self.target is not None
+        self.target.kv.keep(sequence)
+
     def plan(self, now: float) -> RunStep | None:
         """The next step, or None when there is nothing to do; sets `wake_at` for those who wait."""
         self.wake_at = None
         if self.target is None:
             return None
         draft = _Draft(self._max_step_tokens)
+        to_prefill = self._to_prefill()
         decoding = self._decoding_windows(now)
         spare = draft.budget - len(decoding)
         for sequence, wanted in decoding:
@@ -129,10 +153,7 @@ class Batching:
             window = min(wanted, spare, room)
             if self._take(draft, sequence, 1, window):
                 spare -= window
-        for sequence in list(self.running.values()):
-            missing = sequence.tree.num_committed - sequence.kv_length
-            if missing > 1 and draft.budget > 0:
-                self._take(draft, sequence, min(missing, draft.budget), 0)
+        self._take_prefill(draft, to_prefill)
         if not draft.slices and not self._closes:
             return None
         self._last_step += 1
@@ -149,11 +170,13 @@ class Batching:
         for sequence in self.waiting:
             assert not sequence.block_table
             assert sequence.in_flight is None
+        order = [sequence.admitted_at for sequence in [*self.running.values(), *self.waiting]]
+        assert order == sorted(order), "a sequence lost its place"
         if self.target is not None:
-            running = self.running.values()
-            self.target.pool.check_integrity(sequence.block_table for sequence in running)
+            running, kv = self.running.values(), self.target.kv
+            kv.check_integrity(running)
             for sequence in running:
-                assert sequence.kv_length <= len(sequence.block_table) * self.target.block_size
+                assert sequence.kv_length <= len(sequence.block_table) * kv.block_size
                 assert sequence.kv_length < sequence.tree.num_committed
 
     def _decoding_windows(self, now: float) -> list[tuple[Sequence, int]]:
@@ -172,6 +195,36 @@ class Batching:
                 ready.append((sequence, window))
         return ready
 
+    def _to_prefill(self) -> list[Sequence]:
+        """Sequences to prefill now, the oldest first.
+
+        One that would begin with a block which an older one is about to compute waits for it.
+        """
+        assert self.target is not None
+        kv, chosen = self.target.kv, []
+        being_computed: set[bytes] = set()
+        for sequence in self.running.values():
+            if not sequence.prefilling:
+                continue
+            if not sequence.open_at_target:
+                kv.adopt(sequence)
+                if kv.next_key(sequence) in being_computed:
+                    continue
+            being_computed.update(kv.keys_ahead(sequence))
+            chosen.append(sequence)
+        return chosen
+
+    def _take_prefill(self, draft: _Draft, sequences: list[Sequence]) -> None:
+        """Add prefill chunks, the oldest sequence's first."""
+        fed = sum(len(part.token_ids) for part in draft.slices)
+        bearable = self._prefill_costs.chunk_beside(fed) if fed else draft.budget
+        left = [one for one in sequences if one.sequence_id in self.running]
+        missing = [one.tree.num_committed - one.kv_length for one in left]
+        shares = share_prefill(missing, min(draft.budget, bearable))
+        for sequence, count in zip(left, shares, strict=True):
+            if count:
+                self._take(draft, sequence, count, 0)
+
     def _take(self, draft: _Draft, sequence: Sequence, count: int, window: int) -> bool:
         """Add a slice of `count` committed tokens and `window` candidates, if blocks allow."""
         start = sequence.kv_length
@@ -180,8 +233,7 @@ class Batching:
         if not self._cover(draft, sequence, start + count + window):
             return False
         if not sequence.open_at_target:
-            draft.opens.append((sequence.sequence_id, sequence.request.spec))
-            sequence.open_at_target = True
+            self._open(draft, sequence)
         tree = sequence.tree
         candidates = tree.pin(window, num_paths=sequence.num_paths)
         sequence.in_flight = Slice(
@@ -207,22 +259,39 @@ class Batching:
     def _cover(self, draft: _Draft, sequence: Sequence, length: int) -> bool:
         """Give the sequence blocks for `length` positions, taking them from younger ones."""
         assert self.target is not None
-        pool = self.target.pool
-        wanted = blocks_for(length, self.target.block_size) - len(sequence.block_table)
-        while wanted > pool.num_free:
+        kv = self.target.kv
+        wanted = blocks_for(length, kv.block_size) - len(sequence.block_table)
+        while wanted > kv.num_available:
             youngest = next(reversed(self.running.values()))
             if youngest is sequence or youngest.sequence_id in draft.members:
                 return False
             del self.running[youngest.sequence_id]
             self._release(youngest)
             self.waiting.appendleft(youngest)
+            self.preemptions += 1
         if wanted > 0:
-            sequence.block_table.extend(pool.allocate(wanted))
+            sequence.block_table.extend(kv.allocate(wanted))
         return True
+
+    def _open(self, draft: _Draft, sequence: Sequence) -> None:
+        """Begin the sequence at the target, which is told where the KV of its first tokens is."""
+        assert self.target is not None
+        start, kv = sequence.kv_length, self.target.kv
+        sequence.blocks_sent = start // kv.block_size
+        draft.opens.append(
+            OpenAtTarget(
+                sequence.sequence_id,
+                sequence.request.spec,
+                shared_blocks=tuple(sequence.block_table[: sequence.blocks_sent]),
+                token_ids=tuple(sequence.tree.token_ids[:start]),
+            )
+        )
+        sequence.open_at_target = True
+        self.hit_tokens += start
 
     def _release(self, sequence: Sequence) -> None:
         if self.target is not None:
-            self.target.pool.free(sequence.block_table)
+            self.target.kv.release(sequence)
         if sequence.open_at_target:
             self._closes.append(sequence.sequence_id)
         sequence.forget_kv()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.decoding.events import TopTokens
+from paceline.errors import PromptTooLongError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.verification.draft_probs import SparseProbs
@@ -30,11 +31,21 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenAtTarget:
+    """Begin a sequence at the target, whose first tokens have their KV in `shared_blocks`."""
+
+    sequence_id: int
+    spec: SequenceSpec
+    shared_blocks: tuple[int, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RunStep:
     """Send a step to every shard. Closes are applied first, then opens, then the slices."""
 
     step: int
-    open: tuple[tuple[int, SequenceSpec], ...]
+    open: tuple[OpenAtTarget, ...]
     close: tuple[int, ...]
     slices: tuple[Slice, ...]
 
@@ -132,6 +143,14 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class Refuse:
+    """A sequence can never be held by the target that there is; nothing more will be said of it."""
+
+    sequence_id: int
+    error: PromptTooLongError
+
+
+@dataclass(frozen=True, slots=True)
 class WakeAt:
     """Send a Tick at this time unless a later WakeAt replaces it."""
 
@@ -139,5 +158,14 @@ class WakeAt:
 
 
 Instruction = (
-    RunStep | OpenDraft | SendOutcome | Grant | CloseDraft | Suspect | Emit | Finish | WakeAt
+    RunStep
+    | OpenDraft
+    | SendOutcome
+    | Grant
+    | CloseDraft
+    | Suspect
+    | Emit
+    | Finish
+    | Refuse
+    | WakeAt
 )

@@ -33,29 +33,18 @@ from cluster.decoding.instructions import (
     Finish,
     FinishReason,
     Instruction,
+    Refuse,
     RunStep,
     Slice,
     WakeAt,
 )
+from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.step_costs import StepCosts
+from cluster.decoding.totals import Totals
 from cluster.decoding.verdicts import accepted_path, check_verdicts, cut_at_end, gives_up_bonus
-from paceline.errors import ProtocolError
+from paceline.errors import PromptTooLongError, ProtocolError
 from paceline.rules import Rule
-from workers.engine.block_pool import BlockPool
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counts since the scheduler began."""
-
-    steps: int = 0
-    committed: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    finished: int = 0
-    dropped_proposals: int = 0
-    malformed_proposals: int = 0
 
 
 @dataclass(slots=True)
@@ -70,8 +59,15 @@ class Scheduler:
     """Owns every sequence, the block pool and the grants."""
 
     def __init__(
-        self, *, max_num_seqs: int = 64, max_step_tokens: int = 512, wait_seconds: float = 1.0
+        self,
+        *,
+        max_num_seqs: int = 64,
+        max_step_tokens: int = 512,
+        wait_seconds: float = 1.0,
+        prefix_cache: bool = True,
     ) -> None:
+        """`prefix_cache`: whether sequences share KV blocks of equal prefixes."""
+        self._prefix_cache = prefix_cache
         self._batching = Batching(
             max_num_seqs=max_num_seqs, max_step_tokens=max_step_tokens, wait_seconds=wait_seconds
         )
@@ -91,6 +87,16 @@ class Scheduler:
         """Sequences in the batch."""
         return len(self._batching.running)
 
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence gave its KV blocks to an older one, to be computed again."""
+        return self._batching.preemptions
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Tokens that did not need to be prefilled, since their KV was there already."""
+        return self._batching.hit_tokens
+
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
         """Raise PromptTooLongError when such a sequence could never be held by the target."""
         self._batching.check_fits(prompt_length, max_tokens)
@@ -104,6 +110,7 @@ class Scheduler:
         match event:
             case Admitted():
                 self._batching.waiting.append(Sequence.admitted(event.request, event.now))
+                self._refuse_what_never_fits(out)
             case Cancelled():
                 self._cancel(event, out)
             case Proposed():
@@ -174,10 +181,21 @@ class Scheduler:
             Target(
                 vocab_size=event.vocab_size,
                 max_model_len=event.max_model_len,
-                block_size=event.block_size,
-                pool=BlockPool(event.num_blocks),
+                kv=PrefixCache(event.num_blocks, event.block_size, enabled=self._prefix_cache),
             )
         )
+        self._refuse_what_never_fits(out)
+
+    def _refuse_what_never_fits(self, out: _Outbox) -> None:
+        """The caller asked `check_fits`, but of another target perhaps, or of none."""
+        for sequence in list(self._batching.waiting):
+            request = sequence.request
+            try:
+                self.check_fits(len(request.prompt_token_ids), request.max_tokens)
+            except PromptTooLongError as error:
+                self._batching.remove(sequence)
+                self._drafters.release(sequence, out.drafters)
+                out.callers.append(Refuse(sequence.sequence_id, error))
 
     def _lose_target(self, now: float, out: _Outbox) -> None:
         self._step = None
@@ -241,9 +259,12 @@ class Scheduler:
             elif verdict is None:
                 sequence.kv_length = part.start + len(part.token_ids)
                 sequence.tree.unpin()
+                self._batching.keep(sequence)
             else:
                 self._commit(event.now, sequence, part, verdict, out)
-        if all(len(part.token_ids) == 1 + part.window for part in step.slices):
+        prefill_tokens = self._batching.answered(step, event.step_seconds)
+        self.totals.prefilled += prefill_tokens
+        if not prefill_tokens:
             self._costs.add(
                 event.now,
                 candidates=sum(part.window for part in step.slices),
@@ -269,6 +290,10 @@ class Scheduler:
             for place, index in enumerate(accepted)
             if index != place
         )
+        if sequence.kv_moves:
+            # A node off its own position was summed in another order; so is what sees it.
+            sequence.plain_until = min(sequence.plain_until, position)
+        self._batching.keep(sequence)
         kept, reason = cut_at_end(sequence, offset, committed)
         num_drafted = min(len(accepted), len(kept))
         self._count(now, sequence, part.window, len(kept), num_drafted)

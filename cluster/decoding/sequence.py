@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -27,6 +28,11 @@ class Sequence:
     open_at_target: bool = False
     kv_moves: tuple[tuple[int, int], ...] = ()
     in_flight: Slice | None = None
+    # Sharing. Hashes of its full blocks of committed tokens, as many as were asked for; how many of
+    # its blocks were offered to others; from where on its KV is not what prefill makes, to the bit.
+    block_keys: list[bytes] = field(default_factory=list)
+    blocks_kept: int = 0
+    plain_until: float = math.inf
     cancelled: bool = False
     # Drafting.
     drafter: str | None = None
@@ -68,8 +74,8 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """More than the last committed token has no KV yet."""
-        return self.kv_length < self.tree.num_committed - 1
+        """It has not begun, or more than the last committed token has no KV yet."""
+        return not self.open_at_target or self.kv_length < self.tree.num_committed - 1
 
     @property
     def num_paths(self) -> int:
@@ -101,6 +107,8 @@ class Sequence:
         self.open_at_target = False
         self.kv_moves = ()
         self.in_flight = None
+        self.blocks_kept = 0
+        self.plain_until = math.inf
         self.tree.unpin()
 
     def stats(self, now: float) -> SequenceStats:

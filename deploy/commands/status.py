@@ -76,7 +76,9 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
         f"{stats.requests_finished} finished; {stats.committed_tokens} tokens in {stats.steps} "
         f"steps, acceptance length {'none' if length is None else f'{length:.2f}'}, "
         f"accepted {'none' if share is None else f'{share:.0%}'}, "
-        f"gap {stats.gap_ms_p50:.2f} ms",
+        f"gap {stats.gap_ms_p50:.2f} ms, driver {stats.driver_ms_p50:.2f} ms a step; "
+        f"prefilled {stats.prefilled_tokens} tokens, {stats.prefix_hit_tokens} were there already, "
+        f"{stats.preemptions} preemptions",
         markup=False,
         soft_wrap=True,
     )

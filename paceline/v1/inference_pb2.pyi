@@ -632,6 +632,10 @@ class StatsResponse(_message.Message):
     SEQUENCES_WAITING_FIELD_NUMBER: _builtins.int
     GAP_MS_P50_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
+    PREFILLED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    DRIVER_MS_P50_FIELD_NUMBER: _builtins.int
     uptime_seconds: _builtins.float
     """Monotonic seconds since the driver began; two calls give rates."""
     steps: _builtins.int
@@ -643,6 +647,16 @@ class StatsResponse(_message.Message):
     sequences_waiting: _builtins.int
     gap_ms_p50: _builtins.float
     """Median over the last 1,000 steps, with work at hand, of the time between two forward passes."""
+    prefilled_tokens: _builtins.int
+    """Prompt tokens that steps fed, those computed again after a preemption included."""
+    prefix_hit_tokens: _builtins.int
+    """Tokens that needed no prefill: requests of the same tenant had begun with them."""
+    preemptions: _builtins.int
+    """Times that a sequence gave its KV blocks to an older one, to be computed again."""
+    driver_ms_p50: _builtins.float
+    """Median over the last 1,000 steps, with work at hand, of the processor time that the driver's
+    event loop spent from one answer of the target to the next.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
     def __init__(
@@ -658,10 +672,14 @@ class StatsResponse(_message.Message):
         sequences_waiting: _builtins.int = ...,
         gap_ms_p50: _builtins.float = ...,
         workers: _abc.Iterable[Global___WorkerStats] | None = ...,
+        prefilled_tokens: _builtins.int = ...,
+        prefix_hit_tokens: _builtins.int = ...,
+        preemptions: _builtins.int = ...,
+        driver_ms_p50: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "drafted", b"drafted", "gap_ms_p50", b"gap_ms_p50", "requests_finished", b"requests_finished", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "steps", b"steps", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "drafted", b"drafted", "driver_ms_p50", b"driver_ms_p50", "gap_ms_p50", b"gap_ms_p50", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "requests_finished", b"requests_finished", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "steps", b"steps", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

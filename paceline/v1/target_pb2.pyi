@@ -138,18 +138,32 @@ class TargetSequence(_message.Message):
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     @_builtins.property
     def spec(self) -> _types_pb2.SequenceSpec: ...
+    @_builtins.property
+    def shared_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks that hold the KV of its first tokens already, computed by other sequences over this
+        stream: the begin of its block table. They are read by all who hold them and written by none.
+        """
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens whose KV that is: as many as the shared blocks have positions."""
+
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         spec: _types_pb2.SequenceSpec | None = ...,
+        shared_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "shared_blocks", b"shared_blocks", "spec", b"spec", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,7 +189,7 @@ class Slice(_message.Message):
     sequence_id: _builtins.int
     start: _builtins.int
     """Position of the first token fed. Positions below it hold KV already; what this sequence held
-    at or beyond it is dropped.
+    at or beyond it is dropped. Not in a block that several sequences hold.
     """
     window: _builtins.int
     """How many of the last token_ids are candidates. Plain decoding and prefill: 0."""

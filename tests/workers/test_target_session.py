@@ -141,3 +141,48 @@ def test_a_verdict_sees_every_token_before_the_window(session: TargetSession) ->
 def test_a_step_may_hold_closes_alone(session: TargetSession) -> None:
     assert session.begin_step(target_pb2.StepRequest(step=2, close=[1, 2])) == StepWork()
     session.check_integrity()
+
+
+def shared_step(step: int, **fields: Any) -> target_pb2.StepRequest:
+    """Sequence 3 begins behind the 16 tokens in block 0, of which sequence 1 computed the KV."""
+    begun = target_pb2.TargetSequence(
+        **{"sequence_id": 3, "spec": spec_to_wire(SPEC), "shared_blocks": [0]} | fields
+    )
+    return target_pb2.StepRequest(step=step, open=[begun])
+
+
+def test_a_shared_block_is_read_by_several_and_written_by_none(session: TargetSession) -> None:
+    prompt = [1, 2, 3, *range(20, 33)]
+    session.begin_step(
+        target_pb2.StepRequest(step=2, slices=[piece(token_ids=prompt[3:], verdict=False)])
+    )
+    begun = shared_step(3, token_ids=prompt)
+    begun.slices.append(piece(sequence_id=3, start=16, token_ids=[9], new_blocks=[2]))
+    work = session.begin_step(begun)
+    assert work.slices[0].block_table == [0, 2]
+    assert work.tasks[0].prefix == [*prompt, 9]
+    session.check_integrity()
+    with pytest.raises(ProtocolError, match="start: expected a position in a block of the seq"):
+        session.begin_step(target_pb2.StepRequest(step=4, slices=[piece(start=15)]))
+
+
+def test_a_shared_block_belongs_to_who_is_left(session: TargetSession) -> None:
+    session.begin_step(shared_step(2, token_ids=range(16)))
+    session.begin_step(target_pb2.StepRequest(step=3, close=[3]))
+    session.begin_step(target_pb2.StepRequest(step=4, slices=[piece()]))
+    session.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"token_ids": range(15)}, "token_ids: expected 16, as many as the shared blocks have"),
+        ({"token_ids": [100] * 16}, "token_ids: expected ids below 100, got 100"),
+        ({"token_ids": [1] * 16, "shared_blocks": [5]}, "shared_blocks: expected ids below 5"),
+    ],
+)
+def test_a_malformed_begin_behind_shared_blocks_is_refused(
+    session: TargetSession, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ProtocolError, match=f"open: sequence 3: {message}"):
+        session.begin_step(shared_step(2, **fields))

@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from paceline.errors import OverloadedError
 
 
 class BlockPool:
-    """Hands out block ids 0 to num_blocks - 1. Not thread-safe; one owner."""
+    """Hands out block ids 0 to num_blocks - 1, and counts who holds them.
+
+    A block may have several holders, who then only read it. Not thread-safe; one owner.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         # Kept in descending order where possible, so that pop() hands out ascending runs and a
         # sequence's blocks tend to be neighbours.
         self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
 
     @property
     def num_free(self) -> int:
         """How many blocks nobody holds."""
         return len(self._free)
 
+    def holders(self, block: int) -> int:
+        """How many hold a block."""
+        return self._holders[block]
+
     def allocate(self, count: int) -> list[int]:
         """Take `count` blocks. Raises OverloadedError, taking none, when fewer are free."""
         if count > len(self._free):
             raise OverloadedError(f"{count} KV blocks wanted, {len(self._free)} free")
-        return [self._free.pop() for _ in range(count)]
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self._holders[block] = 1
+        return taken
+
+    def share(self, block: int) -> None:
+        """One holder more of a block that somebody holds."""
+        assert self._holders[block] > 0, f"block {block} is free and cannot be shared"
+        self._holders[block] += 1
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give blocks back. Each must have been allocated and not freed since."""
-        self._free.extend(reversed(blocks))
+        """Give blocks back, one holder less each. The giver must have been among them."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            assert self._holders[block] >= 0, f"block {block} was freed twice"
+            if self._holders[block] == 0:
+                self._free.append(block)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert that every block is either free or in one of the block tables in `held`, once."""
-        seen = sorted([*self._free, *(block for table in held for block in table)])
-        assert seen == list(range(self.num_blocks)), (
-            f"KV blocks leaked or shared: {len(seen)} counted of {self.num_blocks}, "
-            f"{len(set(seen))} distinct"
-        )
+        """Assert that blocks are held as often as they are in the tables of `held`, or free."""
+        counted = Counter(block for table in held for block in table)
+        wrong = [b for b in range(self.num_blocks) if counted[b] != self._holders[b]]
+        assert not wrong, f"KV blocks leaked or shared unasked: {wrong} of {self.num_blocks}"
+        assert sorted(self._free) == [b for b in range(self.num_blocks) if not self._holders[b]]
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

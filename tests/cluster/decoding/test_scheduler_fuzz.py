@@ -24,6 +24,7 @@ from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
 
 DRAFTERS = ("drafter-0", "drafter-1")
+STEMS = (tuple(range(10, 20)), (*range(10, 14), *range(30, 36)))
 
 
 class Fuzz:
@@ -31,8 +32,13 @@ class Fuzz:
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
-        scheduler = Scheduler(max_num_seqs=3, max_step_tokens=self.draw(3, 24), wait_seconds=5)
-        self.world = World(scheduler, num_blocks=self.draw(14, 40))
+        scheduler = Scheduler(
+            max_num_seqs=3,
+            max_step_tokens=self.draw(3, 24),
+            wait_seconds=5,
+            prefix_cache=self.draw(0, 3) > 0,
+        )
+        self.world = World(scheduler, num_blocks=self.draw(16, 44))
         self.held: list[Proposed] = []
         self.next_id = 1
 
@@ -49,7 +55,9 @@ class Fuzz:
         name = DRAFTERS[self.draw(0, 1)]
         match self.draw(0, 13):
             case 0 | 1:
-                prompt = tuple(1 + self.draw(0, 5) for _ in range(self.draw(1, 12)))
+                # Whole blocks in common with others, of the same tenant or of another.
+                stem = STEMS[self.draw(0, 1)][: self.draw(0, 10)]
+                prompt = (*stem, *(1 + self.draw(0, 5) for _ in range(self.draw(1, 12))))
                 policy = list(PolicyName)[self.draw(0, 2)]
                 asked = request(
                     self.next_id,
@@ -57,6 +65,7 @@ class Fuzz:
                     policy=policy,
                     window=self.draw(1, 8),
                     branches=self.draw(1, 3),
+                    tenant="ab"[self.draw(0, 1)],
                 )
                 self.next_id += 1
                 world.send(Admitted(world.now, asked))

@@ -1,7 +1,8 @@
 """A target and drafters that drive the real scheduler without I/O, for tests.
 
-The target keeps token ids in its KV blocks and answers from what it reads there, so that a wrong
-rollback, a shared block or a lost prefix shows as wrong text.
+The target keeps token ids in its KV blocks, each with a hash of all that its token was computed
+after, and answers from what it reads there: a wrong rollback, a block shared by mistake or a lost
+prefix shows as wrong text.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cluster.decoding.instructions import (
     FinishReason,
     Grant,
     OpenDraft,
+    Refuse,
     RunStep,
     SendOutcome,
     Slice,
@@ -44,11 +46,11 @@ BLOCK_SIZE = 4
 
 
 def true_token(prefix: list[int], seed: int) -> int:
-    """What the pretended target chooses after a prefix. Rarely the end token.
+    """What the pretended target chooses after a prefix, all of which it looks at.
 
-    It looks at the last eight tokens and the length, which tells any wrong prefix soon enough.
+    Rarely the end token.
     """
-    value = extend_hash(extend_hash(hash_prefix(prefix[-8:]), len(prefix)), seed)
+    value = extend_hash(hash(tuple(prefix)), seed)  # a hash of integers is the same in every run
     return END_TOKEN if value % 97 == 0 else 1 + value % (VOCAB_SIZE - 1)
 
 
@@ -71,32 +73,37 @@ def request(
     policy: PolicyName = PolicyName.CHAIN,
     window: int = 4,
     branches: int = 1,
+    tenant: str = "",
 ) -> Request:
     """A request whose seed is its id."""
     spec = SequenceSpec(
         SamplingParams(), seed=sequence_id, prompt_length=len(prompt), end_token_ids=(END_TOKEN,)
     )
-    return Request(sequence_id, prompt, spec, max_tokens, policy, window, branches=branches)
+    return Request(
+        sequence_id, prompt, spec, max_tokens, policy, window, branches=branches, tenant=tenant
+    )
 
 
 @dataclass
 class PretendedTarget:
-    """Holds token ids where a real one holds keys and values."""
+    """Holds (token id, hash of the tokens up to it) where a real one holds keys and values."""
 
-    kv: dict[tuple[int, int], int] = field(default_factory=dict)
+    kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
     max_slices: int = 0
     num_trees: int = 0
+    num_shared: int = 0
 
     def run(self, step: RunStep) -> tuple[SequenceVerdict, ...]:
         """Apply a step and answer it."""
         for sequence_id in step.close:
             del self.tables[sequence_id]
-        for sequence_id, spec in step.open:
-            assert sequence_id not in self.tables
-            self.tables[sequence_id] = []
-            self.seeds[sequence_id] = spec.seed
+        for opened in step.open:
+            assert opened.sequence_id not in self.tables
+            self.tables[opened.sequence_id] = list(opened.shared_blocks)
+            self.seeds[opened.sequence_id] = opened.spec.seed
+            self.num_shared += len(opened.shared_blocks)
         ids = [part.sequence_id for part in step.slices]
         assert len(ids) == len(set(ids))
         self.max_slices = max(self.max_slices, len(ids))
@@ -112,17 +119,26 @@ class PretendedTarget:
         for source, to in part.kv_moves:
             self.kv[slot(to)] = self.kv[slot(source)]
         table.extend(part.new_blocks)
-        for offset, token_id in enumerate(part.token_ids):
-            self.kv[slot(part.start + offset)] = token_id
+        end = part.start + len(part.token_ids)
+        committed = end - part.window
+        parents = part.parents or tuple(range(part.window))
+        for position, token_id in zip(range(part.start, end), part.token_ids, strict=True):
+            before = position - 1
+            if position >= committed:
+                before = committed - 1 + parents[position - committed]
+            seen = self.kv[slot(before)][1] if before >= 0 else 0
+            self.kv[slot(position)] = token_id, hash((seen, token_id))
         if not part.verdict:
             return None
-        end = part.start + len(part.token_ids)
         read = [self.kv[slot(position)] for position in range(end)]
-        committed = end - part.window
-        candidates = read[committed:]
-        parents = part.parents or tuple(range(part.window))
+        path, seen = [], 0
+        for token_id, computed_after in read[:committed]:
+            path.append(token_id)
+            seen = hash((seen, token_id))
+            assert computed_after == seen, "KV that was computed after other tokens"
+        candidates = [token_id for token_id, _ in read[committed:]]
         self.num_trees += bool(part.parents)
-        path, accepted, node = read[:committed], [], 0
+        accepted, node = [], 0
         while True:
             chosen = true_token(path, self.seeds[part.sequence_id])
             fitting = (i for i, t in enumerate(candidates) if parents[i] == node and t == chosen)
@@ -211,12 +227,16 @@ class PretendedDrafter:
 
 
 class World:
-    """The scheduler, one target and any drafters; every event is followed by the invariants."""
+    """The scheduler, one target and any drafters; every event is followed by the invariants.
+
+    A step takes 10 ms and 1 ms a token, unless `step_seconds` says what so many tokens take.
+    """
 
     def __init__(self, scheduler: Scheduler, *, num_blocks: int = 64) -> None:
         self.scheduler = scheduler
         self.num_blocks = num_blocks
         self.now = 0.0
+        self.step_seconds: Callable[[int], float] = lambda tokens: 0.010 + 0.001 * tokens
         self.target = PretendedTarget()
         self.drafters: dict[str, PretendedDrafter] = {}
         self.step: RunStep | None = None
@@ -225,6 +245,7 @@ class World:
         self.requests: dict[int, Request] = {}
         self.emitted: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
+        self.refused: dict[int, Refuse] = {}
 
     def send(self, event: Event) -> None:
         """Hand in an event and carry out what comes back."""
@@ -241,9 +262,14 @@ class World:
                     assert offset == len(self.emitted[sequence_id])
                     assert 0 <= num_drafted <= len(token_ids)
                     self.emitted[sequence_id].extend(token_ids)
+                    self.check_text(sequence_id)
                 case Finish(sequence_id):
                     assert sequence_id not in self.finished
                     self.finished[sequence_id] = instruction
+                    self.check_text(sequence_id)
+                case Refuse(sequence_id):
+                    assert sequence_id not in self.finished
+                    self.refused[sequence_id] = instruction
                 case WakeAt(time):
                     self.wake_at = time
                 case Suspect(drafter):
@@ -251,7 +277,6 @@ class World:
                 case _:
                     self.drafters[instruction.drafter].tell(instruction)
         self.scheduler.check_integrity()
-        self.check_text()
         if self.step is None and self.target_joined:
             batching = self.scheduler._batching
             policies = {self.requests[i].policy for i in batching.running}
@@ -273,18 +298,18 @@ class World:
         """The step in flight is done."""
         step, self.step = self.step, None
         assert step is not None
-        self.send(StepDone(self.now, step.step, self.target.run(step)))
+        seconds = self.step_seconds(sum(len(part.token_ids) for part in step.slices))
+        self.send(StepDone(self.now, step.step, self.target.run(step), seconds))
 
     def draft(self, name: str) -> None:
         """One pass of a drafter, delivered at once."""
         self.send(Proposed(self.now, name, self.drafters[name].run_pass()))
 
-    def check_text(self) -> None:
+    def check_text(self, sequence_id: int) -> None:
         """What was emitted is the begin of plain decoding, the whole of it when finished."""
-        for sequence_id, emitted in self.emitted.items():
-            asked = self.requests[sequence_id]
-            plain = plain_text(asked.prompt_token_ids, asked.spec.seed, asked.max_tokens)
-            assert emitted == plain[: len(emitted)]
-            end = self.finished.get(sequence_id)
-            if end is not None and end.reason is not FinishReason.CANCELLED:
-                assert emitted == plain
+        emitted, asked = self.emitted[sequence_id], self.requests[sequence_id]
+        plain = plain_text(asked.prompt_token_ids, asked.spec.seed, asked.max_tokens)
+        assert emitted == plain[: len(emitted)]
+        end = self.finished.get(sequence_id)
+        if end is not None and end.reason is not FinishReason.CANCELLED:
+            assert emitted == plain

@@ -1,0 +1,98 @@
+"""Which blocks are shared, and which go first when room is needed."""
+
+from __future__ import annotations
+
+from cluster.decoding.prefix_cache import PrefixCache
+from cluster.decoding.sequence import Sequence
+from tests.cluster.decoding.world import request
+
+SIZE = 4
+
+
+def computed(cache: PrefixCache, prompt: tuple[int, ...], *, tenant: str = "") -> Sequence:
+    """A sequence whose prompt was computed, with what the cache had of it."""
+    sequence = Sequence.admitted(request(1, prompt, tenant=tenant), 0.0)
+    cache.adopt(sequence)
+    length = len(prompt)
+    sequence.block_table += cache.allocate(-(-length // SIZE) - len(sequence.block_table))
+    sequence.open_at_target = True
+    sequence.kv_length = length - 1
+    cache.keep(sequence)
+    return sequence
+
+
+def found(cache: PrefixCache, prompt: tuple[int, ...], *, tenant: str = "") -> int:
+    """How many tokens of a prompt the cache has; it stays as it is, but for the order of use."""
+    sequence = Sequence.admitted(request(2, prompt, tenant=tenant), 0.0)
+    cache.adopt(sequence)
+    cache.release(sequence)
+    return sequence.kv_length
+
+
+A = (*range(1, 9), 30)
+B = (*range(11, 19), 30)
+
+
+def test_a_sequence_that_ended_leaves_its_full_blocks() -> None:
+    cache = PrefixCache(8, SIZE)
+    sequence = computed(cache, A)
+    cache.check_integrity([sequence])
+    cache.release(sequence)
+    cache.check_integrity([])
+    assert cache.num_available == 8
+    assert found(cache, A) == 8
+    assert found(cache, (*A[:4], 40, 41)) == 4
+    assert found(cache, (*B[:4], *A[4:])) == 0, "equal blocks after other tokens are not equal"
+    assert found(cache, A, tenant="x") == 0
+
+
+def test_the_longest_unused_goes_first_and_of_a_prefix_its_end() -> None:
+    cache = PrefixCache(6, SIZE)
+    for prompt in (A, B):
+        cache.release(computed(cache, prompt))
+    assert found(cache, A) == 8  # used again, after B
+    taken = cache.allocate(3)  # two are free
+    assert (found(cache, B), found(cache, A)) == (4, 8)
+    taken += cache.allocate(2)
+    assert (found(cache, B), found(cache, A)) == (0, 4)
+    assert len(set(taken)) == 5
+
+
+def test_blocks_that_somebody_reads_are_not_to_be_had() -> None:
+    cache = PrefixCache(6, SIZE)
+    first, second = computed(cache, A), computed(cache, A)
+    assert second.block_table[:2] == first.block_table[:2]
+    assert cache.num_available == 2
+    cache.release(first)
+    assert cache.num_available == 3, "its last block; the others are read by the second"
+    cache.check_integrity([second])
+    waiting = Sequence.admitted(request(3, A), 0.0)
+    assert cache.wanted(waiting, len(A)) == 1
+    cache.release(second)
+    assert cache.wanted(waiting, len(A)) == 3, "what nobody reads takes room once it is read"
+
+
+def test_what_two_computed_at_once_is_kept_once() -> None:
+    cache = PrefixCache(8, SIZE)
+    sequences = [Sequence.admitted(request(number, A), 0.0) for number in (1, 2)]
+    for sequence in sequences:
+        sequence.block_table = cache.allocate(3)
+        sequence.kv_length = 8
+    for sequence in sequences:
+        cache.keep(sequence)
+        cache.check_integrity(sequences)
+    for sequence in sequences:
+        cache.release(sequence)
+    cache.check_integrity([])
+    assert found(cache, A) == 8
+
+
+def test_kv_of_an_accepted_path_that_was_moved_is_not_shared() -> None:
+    cache = PrefixCache(8, SIZE)
+    sequence = Sequence.admitted(request(1, A), 0.0)
+    sequence.block_table = cache.allocate(3)
+    sequence.kv_length = 8
+    sequence.plain_until = 6
+    cache.keep(sequence)
+    cache.release(sequence)
+    assert found(cache, A) == 4

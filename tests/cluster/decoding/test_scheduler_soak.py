@@ -1,0 +1,130 @@
+"""Ten thousand steps while memory shrinks: requests come and go, the text is plain decoding's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.decoding.events import Admitted, Cancelled, DrafterJoined, TargetLost, Tick
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.prefix_cache import PrefixCache
+from cluster.decoding.scheduler import Scheduler
+from cluster.decoding.sequence import Sequence
+from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+
+BLOCKS = (64, 48, 40, 32, 28, 24, 20, 18, 16, 15)
+"""Of 4 positions each: at the end one request may need all but two of them."""
+STEPS_A_SIZE = 1000
+TENANTS = ("", "a", "b")
+
+
+class Soak:
+    """Random admissions, drafts and cancellations; about twice as many as fit are always there."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.world = World(Scheduler(max_num_seqs=6, max_step_tokens=24), num_blocks=BLOCKS[0])
+        # A prompt is the begin of one of these and something of its own.
+        first, second = (tuple(self.random.choices(range(1, 50), k=30)) for _ in range(2))
+        self.stems = [first, second, (*second[:8], *first[8:])]
+        self.next_id = 1
+        self.steps = 0
+
+    def run(self) -> None:
+        """All sizes of memory, one after the other; then everything comes to its end."""
+        world = self.world
+        world.join_target()
+        world.drafters["d"] = PretendedDrafter(self._guess)
+        world.send(DrafterJoined(world.now, "d", 70))
+        for num_blocks in BLOCKS:
+            world.num_blocks, world.step = num_blocks, None
+            world.send(TargetLost(world.now))
+            world.join_target()
+            for _ in range(STEPS_A_SIZE):
+                self._come_and_go()
+                self._step()
+        while world.finished.keys() | world.refused.keys() != world.requests.keys():
+            self._step()
+
+    def _guess(self, path: list[int], seed: int) -> int:
+        return true_token(path, seed) if self.random.random() < 0.7 else self.random.randrange(50)
+
+    def _come_and_go(self) -> None:
+        world, draw = self.world, self.random
+        now_there = world.scheduler.num_running + world.scheduler.num_waiting
+        if now_there < 12 and draw.random() < 0.5:
+            stem = draw.choice(self.stems)[: draw.randrange(31)]
+            prompt = (*stem, *draw.choices(range(1, 50), k=draw.randrange(1, 8)))
+            if draw.random() < 0.02:
+                prompt *= 3  # too long for what memory there will be at the end
+            asked = request(
+                self.next_id,
+                prompt,
+                policy=draw.choice(list(PolicyName)),
+                max_tokens=draw.randrange(1, 16),
+                window=draw.randrange(1, 7),
+                branches=draw.choice((1, 1, 2)),
+                tenant=draw.choice(TENANTS),
+            )
+            self.next_id += 1
+            world.send(Admitted(world.now, asked))
+        if draw.random() < 0.05:
+            world.send(Cancelled(world.now, max(1, self.next_id - draw.randrange(1, 14))))
+
+    def _step(self) -> None:
+        world = self.world
+        world.now += 0.01
+        if self.random.random() < 0.8:
+            world.draft("d")
+        if world.step is not None:
+            world.answer()
+            self.steps += 1
+        elif world.wake_at is not None:
+            world.now = max(world.now, world.wake_at)
+            world.send(Tick(world.now))
+
+
+def test_ten_thousand_steps_in_shrinking_memory_keep_text_and_invariants() -> None:
+    soak = Soak(7)
+    soak.run()
+    scheduler = soak.world.scheduler
+    assert soak.steps > 9_000, "steps, not waiting for drafts"
+    assert len(soak.world.finished) > 1000
+    assert scheduler.num_preemptions > 100, "memory was not short enough to test anything"
+    assert scheduler.prefix_hit_tokens > 1000
+    assert soak.world.refused, "no prompt was too long for the memory that was left"
+    assert soak.world.target.num_trees > 0
+
+
+def test_the_soak_notices_blocks_that_are_shared_before_they_are_verified(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: what holds candidates, or waits for its moves, must not be shared."""
+
+    def careless_keep(cache: PrefixCache, sequence: Sequence) -> None:
+        length, sequence.kv_length = sequence.kv_length, len(sequence.block_table) * 4
+        sequence.kv_length = min(sequence.kv_length, len(sequence.tree.token_ids) // 4 * 4)
+        plain, sequence.plain_until = sequence.plain_until, 10**9
+        right_keep(cache, sequence)
+        sequence.kv_length, sequence.plain_until = length, plain
+
+    right_keep = PrefixCache.keep
+    monkeypatch.setattr(PrefixCache, "keep", careless_keep)
+    with pytest.raises(AssertionError):
+        Soak(7).run()
+
+
+def test_the_soak_notices_a_key_that_leaves_out_what_was_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: equal blocks after different prefixes hold different KV."""
+
+    def careless_hash(cache: PrefixCache, sequence: Sequence, count: int) -> None:
+        size, token_ids = cache.block_size, sequence.tree.token_ids
+        for index in range(len(sequence.block_keys), count):
+            sequence.block_keys.append(bytes(token_ids[index * size : (index + 1) * size]))
+
+    monkeypatch.setattr(PrefixCache, "_hash_blocks", careless_hash)
+    with pytest.raises(AssertionError):
+        Soak(7).run()

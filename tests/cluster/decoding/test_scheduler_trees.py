@@ -1,0 +1,90 @@
+"""Windows that are trees, and rules that toss coins."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.decoding.events import (
+    SequenceVerdict,
+    StepDone,
+)
+from cluster.decoding.instructions import (
+    Emit,
+)
+from paceline.errors import ProtocolError
+from paceline.rules import Rule
+from tests.cluster.decoding.scripts import (
+    PROMPT,
+    proposal,
+    started,
+    started_with,
+    the_step,
+    tree_proposal,
+    tree_request,
+    verdict,
+)
+
+
+def test_an_accepted_path_of_a_tree_moves_to_its_own_positions_in_the_next_slice() -> None:
+    scheduler = started_with(tree_request(Rule.COUPLED))
+    scheduler.handle(verdict(1, 0, 10))
+    path = (*PROMPT, 10)
+    # 11 and 12 under the root; 13 and 14 under 12.
+    scheduler.handle(tree_proposal(path, (11, 12, 13, 14), (0, 0, 2, 2)))
+    part = the_step(scheduler.handle(verdict(2, 0, 12))).slices[0]
+    # The target itself chose 12, so what hangs from it stays.
+    assert (part.token_ids, part.parents) == ((12, 13, 14), (0, 0))
+    answer = StepDone(2, 3, (SequenceVerdict(1, 1, 15, accepted=(1,)),))
+    out = scheduler.handle(answer)
+    part = the_step(out).slices[0]
+    assert (part.start, part.token_ids) == (6, (15,))
+    assert part.kv_moves == ((6, 5),)
+    assert Emit(1, 2, (14, 15), 1) in out
+
+
+@pytest.mark.parametrize("accepted", [(0, 1), (1, 0), (2,), (7,)])
+def test_accepted_candidates_that_are_no_path_are_refused(accepted: tuple[int, ...]) -> None:
+    scheduler = started_with(tree_request(Rule.COUPLED))
+    scheduler.handle(tree_proposal(PROMPT, (10, 11, 12, 13), (0, 1, 1, 3)))
+    out = scheduler.handle(verdict(1, 0, 10))
+    assert the_step(out).slices[0].parents == (0, 0, 2)
+    with pytest.raises(ProtocolError):
+        scheduler.handle(
+            StepDone(2, 2, (SequenceVerdict(1, len(accepted), 15, accepted=accepted),))
+        )
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.REJECTION])
+def test_run_ahead_takes_the_place_of_the_bonus_only_where_coins_are_tossed(rule: Rule) -> None:
+    scheduler = started_with(tree_request(rule, window=2, branches=1))
+    scheduler.handle(verdict(1, 0, 10))
+    scheduler.handle(proposal((*PROMPT, 10), 11, 12))
+    assert the_step(scheduler.handle(verdict(2, 0, 11))).slices[0].window == 1
+    scheduler.handle(proposal((*PROMPT, 10, 11, 12), 13))
+    out = scheduler.handle(verdict(3, 1, 13))
+    part = the_step(out).slices[0]
+    if rule is Rule.COUPLED:
+        assert Emit(1, 2, (12, 13), 1) in out
+        assert (part.start, part.token_ids) == (6, (13,))
+    else:
+        # 13 was drafted before the bonus was known: it is verified, not taken for granted.
+        assert Emit(1, 2, (12,), 1) in out
+        assert (part.start, part.token_ids) == (5, (12, 13))
+
+
+def test_windows_of_independent_paths_are_cut_by_depth_alone() -> None:
+    scheduler = started_with(tree_request(Rule.KSEQ, window=4, branches=2))
+    path = (*PROMPT, 10)
+    scheduler.handle(verdict(1, 0, 10))
+    # Two paths, equal in their first token. Four candidates would fit, three levels need not.
+    scheduler.handle(tree_proposal(path, (11, 12, 13, 14, 15), (0, 1, 1, 2, 3)))
+    part = the_step(scheduler.handle(verdict(2, 0, 11))).slices[0]
+    assert part.token_ids == (11, 12, 13, 14, 15)
+    assert part.parents == (0, 0, 1, 2)
+
+
+def test_a_tree_is_no_answer_to_a_request_for_a_chain() -> None:
+    scheduler = started()
+    scheduler.handle(tree_proposal(PROMPT, (10, 11, 12), (0, 0, 1)))
+    assert scheduler.totals.dropped_proposals == 1
+    assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].window == 0

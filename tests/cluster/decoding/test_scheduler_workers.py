@@ -1,0 +1,116 @@
+"""Workers that are lost, lie or answer another question; what drafters are told."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cluster.decoding.events import (
+    Admitted,
+    DrafterJoined,
+    DrafterLost,
+    MalformedProposal,
+    SequenceVerdict,
+    StepDone,
+    TargetJoined,
+    TargetLost,
+)
+from cluster.decoding.instructions import (
+    Emit,
+    Grant,
+    OpenDraft,
+    RunStep,
+    Suspect,
+)
+from cluster.decoding.scheduler import Scheduler
+from cluster.decoding.step_costs import StepCosts
+from paceline.errors import ProtocolError
+from paceline.rules import Rule, Stopping
+from tests.cluster.decoding.scripts import (
+    PROMPT,
+    proposal,
+    started,
+    started_with,
+    the_step,
+    tree_request,
+    verdict,
+)
+from tests.cluster.decoding.world import request
+
+
+def test_a_lost_drafter_leaves_the_sequence_to_another_and_its_drafts_stay_valid() -> None:
+    scheduler = started()
+    scheduler.handle(DrafterJoined(0, "e", 1000))
+    scheduler.handle(proposal(PROMPT, 10, 11))
+    out = scheduler.handle(DrafterLost(0.6, "d"))
+    assert out[0] == OpenDraft("e", 1, request(1, PROMPT).spec, PROMPT)
+    out = scheduler.handle(verdict(1, 0, 10))
+    assert the_step(out).slices[0].token_ids == (10, 11)
+
+
+def test_a_lost_target_is_prefilled_again_from_committed_tokens() -> None:
+    scheduler = started()
+    scheduler.handle(verdict(1, 0, 10))
+    assert scheduler.handle(TargetLost(2)) == []
+    out = scheduler.handle(TargetJoined(3, 50, 1000, 4, 64))
+    part = the_step(out).slices[0]
+    assert (part.start, part.token_ids, part.verdict) == (0, (*PROMPT, 10), True)
+    assert the_step(out).step == 1, "steps count from 1 on a fresh stream"
+
+
+def test_three_malformed_proposals_make_a_drafter_suspect() -> None:
+    scheduler = started()
+    for _ in range(2):
+        assert scheduler.handle(MalformedProposal(0.5, "d")) == []
+    assert scheduler.handle(MalformedProposal(0.5, "d")) == [Suspect("d")]
+    out = scheduler.handle(verdict(1, 0, 10))
+    assert [type(each) for each in out] == [RunStep, Emit], "it goes on plainly"
+    assert scheduler.handle(DrafterLost(1, "d")) == []
+
+
+def test_a_drafter_that_does_not_fit_the_rule_is_not_asked() -> None:
+    scheduler = Scheduler()
+    scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
+    scheduler.handle(DrafterJoined(0, "n", 1000, kind="ngram", rules=frozenset({Rule.COUPLED})))
+    out = scheduler.handle(Admitted(0, tree_request(Rule.REJECTION, branches=1)))
+    assert [type(each) for each in out] == [RunStep]
+
+
+def test_stopping_by_cost_is_told_what_steps_cost_and_bring() -> None:
+    costs = StepCosts()
+    for step in range(20):
+        candidates = step % 4
+        seconds = 0.010 + 0.002 * candidates
+        costs.add(0.02 * step, candidates=candidates, step_seconds=seconds, tokens=3)
+    assert costs.ms_per_candidate == pytest.approx(2.0)
+    assert costs.tokens_per_ms == pytest.approx(3 / 20)
+    # What the target did not work is no time of a step.
+    costs.pause()
+    costs.add(99.0, candidates=0, step_seconds=0.010, tokens=1)
+    assert costs.tokens_per_ms == pytest.approx(3 / 20)
+
+    scheduler = started_with(dataclasses.replace(request(1, PROMPT), stopping=Stopping.COST))
+    scheduler.handle(verdict(1, 0, 10, now=1.0))
+    answers = [
+        StepDone(1.01 + i / 100, 2 + i, (SequenceVerdict(1, 0, 11),), 0.01) for i in range(3)
+    ]
+    out = [each for answer in answers for each in scheduler.handle(answer)]
+    assert [each.tokens_per_ms for each in out if isinstance(each, Grant)][-1] > 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        verdict(9, 0, 10),
+        StepDone(1, 1, ()),
+        verdict(1, 1, 10),
+        verdict(1, 0, 50),
+        StepDone(1, 1, (SequenceVerdict(2, 0, 10),)),
+    ],
+)
+def test_an_answer_to_another_question_is_refused_and_changes_nothing(answer: StepDone) -> None:
+    scheduler = started()
+    with pytest.raises(ProtocolError):
+        scheduler.handle(answer)
+    assert Emit(1, 0, (10,), 0) in scheduler.handle(verdict(1, 0, 10))
