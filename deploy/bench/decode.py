@@ -6,15 +6,17 @@ deployments side by side on one Ray; an idle one takes no processor time.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cluster.config import Config, DrafterConfig, TargetConfig
+from deploy.bench.calibrate import C, find_fastest
 from deploy.bench.contenders import Contender, OwnContender, PeerContender
 from deploy.bench.deployments import running_side_by_side
-from deploy.bench.interleave import Measured, Prompts, fastest, measure_in_turns
+from deploy.bench.interleave import Measured, Prompts, measure_in_turns
 from deploy.bench.transformers_process import Assistance, TransformersProcess
 from paceline.client import Client
 from paceline.generation import GenerateInput, GenerateOptions
@@ -23,7 +25,8 @@ from workers.models import resolve_model
 CORES = 2
 GAP_ROWS = ("off", "chain")
 GAP_TEMPERATURES = (0.0, 1.0)
-CALIBRATION_PROMPTS = 2
+CALIBRATION_SECONDS = 50.0
+"""For all settings together; a last probe of each row may pass its share."""
 ASSISTANCES = tuple(
     Assistance(tokens, schedule, threshold)
     for tokens, schedule, threshold in (
@@ -45,6 +48,7 @@ WINDOWS: Mapping[str, Sequence[int]] = {
     "chain-ngram": (2, 4, 8),
 }
 """Windows that are tried for each row before the run; the fastest is taken."""
+NUM_SETTINGS = len(ASSISTANCES) + sum(len(windows) for windows in WINDOWS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +157,7 @@ class DecodeBench:
         if not self._settings.calibrate:
             return default
         peers = [PeerContender(str(one), self._process, one, CORES) for one in ASSISTANCES]
-        best = self._calibrate(peers).contender
+        best = self._calibrate(peers)
         return next(one for one in ASSISTANCES if str(one) == best.name)
 
     def _with_best_window(self, contender: OwnContender) -> OwnContender:
@@ -164,17 +168,16 @@ class DecodeBench:
             for window in WINDOWS[contender.name]
         }
         renamed = [replace(variant, name=name) for name, variant in variants.items()]
-        return variants[self._calibrate(renamed).contender.name]
+        return variants[self._calibrate(renamed).name]
 
-    def _calibrate(self, contenders: Sequence[Contender]) -> Measured:
-        return fastest(
-            measure_in_turns(
-                contenders,
-                self._prompts[:CALIBRATION_PROMPTS],
-                max_tokens=self._settings.max_tokens,
-                repeats=1,
-                on_sample=lambda name: self._tell(f"calibrating: {name}"),
-            )
+    def _calibrate(self, contenders: Sequence[C]) -> C:
+        return find_fastest(
+            contenders,
+            self._prompts,
+            max_tokens=self._settings.max_tokens,
+            seconds=CALIBRATION_SECONDS * len(contenders) / NUM_SETTINGS,
+            clock=time.monotonic,
+            on_probe=lambda name: self._tell(f"calibrating: {name}"),
         )
 
     def _gaps(self) -> dict[tuple[str, float], float]:

@@ -89,8 +89,3 @@ def measure_in_turns(
                 samples[contender.name][number].append(sample)
                 on_sample(contender.name)
     return [Measured(contender, samples[contender.name]) for contender in contenders]
-
-
-def fastest(measured: Sequence[Measured]) -> Measured:
-    """The one with the most tokens a second."""
-    return max(measured, key=lambda one: one.tokens_per_second)

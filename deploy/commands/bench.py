@@ -67,7 +67,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             int | None, typer.Option(help="How often a row is decoded. Default: 3; rules 2.")
         ] = None,
         calibrate: Annotated[
-            bool, typer.Option(help="decode: try windows and assistant settings.")
+            bool,
+            typer.Option(
+                help="decode: try windows and assistant settings first, at most a minute."
+            ),
         ] = True,
         gap_steps: Annotated[
             int, typer.Option(help="decode: steps over which the gap between passes is taken.")

@@ -14,8 +14,9 @@ import pytest
 from rich.console import Console
 
 from cluster.config import Config
+from deploy.bench.calibrate import find_fastest
 from deploy.bench.decode import ASSISTANCES, CORES, DecodeResult, deployments
-from deploy.bench.interleave import fastest, measure_in_turns
+from deploy.bench.interleave import measure_in_turns
 from deploy.bench.machine import describe_machine
 from deploy.bench.report import decode_json, print_decode
 from deploy.bench.transformers_process import TransformersProcess
@@ -55,7 +56,55 @@ def test_contenders_take_turns_and_each_goes_first() -> None:
     assert rows[0].spread == 0
     assert rows[0].acceptance_length == 2
     assert rows[0].same_text(rows[1])
-    assert fastest(rows).contender is fast
+
+
+@dataclass
+class Timed:
+    """A contender whose tokens take a set time, by a clock that it moves itself."""
+
+    name: str
+    seconds_a_token: float
+    now: list[float]
+    probes: list[tuple[str, int]]
+    setting: str = "timed"
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        self.probes.append((self.name, max_tokens))
+        seconds = self.seconds_a_token * max_tokens
+        self.now[0] += seconds
+        return Sample((1,) * max_tokens, seconds)
+
+
+def calibrated(costs: Sequence[float], seconds: float) -> tuple[str, float, list[tuple[str, int]]]:
+    """The name that is found, the time it took, and the probes."""
+    now, probes = [0.0], list[tuple[str, int]]()
+    contenders = [Timed(str(number), cost, now, probes) for number, cost in enumerate(costs)]
+    found = find_fastest(
+        contenders, [[1], [2]], max_tokens=64, seconds=seconds, clock=lambda: now[0]
+    )
+    return found.name, now[0], probes
+
+
+def test_calibration_halves_with_longer_probes() -> None:
+    name, _, probes = calibrated([0.04, 0.03, 0.01, 0.02, 0.05], 100)
+    assert name == "2"
+    assert [tokens for _, tokens in probes] == [8] * 5 + [8] * 5 + [16] * 3 + [32] * 2
+    assert sorted(probes[-2:]) == [("2", 32), ("3", 32)]
+
+
+def test_calibration_is_bounded_by_its_time_and_one_probe() -> None:
+    costs = [1.0, 0.9, 0.8, 0.7]
+    for seconds in (1, 10, 30, 40, 60):
+        name, took, _ = calibrated(costs, seconds)
+        assert took <= seconds + 16
+        assert name in "0123"
+    assert calibrated(costs, 1)[0] == "0"
+    # All were probed once after the warm-up: the fastest half is known, and its first is taken.
+    assert calibrated(costs, 55)[0] == "3"
+
+
+def test_a_setting_alone_is_not_probed() -> None:
+    assert calibrated([1.0], 10) == ("0", 0.0, [])
 
 
 def test_a_report_has_a_speedup_for_every_row_against_off() -> None:
