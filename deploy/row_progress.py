@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.batch import Answer, Failure
+from paceline.text import counted
 
 LINE_SECONDS = 10.0
 """Lines are at least this far apart, whatever is counted."""
@@ -48,7 +49,8 @@ class LineProgress:
             if silent >= SILENT_SECONDS or (silent >= LINE_SECONDS and tenth):
                 self._said = self._clock()
                 said = done
-                self._say(f"{what}: {done} of {total} rows, {self._said - self._began:.0f} s")
+                elapsed = self._said - self._began
+                self._say(f"{what}: {done} of {counted(total, 'row')}, {elapsed:.0f} s")
 
         yield advance
 
