@@ -142,6 +142,9 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
     or VocabularyMismatchError.
     """
     names = [config.target.model, *(one.model for one in config.drafters if one.model)]
+    for name in names:
+        if name not in CATALOGUE:
+            resolve_model(name, home=home)  # An absent folder is said before anything is fetched.
     for name in dict.fromkeys(names):
         if name in CATALOGUE and not is_present(CATALOGUE[name], home=home):
             with show_fetch(console or Console(stderr=True), name) as show:

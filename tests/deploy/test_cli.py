@@ -91,6 +91,18 @@ def test_bad_usage_is_one_line_and_exit_2(call: Call, arguments: str, complaint:
     assert done.stderr == f"error: {complaint}\n"
 
 
+def test_an_absent_checkpoint_is_said_before_anything_is_fetched(tmp_path: Path) -> None:
+    config = tmp_path / "absent.toml"
+    config.write_text(f'[target]\nmodel = "{tmp_path / "absent"}"\n[server]\ngrpc_port = 0\n')
+    home = tmp_path / "home"
+    done = paceline("up", str(config), PACELINE_HOME=str(home), PIP_NO_INDEX="1")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert str(tmp_path / "absent") in line
+    assert not (home / "models").exists()
+
+
 def test_the_help_without_a_command_is_no_error_line(call: Call) -> None:
     done = call("models")
     assert done.code == 2
