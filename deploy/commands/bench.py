@@ -34,7 +34,8 @@ class Amount:
 
 
 AMOUNTS: Mapping[str, Amount] = {"decode": Amount(8, 64, 3), "rules": Amount(4, 32, 2)}
-"""The suites, and what they measure unless told otherwise: minutes on two cores."""
+"""What the suites that read an input measure unless told otherwise: minutes on two cores."""
+SUITES = (*AMOUNTS, "engine")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command()
     def bench(
-        suite: Annotated[str, typer.Argument(help="decode or rules.")],
+        suite: Annotated[str, typer.Argument(help="decode, rules or engine.")],
         config_path: ConfigOption = None,
         input_path: Annotated[
             Path, typer.Option("--input", help="JSON lines. Default: our own prompts.")
@@ -78,17 +79,22 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         part: Annotated[
             list[str] | None,
             typer.Option(
-                help="rules: time, acceptance, stopping or train-free; may be repeated. "
-                "Default: all."
+                help="rules: time, acceptance, stopping or train-free. engine: steps or serving. "
+                "May be repeated. Default: all."
             ),
         ] = None,
+        quick: Annotated[
+            bool, typer.Option("--quick", help="engine: two minutes rather than ten.")
+        ] = False,
         json_path: JsonOption = None,
     ) -> None:
-        """Measure ratios in one run: ours in turns, in suite decode with transformers beside us."""
+        """Measure ratios in one run: ours in turns; decode, engine: transformers beside us."""
         from cluster.config import load_config
 
-        if suite not in AMOUNTS:
-            raise InvalidRequestError("suite", f"expected {' or '.join(AMOUNTS)}, got {suite!r}")
+        if suite not in SUITES:
+            raise InvalidRequestError(
+                "suite", f"expected one of {', '.join(SUITES)}, got {suite!r}"
+            )
         for name, value in (
             ("limit", limit),
             ("max-tokens", max_tokens),
@@ -96,32 +102,44 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             ("gap-steps", gap_steps),
         ):
             check_at_least_one(name, value)
-        _check_parts(part)
+        _check_parts(suite, part)
         if json_path is not None:
             check_writable("json", json_path)
-        usual = AMOUNTS[suite]
-        amount = Amount(
-            usual.limit if limit is None else limit,
-            usual.max_tokens if max_tokens is None else max_tokens,
-            usual.repeats if repeats is None else repeats,
-        )
-        config = load_config(config_path, environ)
-        inputs = _read_inputs(input_path, amount.limit)
-        task = Task(config, inputs, amount, default_home(environ))
-        if suite == "decode":
-            report = _decode(task, calibrate=calibrate, gap_steps=gap_steps)
+        config, home = load_config(config_path, environ), default_home(environ)
+        if suite == "engine":
+            report = _engine(config, part, quick=quick, home=home)
         else:
-            report = _rules(task, part)
+            amount = _amount(suite, limit, max_tokens, repeats)
+            task = Task(config, _read_inputs(input_path, amount.limit), amount, home)
+            if suite == "decode":
+                report = _decode(task, calibrate=calibrate, gap_steps=gap_steps)
+            else:
+                report = _rules(task, part)
         if json_path is not None:
             write_json(json_path, report)
 
 
-def _check_parts(parts: Sequence[str] | None) -> None:
-    from deploy.bench.rules_rows import PART_NAMES
+def _amount(suite: str, limit: int | None, max_tokens: int | None, repeats: int | None) -> Amount:
+    usual = AMOUNTS[suite]
+    return Amount(
+        usual.limit if limit is None else limit,
+        usual.max_tokens if max_tokens is None else max_tokens,
+        usual.repeats if repeats is None else repeats,
+    )
 
+
+def _check_parts(suite: str, parts: Sequence[str] | None) -> None:
+    if suite == "engine":
+        from deploy.bench.engine import PARTS
+
+        names = tuple(PARTS)
+    else:
+        from deploy.bench.rules_rows import PART_NAMES
+
+        names = PART_NAMES
     for part in parts or ():
-        if part not in PART_NAMES:
-            raise InvalidRequestError("part", f"expected {', '.join(PART_NAMES)}, got {part!r}")
+        if part not in names:
+            raise InvalidRequestError("part", f"expected {', '.join(names)}, got {part!r}")
 
 
 def _read_inputs(path: Path, limit: int) -> list[GenerateInput]:
@@ -167,3 +185,20 @@ def _rules(task: Task, parts: Sequence[str] | None) -> Mapping[str, object]:
         rows = run_rules(task.config, task.inputs, settings, home=task.home, tell=tell)
     print_rules(Console(), rows)
     return rules_json(rows, machine)
+
+
+def _engine(
+    config: Config, parts: Sequence[str] | None, *, quick: bool, home: Path
+) -> Mapping[str, object]:
+    """Run the suite and print it; the document for programs."""
+    from deploy.bench.engine import USUAL_PARTS, run_engine
+    from deploy.bench.engine_report import engine_json, print_engine
+    from deploy.bench.engine_rows import EngineTask
+    from deploy.bench.machine import describe_machine
+
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
+        task = EngineTask(config, home, Path(folder), quick, tell)
+        rows = run_engine(task, parts or USUAL_PARTS)
+    print_engine(Console(), rows)
+    return engine_json(rows, machine)

@@ -1,0 +1,84 @@
+"""What `bench engine` measured: a table a part, the ratios that matter, a document for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.bench.engine_rows import OFF, EngineRow
+
+GOALS = ((1, 2.0), (16, 3.0))
+"""A batch, and how many times transformers' tokens a second plain decoding should reach."""
+LEGEND = """
+step: ms, as the sender of the step sees it. share: of the memory bandwidth that a
+plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's peak over its
+share of weights and its KV blocks. All sequences run to their full length.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A ratio of two rows' tokens a second, and what it should be."""
+
+    name: str
+    ratio: float
+    aim: float
+
+
+def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
+    """Those whose rows were measured: served, our best thread count against transformers'."""
+    for batch, aim in GOALS:
+        speeds = {
+            row.name: row.tokens_per_second
+            for row in rows
+            if (row.part, row.batch) == ("serving", batch) and row.tokens_per_second
+        }
+        for name in speeds:
+            if name.startswith(OFF) and "hf" in speeds:
+                yield Goal(f"batch {batch}: {name} / hf", speeds[name] / speeds["hf"], aim)
+
+
+def engine_json(rows: Sequence[EngineRow], machine: Mapping[str, object]) -> dict[str, object]:
+    """The document of `bench engine --json`."""
+    return {
+        "suite": "engine",
+        "machine": machine,
+        "emulated": False,
+        "rows": [row.as_json() for row in rows],
+        "ratios": {goal.name: goal.ratio for goal in goals(rows)},
+    }
+
+
+def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:
+    """A table for each part that was measured, then the ratios; at most 80 columns."""
+    for part in dict.fromkeys(row.part for row in rows):
+        table = Table(box=None, pad_edge=False)
+        table.add_column(part, no_wrap=True)
+        for heading in ("batch", "threads", "step", "share", "tok/s", "/off", "prefill", "memory"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in rows:
+            if row.part == part:
+                table.add_row(*_cells(row))
+        console.print(table)
+        console.print()
+    console.print(LEGEND, highlight=False)
+    for goal in goals(rows):
+        console.print(f"{goal.name} = {goal.ratio:.2f} (aim {goal.aim:g})", highlight=False)
+
+
+def _cells(row: EngineRow) -> Iterator[str]:
+    yield row.name
+    yield str(row.batch)
+    yield str(row.threads)
+    for figure, form in (
+        (row.step_ms, ".1f"),
+        (row.bandwidth_share, ".0%"),
+        (row.tokens_per_second, ".1f"),
+        (row.speedup, ".2f"),
+        (row.details.get("prefill_tokens_per_second"), ".0f"),
+        (row.details.get("memory_ratio"), ".2f"),
+    ):
+        yield "" if figure is None else format(figure, form)

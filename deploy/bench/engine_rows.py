@@ -1,0 +1,92 @@
+"""The rows of `bench engine`, and what every part of it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from cluster.config_model import Config
+from deploy.bench.decode import CORES
+
+OFF = "off"
+BATCHES = (1, 4, 16)
+WINDOWS = (0, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTask:
+    """What a part measures with. `quick`: with less of everything, in two minutes in all."""
+
+    config: Config
+    home: Path
+    log_folder: Path
+    quick: bool
+    tell: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """One row; None where a figure does not apply. A row is named by part, batch and name.
+
+    `engine` is "paceline", "transformers" or "transformers-continuous"; `degree` how many shards
+    there are, `threads` what each has. `tokens_per_second` are output tokens, those of a window
+    counted as if none of its candidates were accepted. `bandwidth_share` is what a step must read
+    over what a copy moves in the same time. `speedup` is against the row `off` of the same part
+    and batch. `details` are further figures by name.
+    """
+
+    part: str
+    name: str
+    engine: str
+    batch: int
+    window: int
+    degree: int
+    dtype: str
+    threads: int
+    step_ms: float | None = None
+    bandwidth_share: float | None = None
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, object]:
+        """The row of the document."""
+        return {
+            "part": self.part,
+            "name": self.name,
+            "engine": self.engine,
+            "batch": self.batch,
+            "window": self.window,
+            "degree": self.degree,
+            "dtype": self.dtype,
+            "threads": self.threads,
+            "step_ms": self.step_ms,
+            "bandwidth_share": self.bandwidth_share,
+            "tokens_per_second": self.tokens_per_second,
+            "speedup": self.speedup,
+            **self.details,
+        }
+
+
+def with_speedups(rows: Sequence[EngineRow]) -> list[EngineRow]:
+    """The rows with `speedup` set where there is a row `off` to compare with."""
+    plain = {(row.part, row.batch): row for row in rows if row.name == OFF}
+
+    def speedup(row: EngineRow) -> float | None:
+        off = plain.get((row.part, row.batch))
+        if off is None or off.tokens_per_second is None or row.tokens_per_second is None:
+            return row.speedup
+        return row.tokens_per_second / off.tokens_per_second
+
+    return [replace(row, speedup=speedup(row)) for row in rows]
+
+
+def own_name(*, window: int, degree: int, threads: int) -> str:
+    """How a row of ours is called: "off" is plain decoding by one shard on all cores."""
+    parts = [f"verify {window}" if window else OFF]
+    if degree > 1:
+        parts.append(f"degree {degree}")
+    if degree * threads < CORES:
+        parts.append(f"{threads} thread" + ("s" if threads > 1 else ""))
+    return ", ".join(parts)
