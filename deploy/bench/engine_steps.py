@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.decoding.instructions import Slice
+from cluster.decoding.instructions import OpenAtTarget, Slice
 from deploy.bench.decode import CORES
 from deploy.bench.engine_load import random_tokens
 from deploy.bench.engine_memory import (
@@ -164,7 +164,7 @@ class StepBench:
             verdict=True,
             new_blocks=tuple(range(first_block, self._blocks_taken)),
         )
-        self._stream.step([prompt], opens=[(sequence_id, spec)])
+        self._stream.step([prompt], opens=[OpenAtTarget(sequence_id, spec)])
         return sequence_id
 
     def _close_all(self, ids: Sequence[int]) -> None:

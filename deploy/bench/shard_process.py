@@ -14,11 +14,10 @@ from pathlib import Path
 
 import grpc
 
-from cluster.decoding.instructions import RunStep, Slice
+from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
 from cluster.worker_wire import step_to_wire
 from paceline.channel import client_options
 from paceline.errors import UnavailableError
-from paceline.sampling import SequenceSpec
 from paceline.v1 import target_pb2, target_pb2_grpc
 
 STREAM_SECONDS = 600.0
@@ -72,7 +71,7 @@ class TargetStream:
         self,
         slices: Sequence[Slice],
         *,
-        opens: Sequence[tuple[int, SequenceSpec]] = (),
+        opens: Sequence[OpenAtTarget] = (),
         closes: Sequence[int] = (),
     ) -> target_pb2.StepResponse:
         """Run one step. Raises grpc.RpcError."""
