@@ -90,7 +90,9 @@ class Lockstep:
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
         """A full window, or what is there when no more will come or the wait is over."""
-        full = view.window if view.is_tree else min(view.window, view.useful_candidates)
+        full = min(view.window, view.useful_candidates)
+        if view.is_tree and full > 0:
+            full = view.window  # Beside one another, more than fit on a path are of use.
         give_up_at = view.ready_since + wait_seconds
         if (
             view.num_candidates >= full

@@ -106,6 +106,13 @@ def test_lockstep_does_not_wait_for_a_drafter_that_has_no_more() -> None:
     assert the_step(out).slices[0].window == 0
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_lockstep_does_not_wait_for_candidates_of_the_last_token(branches: int) -> None:
+    """The drafter has no leave to draft there, so it will not say that it has no more either."""
+    scheduler = started(PolicyName.LOCKSTEP, window=4, max_tokens=2, branches=branches)
+    assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].window == 0
+
+
 def test_off_wants_no_drafter() -> None:
     scheduler = Scheduler()
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
