@@ -6,16 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
 from workers.drafting.proposer import TopTokens
-from workers.drafting.recycling import (
-    MAX_TABLES,
-    MAX_TREE_NODES,
-    RANK_WORTH,
-    RecyclingProposer,
-    template,
-)
+from workers.drafting.recycling import MAX_TABLES, RecyclingProposer
 from workers.drafting.tree import Grant
 from workers.verification.candidates import CandidateTree
 
@@ -71,7 +66,7 @@ def test_a_tree_follows_the_rows(desk: DraftingDesk, session: DraftingSession) -
     # Three nodes are the three that are worth most.
     session.outcome(1, 2, [6])
     proposal = draft(desk, session, Grant(5, branches=8, nodes=3))
-    assert proposal.token_ids == (8, 10, 9)
+    assert proposal.token_ids == (8, 9, 10)
     # And with two children a node at most, the third of a row is left out.
     session.outcome(1, 3, [6], rows({6: [1, 2, 3], 1: [], 2: []}))
     assert draft(desk, session, Grant(5, branches=2, nodes=9)).token_ids == (1, 2)
@@ -134,20 +129,32 @@ def test_a_row_may_repeat_itself_and_be_too_long(
     assert draft(desk, session, Grant(3, branches=8, nodes=80)).token_ids == tuple(range(7, 15))
 
 
-@pytest.mark.parametrize(("branches", "depth"), [(1, 5), (2, 3), (8, 1), (8, 40), (100, 6)])
-def test_the_template_is_a_tree_of_the_best(branches: int, depth: int) -> None:
-    shape = template(branches, depth)
-    worth, depths, seen = [1.0], [0], set()
-    for place, (parent, rank) in enumerate(shape, start=1):
-        assert parent < place
-        assert rank < min(branches, 8)
-        assert rank == 0 or (parent, rank - 1) in seen
-        assert (parent, rank) not in seen
-        seen.add((parent, rank))
-        worth.append(worth[parent] * RANK_WORTH[rank])
-        depths.append(depths[parent] + 1)
-    assert worth == sorted(worth, reverse=True)
-    assert max(depths) <= depth
-    possible = sum(min(branches, 8) ** level for level in range(1, min(depth, 4) + 1))
-    assert len(shape) == min(MAX_TREE_NODES, depth if branches == 1 else possible)
-    assert template(3, 0) == ()
+def test_nodes_go_where_rows_were_right(desk: DraftingDesk, session: DraftingSession) -> None:
+    table = rows({6: [8, 9], 8: [10, 11], 9: [12, 13], 12: [14], 10: [15]})
+    session.open(1, SPEC, [5])
+    session.outcome(1, 1, [6], table)
+    before = draft(desk, session, Grant(5, branches=2, nodes=3))
+    assert (before.token_ids, before.parents) == ((8, 9, 10), (0, 0, 1))
+    # Second choices turn out to be the right ones: what follows them is worth more now.
+    for position in range(2, 120):
+        session.outcome(1, position, [20 + position % 2], rows({20: [3, 21], 21: [3, 20]}))
+    session.outcome(1, 120, [6], table)
+    after = draft(desk, session, Grant(124, branches=2, nodes=3))
+    assert (after.token_ids, after.parents) == ((9, 13, 8), (0, 1, 0)), "best first"
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+def test_by_cost_only_candidates_that_are_worth_their_place(
+    desk: DraftingDesk, session: DraftingSession, branches: int
+) -> None:
+    table = rows({6: [8, 9], 8: [10, 11], 10: [12, 13], 12: [14]})
+    sizes = []
+    for price in (0.0, 0.06, 0.2, 0.9):
+        session.open(1, SPEC, [5], stopping=Stopping.COST)
+        session.outcome(1, 1, [6], table)
+        grant = Grant(9, branches=branches, nodes=7, tokens_per_ms=price, step_ms_per_candidate=1.0)
+        proposal = draft(desk, session, grant)
+        sizes.append(len(proposal.token_ids))
+        assert proposal.stopping_state["price"] == price
+        assert len(proposal.token_ids) == 1 or proposal.stopping_state["gain"] >= price
+    assert sizes == {1: [4, 2, 1, 1], 2: [7, 3, 1, 1]}[branches]
