@@ -8,10 +8,11 @@ row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from deploy.bench.interleave import Prompts
 from deploy.bench.rules_rows import RuleRow, candidates_shown
+from deploy.bench.spread import TokensAndSteps, jackknife_error, length_of
 from paceline.client import Client
 from paceline.generation import GenerateOptions
 
@@ -35,8 +36,7 @@ SHAPES: Sequence[tuple[str, int]] = (
 
 @dataclass(slots=True)
 class _Counts:
-    tokens: int = 0
-    steps: int = 0
+    by_prompt: list[TokensAndSteps] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
 
@@ -65,8 +65,7 @@ def measure_acceptance(
                     drafter="model",
                 )
                 completion = client.generate(list(prompt), options)
-                counts.tokens += len(completion.token_ids)
-                counts.steps += completion.stats.steps
+                counts.by_prompt.append((len(completion.token_ids), completion.stats.steps))
                 counts.drafted += completion.stats.drafted
                 counts.accepted += completion.stats.accepted
             rows.append(_row(rule, branches, temperature, counts))
@@ -81,13 +80,15 @@ def _row(rule: str, branches: int, temperature: float, counts: _Counts) -> RuleR
         rule=rule,
         candidates=candidates,
         temperature=temperature,
-        acceptance_length=counts.tokens / counts.steps,
+        acceptance_length=length_of(counts.by_prompt),
         details={
             "policy": "lockstep",
             "drafter": "model",
             "window": WINDOW,
-            "tokens": counts.tokens,
-            "steps": counts.steps,
+            "tokens": sum(tokens for tokens, _ in counts.by_prompt),
+            "steps": sum(steps for _, steps in counts.by_prompt),
+            "by_prompt": counts.by_prompt,
+            "standard_error": jackknife_error(counts.by_prompt, length_of),
             "drafted": counts.drafted,
             "accepted": counts.accepted,
         },

@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from deploy.bench.rules_rows import RuleRow
 from deploy.bench.rules_stopping import POLICIES
 from deploy.bench.rules_time import VOCAB_SIZES
+from deploy.bench.spread import TokensAndSteps, jackknife_error, length_ratio
 
 AIM_MS = 3.0
 """Of the coupled rule on a chain of 8, one sequence, the smaller vocabulary."""
@@ -16,11 +18,12 @@ AIM_MS = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A ratio that should be at least `aim`."""
+    """A ratio that should be at least `aim`. `error`: its standard error over prompts, if known."""
 
     name: str
     ratio: float
     aim: float
+    error: float | None = None
 
 
 def goals(rows: Sequence[RuleRow]) -> list[Goal]:
@@ -38,16 +41,23 @@ def _time(rows: Sequence[RuleRow]) -> Iterator[Goal]:
 
 
 def _acceptance(rows: Sequence[RuleRow]) -> Iterator[Goal]:
-    lengths = {
-        (row.rule, row.candidates, row.temperature): row.acceptance_length
+    counts = {
+        (row.rule, row.candidates, row.temperature): cast(
+            "Sequence[TokensAndSteps]", row.details["by_prompt"]
+        )
         for row in rows
-        if row.part == "acceptance" and row.acceptance_length is not None
+        if row.part == "acceptance"
     }
-    for (rule, candidates, temperature), length in lengths.items():
-        coupled = lengths.get(("coupled", candidates, temperature))
+    for (rule, candidates, temperature), theirs in counts.items():
+        coupled = counts.get(("coupled", candidates, temperature))
         if rule in ("kseq", "recursive") and coupled is not None:
-            name = f"length, {candidates}, T={temperature:g}: coupled / {rule}"
-            yield Goal(name, coupled / length, 1.0)
+            pairs = list(zip(coupled, theirs, strict=True))
+            yield Goal(
+                f"length, {candidates}, T={temperature:g}: coupled / {rule}",
+                length_ratio(pairs),
+                1.0,
+                jackknife_error(pairs, length_ratio),
+            )
 
 
 def _stopping(rows: Sequence[RuleRow]) -> Iterator[Goal]:

@@ -33,7 +33,8 @@ def print_rules(console: Console, rows: Sequence[RuleRow]) -> None:
     ):
         _print_speeds(console, title, [row for row in rows if row.part == part])
     for goal in goals(rows):
-        console.print(f"{goal.name} = {goal.ratio:.2f} (aim {goal.aim:g})", highlight=False)
+        error = "" if goal.error is None else f" +- {goal.error:.2f}"
+        console.print(f"{goal.name} = {goal.ratio:.2f}{error} (aim {goal.aim:g})", highlight=False)
 
 
 def _table(console: Console, title: str, headings: Sequence[str], left: int) -> Table:
@@ -79,7 +80,10 @@ def _print_acceptance(console: Console, rows: Sequence[RuleRow]) -> None:
     lines: dict[tuple[str, str], dict[float, str]] = {}
     for row in rows:
         line = lines.setdefault((row.rule, row.candidates), {})
-        line[row.temperature] = f"{row.acceptance_length:.2f}"
+        error = row.details["standard_error"]
+        line[row.temperature] = f"{row.acceptance_length:.2f}" + (
+            "" if error is None else f" +- {error:.2f}"
+        )
     if not lines:
         return
     table = _table(

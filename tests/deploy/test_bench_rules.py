@@ -19,6 +19,7 @@ from deploy.bench.rules_report import print_rules, rules_json
 from deploy.bench.rules_rows import PART_NAMES, RequestContender, RuleRow
 from deploy.bench.rules_stopping import stopping_contenders
 from deploy.bench.rules_train_free import train_free_contenders
+from deploy.bench.spread import TokensAndSteps, jackknife_error, length_of
 from paceline.client import Client
 from paceline.generation import GenerateOptions
 from tests.deploy.conftest import ROOT, Call, Served
@@ -37,9 +38,16 @@ def time_row(rule: str, ms: float, window: int) -> RuleRow:
     return RuleRow("time", f"{rule} {window}", rule, "chain", 1.0, ms, details=details)
 
 
-def length_row(rule: str, temperature: float, length: float) -> RuleRow:
+def length_row(rule: str, by_prompt: Sequence[TokensAndSteps]) -> RuleRow:
+    error = jackknife_error(by_prompt, length_of)
     return RuleRow(
-        "acceptance", f"{rule} {temperature}", rule, "2 wide", temperature, acceptance_length=length
+        "acceptance",
+        f"{rule} 0.7",
+        rule,
+        "2 wide",
+        0.7,
+        acceptance_length=length_of(by_prompt),
+        details={"by_prompt": by_prompt, "standard_error": error},
     )
 
 
@@ -47,9 +55,9 @@ ROWS_OF_A_RUN = (
     time_row("coupled", 1.5, 8),
     time_row("coupled", 9.0, 64),
     time_row("kseq", 6.0, 8),
-    length_row("coupled", 0.7, 3.0),
-    length_row("kseq", 0.7, 2.0),
-    length_row("mcsd", 0.7, 2.5),
+    length_row("coupled", [(40, 10), (20, 10)]),
+    length_row("kseq", [(20, 10), (20, 10)]),
+    length_row("mcsd", [(30, 10), (20, 10)]),
     speed_row("stopping", "off", 1.0, policy="off"),
     speed_row("stopping", "lockstep fixed 2", 1.0, policy=POLICY),
     speed_row("stopping", "lockstep fixed 4", 1.6, policy=POLICY),
@@ -75,6 +83,14 @@ def test_goals_are_ratios_of_the_rows_that_are_there() -> None:
     assert goals(ROWS_OF_A_RUN[:0]) == []
 
 
+def test_an_error_is_of_the_prompts() -> None:
+    (goal,) = [goal for goal in goals(ROWS_OF_A_RUN) if "kseq" in goal.name]
+    # Without the first prompt the ratio is 1, without the second 2: their spread, halved.
+    assert goal.error == pytest.approx(0.5)
+    assert jackknife_error([(4, 2), (8, 4)], length_of) == 0.0
+    assert jackknife_error([(4, 2)], length_of) is None
+
+
 def test_the_report_is_narrow_and_has_every_row() -> None:
     stream = io.StringIO()
     print_rules(Console(file=stream, width=80), ROWS_OF_A_RUN)
@@ -82,6 +98,7 @@ def test_the_report_is_narrow_and_has_every_row() -> None:
     assert max(map(len, lines)) <= 80
     assert any("recycling 2 wide 8" in line and "1.40" in line for line in lines)
     assert "lockstep: cost / adaedl = 1.20 (aim 1)" in lines
+    assert "length, 2 wide, T=0.7: coupled / kseq = 1.50 +- 0.50 (aim 1)" in lines
     report = rules_json(ROWS_OF_A_RUN, {"cores": 2})
     assert (report["suite"], report["emulated"]) == ("rules", False)
     rows = report["rows"]
