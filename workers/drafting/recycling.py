@@ -1,8 +1,8 @@
 """Token Recycling (Luo et al. 2024): the target's own second thoughts are drafts for later.
 
 Every token has a row: the target's likeliest next tokens when it was last fed, the prompt's tokens
-included. A draft follows the rows from the last committed token on. The paper spends 80 nodes on one
-tree of fixed shape, since wide steps are nearly free on its devices; here nodes are spent where
+included. A draft follows the rows from the last committed token on. The paper spends 80 nodes on
+one tree of fixed shape, since wide steps are nearly free on its devices; here nodes are spent where
 acceptance is likeliest, by how often each rank of a row was right, and within the window. No model,
 no memory of positions; the rows of a tenant outlive its requests.
 """

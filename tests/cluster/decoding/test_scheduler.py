@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import pytest
+
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
