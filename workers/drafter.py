@@ -34,7 +34,7 @@ from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
 from workers.drafting.recycling import RecyclingProposer
 from workers.drafting.wire import apply_request, to_responses
-from workers.engine.linears import WeightForm
+from workers.engine.weight_form import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
 from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone

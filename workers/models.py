@@ -10,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from paceline.errors import CheckpointError
 from paceline.text import did_you_mean
 from workers import checkpoint_manifest
+from workers.engine.weight_form import WeightForm
 from workers.model_fetch import Progress, Source, fetch, no_progress
-
-Weights = Literal["float32", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class CatalogueEntry:
 
     name: str
     folder: str
-    weights: Weights
+    weights: WeightForm
     source: Source
     disk_bytes: int
     about: str
@@ -40,7 +38,7 @@ class ModelFiles:
     """A checkpoint folder on this host, and how its weights are to be held in memory."""
 
     folder: Path
-    weights: Weights
+    weights: WeightForm
 
 
 _SMOLLM2 = Source(
@@ -63,10 +61,10 @@ CATALOGUE: Mapping[str, CatalogueEntry] = {
         CatalogueEntry(
             name="demo-draft",
             folder="demo",
-            weights="int8",
+            weights="int4",
             source=_SMOLLM2,
             disk_bytes=542_000_000,
-            about="the same files as demo, held as int8 weights when loaded",
+            about="the same files as demo, held as 4-bit weights when loaded",
         ),
     )
 }

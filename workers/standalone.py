@@ -17,7 +17,7 @@ from typing import TypeVar, get_args
 import typer
 
 from paceline.errors import PacelineError, outward
-from workers.engine.linears import WeightForm
+from workers.engine.weight_form import WeightForm
 from workers.server import RunningServer
 
 ChoiceT = TypeVar("ChoiceT", bound=str)

@@ -22,7 +22,7 @@ from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
 from workers.engine.engine import Engine
-from workers.engine.linears import WeightForm
+from workers.engine.weight_form import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
 from workers.standalone import parse_cores, parse_weights, run_standalone

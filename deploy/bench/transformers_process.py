@@ -78,13 +78,14 @@ def load(
     from transformers import AutoModelForCausalLM
 
     from deploy.peers import greedy_config
-    from workers.engine.linears import quantise_model
+    from workers.engine.linears import convert_weights
+    from workers.standalone import parse_weights
 
     torch.set_num_threads(threads)
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     drafter: Any = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float32)
-    if draft_weights == "int8":
-        quantise_model(drafter)
+    if draft_weights != "float32":
+        convert_weights(drafter, parse_weights(draft_weights))
 
     def answer(task: Mapping[str, Any]) -> Mapping[str, object]:
         extra: dict[str, Any] = {}

@@ -201,7 +201,7 @@ def test_where_the_cache_lies() -> None:
 @pytest.mark.demo_model
 def test_the_demo_models_share_the_demo_folder(demo_folder: Path) -> None:
     home = demo_folder.parent.parent
-    assert resolve_model("demo-draft", home=home) == ModelFiles(demo_folder, "int8")
+    assert resolve_model("demo-draft", home=home) == ModelFiles(demo_folder, "int4")
     assert is_intact(demo_folder, sha256=CATALOGUE["demo"].source.sha256)
     start = time.perf_counter()
     resolve_model("demo", home=home)

@@ -20,11 +20,12 @@ from workers.engine.block_pool import blocks_for
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.forward import choose_forward
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
-from workers.engine.linears import MIN_ROWS, WeightForm
+from workers.engine.linears import MIN_ROWS
 from workers.engine.model import load_model
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree
 from workers.engine.step_plan import make_plan
+from workers.engine.weight_form import WeightForm
 
 __all__ = ["Engine", "Slice"]
 

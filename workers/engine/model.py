@@ -15,27 +15,28 @@ from paceline.errors import CheckpointError
 from workers.engine import attention
 from workers.engine.fusing import join_projections, replace_norms
 from workers.engine.invariance import replace_activations
-from workers.engine.linears import WeightForm, replace_linears
+from workers.engine.linears import convert_weights
+from workers.engine.weight_form import WeightForm
 
 
 def load_model(folder: Path, weights: WeightForm) -> PreTrainedModel:
     """The model with paged attention and our own modules. Raises CheckpointError."""
-    model = load_plain_model(folder, weights)
+    model = load_plain_model(folder)
     join_projections(model)
-    replace_linears(model, weights)
+    convert_weights(model, weights)
     replace_activations(model)
     replace_norms(model)
     return model
 
 
-def load_plain_model(folder: Path, weights: WeightForm) -> PreTrainedModel:
-    """The model as Hugging Face has it, but for paged attention. Raises CheckpointError."""
+def load_plain_model(folder: Path) -> PreTrainedModel:
+    """The float32 model as Hugging Face has it, but for paged attention. Raises CheckpointError."""
     attention.register()
     with _quiet():
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
-                dtype=torch.float32 if weights == "float32" else torch.bfloat16,
+                dtype=torch.float32,
                 attn_implementation=attention.NAME,
                 local_files_only=True,
                 use_safetensors=True,

@@ -13,8 +13,8 @@ from workers.engine import engine as engine_module
 from workers.engine.engine import Engine, Slice
 from workers.engine.forward import LeanForward, choose_forward, hugging_face_forward
 from workers.engine.kv_cache import KVCache
-from workers.engine.linears import WeightForm
 from workers.engine.model import load_model
+from workers.engine.weight_form import WeightForm
 
 TOKEN_IDS = torch.randint(384, (200,), generator=torch.Generator().manual_seed(4)).tolist()
 
@@ -23,7 +23,7 @@ def make_engine(folder: Path, weights: WeightForm) -> Engine:
     return Engine(folder, weights=weights, threads=1, kv_memory_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_both_ways_give_the_same_bits(
     tmp_path: Path,

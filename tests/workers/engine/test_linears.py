@@ -1,4 +1,4 @@
-"""Packed and 8-bit linear layers against plain ones."""
+"""Packed, 8-bit and 4-bit linear layers against plain ones."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.engine import Engine, Slice
-from workers.engine.linears import (
+from workers.engine.linears import PackedLinear, convert_weights, replace_linears
+from workers.engine.quantised_linears import (
+    Int4Linear,
     Int8Linear,
-    PackedLinear,
     quantise_channels,
-    quantise_model,
-    replace_linears,
+    quantise_groups,
 )
+from workers.engine.weight_form import WeightForm
 
 
 def make_linear(*, bias: bool) -> nn.Linear:
@@ -55,6 +56,34 @@ def test_int8_linear_is_near_the_plain_one(bias: bool, rows: int) -> None:
     assert 0 < error < 0.02
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 5, 127, 128, 200])
+def test_int4_linear_computes_with_its_unpacked_weights(bias: bool, rows: int) -> None:
+    plain = make_linear(bias=bias)
+    rows_TN = torch.randn(1, rows, 96)
+    layer = Int4Linear(plain)
+    expected = nn.functional.linear(rows_TN, layer.unpacked_MN().float(), plain.bias)
+    result = layer(rows_TN.bfloat16()).float()
+    # bfloat16 activations and results: 0.003.
+    assert (result - expected).norm() / expected.norm() < 0.01
+    # 16 steps of about a quarter of a standard deviation each, and no more of it.
+    assert 0.01 < (result - plain(rows_TN)).norm() / plain(rows_TN).norm() < 0.12
+
+
+def test_weights_that_have_4_bits_keep_their_steps() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steps_MN = torch.randint(16, (8, 64), generator=generator)
+    steps_MN[:, ::32], steps_MN[:, 1::32] = 0, 15  # a group reaches both ends of its range
+    scale_MG1 = torch.rand(8, 2, 1, generator=generator) / 10
+    minimum_MG1 = torch.rand(8, 2, 1, generator=generator) - 0.5
+    weight_MN = (steps_MN.unflatten(1, (2, 32)) * scale_MG1 + minimum_MG1).flatten(1)
+    found_MN, scale_MG, minimum_MG = quantise_groups(weight_MN)
+    assert torch.equal(found_MN.long(), steps_MN)
+    # Both are rounded to bfloat16, 8 bits; the range carries the minimum's rounding too.
+    assert torch.allclose(scale_MG.float(), scale_MG1[..., 0], rtol=2**-8, atol=2**-9 / 15)
+    assert torch.allclose(minimum_MG.float(), minimum_MG1[..., 0], rtol=2**-8)
+
+
 def test_quantised_weights_are_within_half_a_step() -> None:
     weight_MN = make_linear(bias=False).weight
     weight_MN[3] = 0
@@ -77,11 +106,14 @@ def test_no_plain_linear_is_left_and_a_tied_embedding_keeps_its_weight(tmp_path:
     assert torch.equal(model.get_input_embeddings().weight, embedding)
 
 
-def test_the_peers_int8_model_has_the_engines_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+def test_the_peers_converted_model_has_the_engines_weights(
+    tmp_path: Path, form: WeightForm
+) -> None:
     folder = make_tiny_checkpoint(tmp_path)
-    engine = Engine(folder, weights="int8", threads=1, kv_memory_bytes=1 << 20)
-    peer = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    quantise_model(peer)
+    engine = Engine(folder, weights=form, threads=1, kv_memory_bytes=1 << 20)
+    peer = AutoModelForCausalLM.from_pretrained(folder)
+    convert_weights(peer, form)
     token_ids = torch.randint(384, (20,), generator=torch.Generator().manual_seed(2)).tolist()
     ours = engine.step([Slice([0], 0, token_ids, 20)])
     with torch.no_grad():
