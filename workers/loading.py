@@ -31,9 +31,9 @@ async def load_engine(
         kv_memory_bytes=kv_memory_bytes,
         max_model_len=max_model_len,
     )
-    # The thread must end: OpenMP gives each thread that computes helpers of its own, and while there
-    # are more of them than cores they sleep between two products instead of spinning. Two threads
-    # then took 26.5 ms a step where they take 17.
+    # The thread must end: OpenMP gives each thread that computes helpers of its own, and while
+    # there are more of them than cores they sleep between two products instead of spinning. Two
+    # threads then took 26.5 ms a step where they take 17.
     with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
         engine = await asyncio.get_running_loop().run_in_executor(loader, load)
     # OpenMP keeps the number per thread, and this is the thread that steps.
