@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST_CAUSE = 300
+"""Characters of somebody else's message."""
+
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
     """ "; did you mean X?" for the known name nearest to `given`; empty where none is near."""
@@ -15,3 +18,9 @@ def did_you_mean(given: str, known: Iterable[str]) -> str:
 def counted(number: int, noun: str) -> str:
     """ "1 row", "2 rows": a number with its noun in the right form."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message as one line; what makes it very long is left out."""
+    words = " ".join(str(error).split()) or type(error).__name__
+    return words if len(words) <= _LONGEST_CAUSE else f"{words[: _LONGEST_CAUSE - 3]}..."

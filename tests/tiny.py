@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -50,12 +50,14 @@ def make_tiny_checkpoint(
     tie_word_embeddings: bool = True,
     temperature: float | None = None,
     num_layers: int = 2,
+    **sizes: Any,
 ) -> Path:
     """Save a random model of some 50,000 weights with tokenizer and chat template into `folder`.
 
     Token 0 (`<|endoftext|>`) and 2 (`<|im_end|>`) end a sequence. `temperature`, if given, goes
     into generation_config.json together with `do_sample`. The same arguments give the same files.
     `vocab_size` must be at least 259 (bytes and special tokens); the tokenizer may be smaller.
+    `sizes` are more fields of the configuration.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tiny_tokenizer(vocab_size)
@@ -67,6 +69,7 @@ def make_tiny_checkpoint(
         vocab_size=vocab_size,
         max_position_embeddings=max_position_embeddings,
         tie_word_embeddings=tie_word_embeddings,
+        **sizes,
     )
     model.generation_config = GenerationConfig(
         do_sample=temperature is not None,
@@ -103,26 +106,26 @@ def make_tiny_tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
     )
 
 
-def _make_model(architecture: Architecture, *, seed: int, **sizes: int | bool) -> PreTrainedModel:
+def _make_model(architecture: Architecture, *, seed: int, **sizes: Any) -> PreTrainedModel:
     kinds: dict[Architecture, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
         "llama": (LlamaConfig, LlamaForCausalLM),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     }
     config_type, model_type = kinds[architecture]
-    config = config_type(
-        hidden_size=48,
-        intermediate_size=112,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=8,
+    fields = {
+        "hidden_size": 48,
+        "intermediate_size": 112,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
         # Larger than usual, so that the logits of a random model have clear winners.
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-        **sizes,
-    )
+        "initializer_range": 0.2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    config = config_type(**fields | sizes)
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)

@@ -75,7 +75,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             tensor_parallel=1,
             end_token_ids=engine.info.end_token_ids,
             pid=os.getpid(),
-            batch_invariant=engine.batch_invariant,
+            batch_invariant=bool(engine.batch_invariant),
         )
 
     # It writes to the context rather than yield: a generator that is cancelled at a yield is closed

@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError
 from paceline.sampling import SamplingParams
-
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_LONGEST_CAUSE = 300  # Characters of somebody else's message.
+from paceline.text import one_line
+from workers.engine.stored_tensors import StoredTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +39,17 @@ class CheckpointInfo:
     """From generation_config.json: greedy unless it sets do_sample."""
     dtype: str
     """In which the weights are stored, such as "float32"."""
+    digest: bytes
+    """SHA-256 over config.json and the names, shapes and file sizes of all tensors: ranks must have
+    the same."""
 
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Check the folder's files, without reading weights. Raises CheckpointError."""
     config = read_config(folder)
     _check_attention(folder, config)
-    _check_tensors(folder, config, find_weight_files(folder))
+    stored = StoredTensors(folder)
+    _check_tensors(folder, config, stored)
     generation = _read_json(folder / "generation_config.json", required=False)
     end_tokens = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     if end_tokens is None:
@@ -63,6 +63,9 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
         end_token_ids=tuple(end_tokens) if isinstance(end_tokens, list) else (int(end_tokens),),
         default_sampling=_default_sampling(generation),
         dtype=str(config.dtype or torch.float32).removeprefix("torch."),
+        digest=hashlib.sha256(
+            (folder / "config.json").read_bytes() + stored.summary().encode()
+        ).digest(),
     )
 
 
@@ -82,30 +85,11 @@ def read_config(folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds
-        raise CheckpointError(f"{folder / 'config.json'} is not usable: {_line(error)}") from error
+        raise CheckpointError(
+            f"{folder / 'config.json'} is not usable: {one_line(error)}"
+        ) from error
     assert isinstance(config, PreTrainedConfig)
     return config
-
-
-def find_weight_files(folder: Path) -> dict[str, Path]:
-    """The file of each stored tensor, by the tensor's name. Raises CheckpointError."""
-    if (folder / _INDEX).is_file():
-        weight_map = _read_json(folder / _INDEX, required=True).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(
-                f"{folder / _INDEX} has no weight_map: fetch the checkpoint again"
-            )
-        return {str(name): folder / str(file) for name, file in weight_map.items()}
-    path = folder / _WEIGHTS
-    if not path.is_file():
-        pickles = sorted(found.name for glob in _PICKLES for found in folder.glob(glob))
-        if pickles:
-            raise CheckpointError(
-                f"{folder} has its weights only in pickle files ({', '.join(pickles)}), which can "
-                "run code when read: convert them to safetensors"
-            )
-        raise CheckpointError(f"{folder} has no weights: expected {_WEIGHTS} or {_INDEX}")
-    return dict.fromkeys(_read_shapes(path), path)
 
 
 def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
@@ -121,48 +105,30 @@ def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
         )
 
 
-def _check_tensors(
-    folder: Path, config: PreTrainedConfig, weight_files: Mapping[str, Path]
-) -> None:
+def _check_tensors(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> None:
     """Compare names and shapes in the files with those of the model."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(set(weight_files.values())):
-        shapes.update(_read_shapes(path))
+    for name, shape in whole_shapes(folder, config, stored).items():
+        stored.check(name, shape)
+
+
+def whole_shapes(
+    folder: Path, config: PreTrainedConfig, stored: StoredTensors
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of the model, without those tied to another one."""
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises many kinds
         raise CheckpointError(
             f"{folder / 'config.json'}: not a causal language model that can be built: "
-            f"{_line(error)}"
+            f"{one_line(error)}"
         ) from error
     tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
-    for name, tensor in model.state_dict().items():
-        if name not in shapes:
-            if name in tied:
-                continue
-            where = weight_files.get(name, folder / _WEIGHTS)
-            raise CheckpointError(
-                f"tensor {name} {tuple(tensor.shape)} is missing in {where}: the checkpoint is "
-                "incomplete or of another architecture than its config.json says"
-            )
-        if shapes[name] != tuple(tensor.shape):
-            raise CheckpointError(
-                f"tensor {name} in {weight_files.get(name, folder)} has shape {shapes[name]}, but "
-                f"config.json asks for {tuple(tensor.shape)}"
-            )
-
-
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing, though {_INDEX} names it: fetch it again")
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({_line(error)}): fetch it again"
-        ) from error
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in tied or stored.has(name)
+    }
 
 
 def _digest_vocabulary(folder: Path, vocab_size: int) -> bytes:
@@ -174,7 +140,7 @@ def _digest_vocabulary(folder: Path, vocab_size: int) -> bytes:
     try:
         vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # tokenizers raises plain Exception
-        raise CheckpointError(f"{path} is not a usable tokenizer: {_line(error)}") from error
+        raise CheckpointError(f"{path} is not a usable tokenizer: {one_line(error)}") from error
     highest = max(vocabulary.values(), default=-1)
     if highest >= vocab_size:
         raise CheckpointError(
@@ -213,13 +179,7 @@ def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {_line(error)}") from error
+        raise CheckpointError(f"{path} is not readable JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, expected a JSON object")
     return content
-
-
-def _line(error: Exception) -> str:
-    """An error's message as one line; what makes it very long is left out."""
-    words = " ".join(str(error).split()) or type(error).__name__
-    return words if len(words) <= _LONGEST_CAUSE else f"{words[: _LONGEST_CAUSE - 3]}..."

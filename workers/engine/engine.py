@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -21,10 +22,13 @@ from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.forward import choose_forward
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
 from workers.engine.linears import MIN_ROWS
-from workers.engine.model import load_model
+from workers.engine.model import Progress, load_model
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree
 from workers.engine.step_plan import make_plan
+from workers.engine.tensor_parallel.agreement import agree
+from workers.engine.tensor_parallel.cuts import vocabulary_part
+from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import WeightForm
 
 __all__ = ["Engine", "Slice"]
@@ -41,18 +45,42 @@ class Engine:
         threads: int,
         kv_memory_bytes: int,
         max_model_len: int | None = None,
+        group: Group | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Load and test. Raises CheckpointError; ConfigError when the KV memory is too small.
 
-        `max_model_len` may lower the checkpoint's own. `threads` CPU threads compute a step.
+        `max_model_len` may lower the checkpoint's own. `threads` CPU threads compute a step. With a
+        `group` this is one rank of a tensor-parallel engine: all ranks load, then `agree`, then
+        step with the same slices. Where the group has met already, loading ends with `agree`.
         """
         torch.set_num_threads(threads)
+        self.group = group
         self.info = inspect_checkpoint(folder)
         self.max_model_len = _choose_length(max_model_len, self.info.max_model_len)
-        model = load_model(folder, weights)
+        self._weights = weights
+        model = load_model(folder, weights, group, progress)
         self._min_tokens = MIN_ROWS[weights]
-        self._adopt(model, kv_memory_bytes)
-        self.batch_invariant = rows_are_invariant(self)
+        with nullcontext() if group is None else group.alone():
+            self._adopt(model, kv_memory_bytes)
+        self.batch_invariant: bool | None = None
+        if group is None:
+            self.batch_invariant = rows_are_invariant(self)
+        elif group.has_met:
+            self.agree()
+
+    def agree(self) -> None:
+        """Compare with the other ranks after a meeting, and test the group if one is new in it.
+
+        Raises CheckpointError, on all ranks, when they did not load the same.
+        """
+        assert self.group is not None
+        agreed = agree(self.group, self.info, self._weights, self.num_blocks, self.max_model_len)
+        self._num_blocks, self.max_model_len = agreed.num_blocks, agreed.max_model_len
+        known = -1 if self.batch_invariant is None else int(self.batch_invariant)
+        if any(row != [known] for row in self.group.exchange([known])) or known < 0:
+            verdict = int(rows_are_invariant(self))
+            self.batch_invariant = bool(self.group.exchange([verdict])[0][0])
 
     def _adopt(self, model: PreTrainedModel, kv_memory_bytes: int) -> None:
         config = model.config
@@ -77,6 +105,7 @@ class Engine:
                 f"bytes, but one sequence of max_model_len {self.max_model_len} takes {needed}: "
                 f"give at least {needed * per_block} bytes, or lower max_model_len"
             )
+        self._num_blocks = num_blocks
         self._cache = KVCache(**sizes, num_blocks=num_blocks, dtype=model.dtype)
         with torch.inference_mode():
             self._forward = choose_forward(model, self._cache)
@@ -90,15 +119,39 @@ class Engine:
     @property
     def num_blocks(self) -> int:
         """KV blocks there are; ids go from 0 to this less 1."""
-        return self._cache.num_blocks
+        return self._num_blocks
 
     @torch.inference_mode()
     def step(self, slices: Sequence[Slice]) -> Tensor:
         """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
 
         Rows: for each slice in order, those after its last `num_logits` fed tokens. Slices must not
-        be empty, and no two may write the same block.
+        be empty, and no two may write the same block. Ranks other than 0 get as many rows without
+        columns. Raises WorkerLostError when another rank is lost.
         """
+        logits_TV = self.step_part(slices)
+        return logits_TV if self.group is None else self.whole_rows(logits_TV)
+
+    @torch.inference_mode()
+    def whole_rows(self, part_TV: Tensor) -> Tensor:
+        """All ranks' columns of rows that step_part gave, at rank 0; no columns at the others."""
+        assert self.group is not None
+        parts = self.group.gather(part_TV) if part_TV.shape[0] else [part_TV]
+        if parts is None or self.group.place.rank:
+            return part_TV[:, :0]
+        return torch.cat(parts, dim=1)[:, : self.info.vocab_size]
+
+    @property
+    def token_ids_held(self) -> range:
+        """The columns of what step_part returns; further ones are padding."""
+        if self.group is None:
+            return range(self.info.vocab_size)
+        place = self.group.place
+        return vocabulary_part(self.info.vocab_size, degree=place.degree, rank=place.rank)
+
+    @torch.inference_mode()
+    def step_part(self, slices: Sequence[Slice]) -> Tensor:
+        """As `step`, but with this rank's columns alone."""
         for piece in slices:
             check_tree(piece)
         plan = make_plan(

@@ -49,11 +49,10 @@ class ProjectionPart(nn.Module):
         return self.shared.part(self.index, rows_TN)
 
 
-def join_projections(model: nn.Module) -> None:
-    """Join such plain linears of every module of `model`."""
-    for module in list(model.modules()):
-        for names in _PROJECTIONS:
-            _join(module, names)
+def join_projections(module: nn.Module) -> None:
+    """Join such plain linears of one module."""
+    for names in _PROJECTIONS:
+        _join(module, names)
 
 
 def _join(module: nn.Module, names: tuple[str, ...]) -> None:

@@ -63,9 +63,14 @@ def replace_linears(model: nn.Module, form: WeightForm) -> None:
     With int4 the LM head has 8 bits: its errors go straight into the logits.
     """
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, _replacement(child, form, is_head=parent is model))
+        replace_linears_of(parent, form, is_head=parent is model)
+
+
+def replace_linears_of(module: nn.Module, form: WeightForm, *, is_head: bool = False) -> None:
+    """The same for the linears that `module` itself holds."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, _replacement(child, form, is_head=is_head))
 
 
 def _replacement(source: nn.Linear, form: WeightForm, *, is_head: bool) -> nn.Module:

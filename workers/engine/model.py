@@ -1,67 +1,179 @@
-"""Loading a checkpoint into Hugging Face's own model code, changed where the engine needs it."""
+"""Loading a rank's part of a checkpoint into Hugging Face's own model code.
+
+The model is built without memory (on torch's meta device); then its linears are read one by one,
+each brought into the engine's form before the next is read, so that no copy of the whole exists.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils import logging as transformers_logging
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError
+from paceline.text import one_line
 from workers.engine import attention
-from workers.engine.fusing import join_projections, replace_norms
+from workers.engine.checkpoint import read_config, whole_shapes
+from workers.engine.fusing import ProjectionPart, join_projections, replace_norms
 from workers.engine.invariance import replace_activations
-from workers.engine.linears import convert_weights
+from workers.engine.linears import activation_dtype, replace_linears_of
+from workers.engine.stored_tensors import StoredTensors
+from workers.engine.tensor_parallel.cuts import vocabulary_part
+from workers.engine.tensor_parallel.group import Group
+from workers.engine.tensor_parallel.modules import SummedOutput, VocabularyEmbedding
+from workers.engine.tensor_parallel.sharding import Place, Sharding
 from workers.engine.weight_form import WeightForm
 
+Progress = Callable[[int, int], None]
+"""Told the bytes that are loaded, and those of the whole share."""
 
-def load_model(folder: Path, weights: WeightForm) -> PreTrainedModel:
-    """The model with paged attention and our own modules. Raises CheckpointError."""
-    model = load_plain_model(folder)
-    join_projections(model)
-    convert_weights(model, weights)
+
+def load_model(
+    folder: Path,
+    weights: WeightForm,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """The rank's part of the model, with paged attention and our own modules.
+
+    Raises CheckpointError; ConfigError for more ranks than heads.
+    """
+    config = read_config(folder)
+    stored = StoredTensors(folder)
+    shapes = whole_shapes(folder, config, stored)
+    place = Place() if group is None else group.place
+    sharding = Sharding(config, _base_prefix(config), place)
+    model = _empty_model(sharding.local_config())
+    _Loading(model, stored, shapes, sharding, weights, progress).run()
+    if group is not None and place.degree > 1:
+        _join_ranks(model, sharding, group)
     replace_activations(model)
     replace_norms(model)
     return model
 
 
-def load_plain_model(folder: Path) -> PreTrainedModel:
-    """The float32 model as Hugging Face has it, but for paged attention. Raises CheckpointError."""
-    attention.register()
-    with _quiet():
-        try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=torch.float32,
-                attn_implementation=attention.NAME,
-                local_files_only=True,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
+class _Loading:
+    """Fills an empty model, linear by linear."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: StoredTensors,
+        shapes: dict[str, tuple[int, ...]],
+        sharding: Sharding,
+        weights: WeightForm,
+        progress: Progress | None,
+    ) -> None:
+        self._model = model
+        self._stored = stored
+        self._shapes = shapes
+        self._sharding = sharding
+        self._weights = weights
+        self._progress = progress
+        self._dtype = activation_dtype(weights)
+        # Weights of few bits are made from the most exact ones.
+        self._linear_dtype = self._dtype if weights == "bfloat16" else torch.float32
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._shared: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+        self._done_bytes = 0
+        self._all_bytes = sum(p.numel() for p in model.parameters()) * self._dtype.itemsize
+
+    def run(self) -> None:
+        """Fill all. Raises CheckpointError."""
+        kept = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
+        for module in list(self._model.modules()):
+            if isinstance(module, nn.Linear):
+                continue  # Filled with its parent.
+            self._fill(module, self._dtype, kept)
+            linears = [child for child in module.children() if isinstance(child, nn.Linear)]
+            for linear in linears:
+                self._fill(linear, self._linear_dtype, kept)
+            if linears:
+                join_projections(module)
+                joined = {c.shared for c in module.children() if isinstance(c, ProjectionPart)}
+                for holder in (module, *joined):
+                    is_head = module is self._model
+                    replace_linears_of(holder, self._weights, is_head=is_head)
+        self._stored.close()
+
+    def _fill(self, module: nn.Module, dtype: torch.dtype, kept: set[int]) -> None:
+        """Read a module's own parameters. Those in `kept` may be those of another module, too."""
+        for leaf, empty in list(module.named_parameters(recurse=False)):
+            filled = self._shared.get((id(empty), dtype))
+            if filled is None:
+                filled = nn.Parameter(self._read(empty, dtype), requires_grad=False)
+                if id(empty) in kept:
+                    self._shared[id(empty), dtype] = filled
+            setattr(module, leaf, filled)
+        # The vocabulary's parts are cut here, all else by the local configuration.
+        if isinstance(module, nn.Linear):
+            module.out_features = module.weight.shape[0]
+        elif isinstance(module, nn.Embedding):
+            module.num_embeddings = module.weight.shape[0]
+
+    def _read(self, empty: Tensor, dtype: torch.dtype) -> Tensor:
+        name = self._names[id(empty)]
+        whole = self._shapes[name]
+        cut = self._sharding.cut(name, whole)
+        tensor = self._stored.read(name, whole, cut, dtype)
+        vocabulary = cut is not None and tensor.shape[1:] == empty.shape[1:] and cut.dim == 0
+        if tensor.shape != empty.shape and not (vocabulary and _is_vocabulary(name)):
+            raise CheckpointError(
+                f"tensor {name} {whole} cannot be shared out: the model's part has shape "
+                f"{tuple(empty.shape)}, the plan gives {tuple(tensor.shape)}; use "
+                "tensor_parallel = 1"
             )
-        except Exception as error:  # transformers raises many kinds
-            raise CheckpointError(f"{folder} could not be loaded: {error}") from error
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise CheckpointError(f"{folder} lacks tensors that the model needs, first {missing[0]}")
+        self._done_bytes += tensor.numel() * tensor.element_size()
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._all_bytes)
+        return tensor
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name.endswith(("embed_tokens.weight", "lm_head.weight", "lm_head.bias"))
+
+
+def _base_prefix(config: PreTrainedConfig) -> str:
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    return str(kind.base_model_prefix)
+
+
+def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without weights, but with the tables that it computes for itself."""
+    attention.register()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention.NAME, dtype=torch.float32
+            )
+    except Exception as error:  # transformers raises many kinds
+        raise CheckpointError(f"the model cannot be built: {one_line(error)}") from error
     assert isinstance(model, PreTrainedModel)
     model.train(False)
     model.requires_grad_(False)
+    with torch.no_grad():
+        for module in model.modules():
+            empty = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
+            for name, buffer in empty.items():
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+            if empty:
+                model._init_weights(module)
     return model
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' progress bars: workers have no terminal."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
+def _join_ranks(model: PreTrainedModel, sharding: Sharding, group: Group) -> None:
+    """Put in the modules in which the ranks' results come together."""
+    place = group.place
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if sharding.adds_up(f"{path}.{name}"):
+                setattr(parent, name, SummedOutput(child, group))
+            elif isinstance(child, nn.Embedding):
+                ids = vocabulary_part(
+                    int(model.config.vocab_size), degree=place.degree, rank=place.rank
+                )
+                setattr(parent, name, VocabularyEmbedding(child, ids, group))

@@ -1,0 +1,52 @@
+"""Several ranks in one process: a thread and a group of its own each."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from workers.engine.tensor_parallel.group import Deadlines, Group
+from workers.engine.tensor_parallel.sharding import Place
+
+Result = TypeVar("Result")
+QUICK = Deadlines(meeting=10.0, collective=5.0)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Ranks:
+    """`degree` groups that may meet. Use as a context manager."""
+
+    def __init__(self, degree: int, *, deadlines: Deadlines = QUICK) -> None:
+        address = ("127.0.0.1", free_port())
+        self.groups = [
+            Group(Place(rank, degree), rendezvous=address, deadlines=deadlines)
+            for rank in range(degree)
+        ]
+        self._threads = ThreadPoolExecutor(degree, initializer=torch.set_num_threads, initargs=[1])
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for group in self.groups:
+            group.close()
+        self._threads.shutdown()
+
+    def together(self, work: Callable[[Group], Result]) -> list[Result]:
+        """`work` of every rank at once; the results by rank. Raises the first rank's error."""
+        futures = [self._threads.submit(work, group) for group in self.groups]
+        return [future.result(timeout=60) for future in futures]
+
+    def errors(self, work: Callable[[Group], Any]) -> list[BaseException | None]:
+        """What each rank's `work` raises."""
+        futures = [self._threads.submit(work, group) for group in self.groups]
+        return [future.exception(timeout=60) for future in futures]

@@ -1,0 +1,207 @@
+"""The ranks of a target, and what they do together: meet, compare, add up, gather.
+
+A group meets under a name, which for a shard is that of the driver's session: whatever went wrong
+before has no part in it. Every collective has a deadline; one that fails breaks the group, which
+must meet again. Sums are made in the order of the ranks and rounded once, so that a row's bits do
+not depend on where it lies in a step: gloo's and NCCL's own sums are made in an order that depends
+on the place of an element.
+
+gloo for CPU tensors, NCCL for CUDA ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+from torch._C._distributed_c10d import GatherOptions, PrefixStore, Store, TCPStore
+
+from paceline.errors import InternalError, WorkerLostError
+from workers.engine.tensor_parallel.sharding import Place
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """How long ranks wait for each other, in seconds: to meet, and in a collective."""
+
+    meeting: float = 60.0
+    collective: float = 30.0
+
+
+class Group:
+    """One rank's view. Not thread-safe."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        rendezvous: Address,
+        host: str | None = None,
+        device: str = "cpu",
+        deadlines: Deadlines | None = None,
+    ) -> None:
+        """Rank 0 listens at `rendezvous` (host, port) from now on; the others go there to meet.
+
+        `host`: where this rank is reached by the others; None: as the rendezvous is. Raises
+        WorkerLostError when rank 0 cannot listen.
+        """
+        self.place = place
+        self._rendezvous = rendezvous
+        self._host = host or rendezvous[0]
+        self._device = device
+        self._deadlines = deadlines or Deadlines()
+        self._store: TCPStore | None = None
+        self._members: Any = None
+        self.is_alone = False
+        if place.rank == 0:
+            self._store = self._open_store()
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the ranks can do anything together."""
+        return self._members is not None
+
+    def meet(self, name: str) -> None:
+        """Wait for the other ranks, which must meet under the same name, used by no meeting before.
+
+        Raises WorkerLostError when they do not all come in time.
+        """
+        self.leave()
+        try:
+            store = PrefixStore(name, self._store or self._open_store())
+            store.set(str(self.place.rank), "here")
+            others = [str(rank) for rank in range(self.place.degree)]
+            store.wait(others, timedelta(seconds=self._deadlines.meeting))
+            self._members = _make_members(
+                store, self.place, self._host, self._device, self._deadlines.collective
+            )
+            self.all_gather(torch.zeros(1, device=self._device))
+        except RuntimeError as error:
+            self.leave()
+            raise WorkerLostError(
+                f"rank {self.place.rank} did not meet the other shards, {self.place.degree} in "
+                f"all, at {self._rendezvous[0]}:{self._rendezvous[1]} within "
+                f"{self._deadlines.meeting:g} s: {_first_line(error)}"
+            ) from error
+
+    def leave(self) -> None:
+        """Break the connections to the other ranks: whoever waits for this one fails at once."""
+        members, self._members = self._members, None
+        if members is not None:
+            members.abort()
+
+    def close(self) -> None:
+        """Leave, and listen no longer."""
+        self.leave()
+        self._store = None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """While this lasts, sums are this rank's own part: to compare two ways to compute it."""
+        self.is_alone = True
+        try:
+            yield
+        finally:
+            self.is_alone = False
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, which have one shape; in their dtype."""
+        if self.is_alone or part.numel() == 0:
+            return part
+        parts = self.all_gather(part)
+        total = parts[0].to(torch.float32)
+        for other in parts[1:]:
+            total = total + other
+        return total.to(part.dtype)
+
+    def all_gather(self, part: Tensor) -> list[Tensor]:
+        """All ranks' tensors, which have one shape and dtype, in the order of the ranks."""
+        part = part.contiguous()
+        gathered = part.new_empty((self.place.degree, *part.shape))
+        parts = list(gathered)
+        self._run(lambda members: members.allgather([parts], [part]))
+        return parts
+
+    def gather(self, part: Tensor) -> list[Tensor] | None:
+        """The same at rank 0 alone; None at the others."""
+        part = part.contiguous()
+        options = GatherOptions()
+        options.rootRank = 0
+        if self.place.rank:
+            self._run(lambda members: members.gather([], [part], options))
+            return None
+        parts = list(part.new_empty((self.place.degree, *part.shape)))
+        self._run(lambda members: members.gather([parts], [part], options))
+        return parts
+
+    def compare(self, what: str, values: Sequence[int]) -> None:
+        """Check that all ranks give the same 64-bit numbers. Raises WorkerLostError on all."""
+        rows = self.exchange(values)
+        for rank, row in enumerate(rows):
+            if row != rows[0]:
+                raise WorkerLostError(
+                    f"the shards are out of step: {what} is {rows[0]} at rank 0, but {row} at rank "
+                    f"{rank}"
+                )
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """All ranks' numbers, equally many, in the order of the ranks."""
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        rows: list[list[int]] = torch.stack(self.all_gather(mine)).tolist()
+        return rows
+
+    def _run(self, start: Any) -> None:
+        """Run a collective to its end. Raises WorkerLostError, and the group is broken."""
+        if self._members is None:
+            raise InternalError("the shards have not met: expected Group.meet before a step")
+        try:
+            start(self._members).wait()
+        except RuntimeError as error:
+            self.leave()
+            raise WorkerLostError(
+                f"rank {self.place.rank} lost another shard in the midst of a step, or waited for "
+                f"it longer than {self._deadlines.collective:g} s: {_first_line(error)}"
+            ) from error
+
+    def _open_store(self) -> TCPStore:
+        host, port = self._rendezvous
+        try:
+            return TCPStore(
+                host,
+                port,
+                is_master=self.place.rank == 0,
+                timeout=timedelta(seconds=self._deadlines.meeting),
+                wait_for_workers=False,
+            )
+        except RuntimeError as error:
+            doing = "listen" if self.place.rank == 0 else "reach rank 0"
+            raise WorkerLostError(
+                f"rank {self.place.rank} cannot {doing} at {host}:{port}: {_first_line(error)}"
+            ) from error
+
+
+def _make_members(store: Store, place: Place, host: str, device: str, seconds: float) -> Any:
+    """A process group of torch's, unknown to torch's own registry: a process may have several."""
+    kinds: Any = torch.distributed
+    if device != "cpu":
+        nccl = kinds.ProcessGroupNCCL.Options()
+        nccl._timeout = timedelta(seconds=seconds)
+        return kinds.ProcessGroupNCCL(store, place.rank, place.degree, nccl)
+    gloo = kinds.ProcessGroupGloo._Options()
+    gloo._timeout = timedelta(seconds=seconds)
+    gloo._devices = [kinds.ProcessGroupGloo.create_device(hostname=host)]
+    return kinds.ProcessGroupGloo(store, place.rank, place.degree, gloo)
+
+
+def _first_line(error: BaseException) -> str:
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[[^]]*\] ", "", line)  # Less the line of C++ that says so.
