@@ -67,7 +67,7 @@ class Dispatch:
         self._target_patience = target_patience
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
-        self._send_draft: Callable[[DraftInstruction], None]
+        self._send_drafts: Callable[[str, list[DraftInstruction]], None]
         self._suspect: Callable[[str], None]
         self._generations: dict[int, Generation] = {}
         self._for_drafters: deque[list[Instruction]] = deque()
@@ -79,12 +79,12 @@ class Dispatch:
     def connect(
         self,
         send_step: Callable[[RunStep], None],
-        send_draft: Callable[[DraftInstruction], None],
+        send_drafts: Callable[[str, list[DraftInstruction]], None],
         suspect: Callable[[str], None],
     ) -> None:
         """Where instructions go. Before any event."""
         self._send_step = send_step
-        self._send_draft = send_draft
+        self._send_drafts = send_drafts
         self._suspect = suspect
 
     def admit(self, request: Request, generation: Generation) -> None:
@@ -228,15 +228,21 @@ class Dispatch:
         """Send what is for drafters; what is for callers waits until that is on its way."""
         if not self._for_callers:
             self._loop.call_soon(self._tell_callers)
+        messages: dict[str, list[DraftInstruction]] = {}
+        suspects: list[str] = []
         for instructions in self._for_drafters:
             for instruction in instructions:
                 if isinstance(instruction, (Emit, Finish, Refuse, WakeAt)):
                     self._for_callers.append(instruction)
                 elif isinstance(instruction, Suspect):
-                    self._suspect(instruction.drafter)
+                    suspects.append(instruction.drafter)
                 elif not isinstance(instruction, RunStep):
-                    self._send_draft(instruction)
+                    messages.setdefault(instruction.drafter, []).append(instruction)
         self._for_drafters.clear()
+        for drafter, message in messages.items():
+            self._send_drafts(drafter, message)
+        for drafter in suspects:  # nothing follows for them: their stream will end
+            self._suspect(drafter)
 
     def _tell_callers(self) -> None:
         waiting = self._for_callers

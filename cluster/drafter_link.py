@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from cluster.connections import (
 )
 from cluster.meters import WorkerMeter
 from cluster.outbox import Outbox
-from cluster.worker_wire import DraftInstruction, draft_to_wire, rules_from_wire
+from cluster.worker_wire import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
@@ -92,11 +93,11 @@ class DrafterLink:
         """Close the stream, and open none to this process again."""
         self._suspected.set()
 
-    def send(self, instruction: DraftInstruction) -> None:
-        """Send an instruction; it is dropped when the drafter is away, which forgot all anyway."""
+    def send(self, instructions: Sequence[DraftInstruction]) -> None:
+        """Send them in one message, or drop them: a drafter that is away has forgotten all."""
         if self._outbox is None:
             return
-        self._outbox.put(draft_to_wire(instruction))
+        self._outbox.put(drafts_to_wire(instructions))
         self._outbox.wake()
         if len(self._outbox) > MAX_UNSENT:
             self._overflown.set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from cluster.drafter_link import DrafterLink, DrafterListener, TargetVocabulary
 from cluster.meters import WorkerMeter
@@ -64,11 +64,11 @@ class DrafterPool:
         for name in list(self._links):
             await self._drop(name)
 
-    def send(self, instruction: DraftInstruction) -> None:
-        """Send an instruction to the drafter that it names."""
-        link = self._links.get(instruction.drafter)
+    def send(self, name: str, instructions: Sequence[DraftInstruction]) -> None:
+        """Send instructions, at least one, to the drafter that they name."""
+        link = self._links.get(name)
         if link is not None:
-            link.send(instruction)
+            link.send(instructions)
 
     def suspect(self, name: str) -> None:
         """Use a drafter no more until its process is another one."""

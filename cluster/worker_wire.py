@@ -79,6 +79,14 @@ def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdi
     )
 
 
+def drafts_to_wire(instructions: Sequence[DraftInstruction]) -> drafting_pb2.DraftRequest:
+    """The one message of all instructions for a drafter, of which there is at least one."""
+    requests = [draft_to_wire(instruction) for instruction in instructions]
+    if len(requests) == 1:
+        return requests[0]
+    return drafting_pb2.DraftRequest(batch=drafting_pb2.DraftRequestBatch(requests=requests))
+
+
 def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
     """The message of an instruction about a drafter."""
     match instruction:

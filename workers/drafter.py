@@ -142,8 +142,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         """Handle a stream's messages until it ends; then let its writer end too."""
         try:
             async for request in requests:
-                declined = apply_request(session, request)
-                if declined is not None:
+                for declined in apply_request(session, request):
                     outbox.put_nowait(drafting_pb2.DraftResponse(declined=declined))
                 self._handled += 1
                 self._woken.set()

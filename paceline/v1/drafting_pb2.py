@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from paceline.v1 import types_pb2 as paceline_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/drafting.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\"\x18\n\x16\x44\x65scribeDrafterRequest\"\xd0\x01\n\x17\x44\x65scribeDrafterResponse\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11vocabulary_digest\x18\x04 \x01(\x0c\x12\x14\n\x0cmax_position\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12,\n\x05rules\x18\x07 \x03(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x18\n\x10wants_top_tokens\x18\x08 \x01(\x08\"\xbf\x01\n\x0c\x44raftRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.paceline.v1.OpenSequenceH\x00\x12\'\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.paceline.v1.OutcomeH\x00\x12#\n\x05grant\x18\x03 \x01(\x0b\x32\x12.paceline.v1.GrantH\x00\x12+\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.CloseSequenceH\x00\x42\t\n\x07message\"\x9e\x01\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x04spec\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08\x64rafting\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.DraftingParams\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"=\n\x0e\x44raftingParams\x12+\n\x08stopping\x18\x01 \x01(\x0e\x32\x19.paceline.v1.StoppingRule\"o\n\x07Outcome\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\ntop_tokens\x18\x04 \x03(\x0b\x32\x16.paceline.v1.TopTokens\"\xa5\x01\n\x05Grant\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x16\n\x0euntil_position\x18\x02 \x01(\r\x12\x10\n\x08\x62ranches\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x15\n\rtokens_per_ms\x18\x05 \x01(\x01\x12\x1d\n\x15step_ms_per_candidate\x18\x06 \x01(\x01\x12\x18\n\x10\x64rafting_is_free\x18\x07 \x01(\x08\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"v\n\rDraftResponse\x12/\n\tproposals\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.ProposalBatchH\x00\x12)\n\x08\x64\x65\x63lined\x18\x02 \x01(\x0b\x32\x15.paceline.v1.DeclinedH\x00\x42\t\n\x07message\"c\n\rProposalBatch\x12(\n\tproposals\x18\x01 \x03(\x0b\x32\x15.paceline.v1.Proposal\x12\x14\n\x0cpass_seconds\x18\x02 \x01(\x01\x12\x12\n\ntokens_fed\x18\x03 \x01(\r\"\xb9\x02\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x1f\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Base\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x35\n\rdistributions\x18\x05 \x03(\x0b\x32\x1e.paceline.v1.DraftDistribution\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x16\n\x0emultiplicities\x18\x07 \x03(\r\x12@\n\x0estopping_state\x18\x08 \x03(\x0b\x32(.paceline.v1.Proposal.StoppingStateEntry\x1a\x34\n\x12StoppingStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"/\n\x08\x44\x65\x63lined\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xb3\x01\n\x0f\x44raftingService\x12\\\n\x0f\x44\x65scribeDrafter\x12#.paceline.v1.DescribeDrafterRequest\x1a$.paceline.v1.DescribeDrafterResponse\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apaceline/v1/drafting.proto\x12\x0bpaceline.v1\x1a\x17paceline/v1/types.proto\"\x18\n\x16\x44\x65scribeDrafterRequest\"\xd0\x01\n\x17\x44\x65scribeDrafterResponse\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11vocabulary_digest\x18\x04 \x01(\x0c\x12\x14\n\x0cmax_position\x18\x05 \x01(\r\x12\x0b\n\x03pid\x18\x06 \x01(\r\x12,\n\x05rules\x18\x07 \x03(\x0e\x32\x1d.paceline.v1.VerificationRule\x12\x18\n\x10wants_top_tokens\x18\x08 \x01(\x08\"\xf0\x01\n\x0c\x44raftRequest\x12)\n\x04open\x18\x01 \x01(\x0b\x32\x19.paceline.v1.OpenSequenceH\x00\x12\'\n\x07outcome\x18\x02 \x01(\x0b\x32\x14.paceline.v1.OutcomeH\x00\x12#\n\x05grant\x18\x03 \x01(\x0b\x32\x12.paceline.v1.GrantH\x00\x12+\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x1a.paceline.v1.CloseSequenceH\x00\x12/\n\x05\x62\x61tch\x18\x05 \x01(\x0b\x32\x1e.paceline.v1.DraftRequestBatchH\x00\x42\t\n\x07message\"@\n\x11\x44raftRequestBatch\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.paceline.v1.DraftRequest\"\x9e\x01\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\'\n\x04spec\x18\x02 \x01(\x0b\x32\x19.paceline.v1.SequenceSpec\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\x08\x64rafting\x18\x04 \x01(\x0b\x32\x1b.paceline.v1.DraftingParams\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"=\n\x0e\x44raftingParams\x12+\n\x08stopping\x18\x01 \x01(\x0e\x32\x19.paceline.v1.StoppingRule\"o\n\x07Outcome\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12*\n\ntop_tokens\x18\x04 \x03(\x0b\x32\x16.paceline.v1.TopTokens\"\xa5\x01\n\x05Grant\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x16\n\x0euntil_position\x18\x02 \x01(\r\x12\x10\n\x08\x62ranches\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x15\n\rtokens_per_ms\x18\x05 \x01(\x01\x12\x1d\n\x15step_ms_per_candidate\x18\x06 \x01(\x01\x12\x18\n\x10\x64rafting_is_free\x18\x07 \x01(\x08\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"v\n\rDraftResponse\x12/\n\tproposals\x18\x01 \x01(\x0b\x32\x1a.paceline.v1.ProposalBatchH\x00\x12)\n\x08\x64\x65\x63lined\x18\x02 \x01(\x0b\x32\x15.paceline.v1.DeclinedH\x00\x42\t\n\x07message\"c\n\rProposalBatch\x12(\n\tproposals\x18\x01 \x03(\x0b\x32\x15.paceline.v1.Proposal\x12\x14\n\x0cpass_seconds\x18\x02 \x01(\x01\x12\x12\n\ntokens_fed\x18\x03 \x01(\r\"\xb9\x02\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x1f\n\x04\x62\x61se\x18\x02 \x01(\x0b\x32\x11.paceline.v1.Base\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x35\n\rdistributions\x18\x05 \x03(\x0b\x32\x1e.paceline.v1.DraftDistribution\x12\x0c\n\x04last\x18\x06 \x01(\x08\x12\x16\n\x0emultiplicities\x18\x07 \x03(\r\x12@\n\x0estopping_state\x18\x08 \x03(\x0b\x32(.paceline.v1.Proposal.StoppingStateEntry\x1a\x34\n\x12StoppingStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"/\n\x08\x44\x65\x63lined\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xb3\x01\n\x0f\x44raftingService\x12\\\n\x0f\x44\x65scribeDrafter\x12#.paceline.v1.DescribeDrafterRequest\x1a$.paceline.v1.DescribeDrafterResponse\x12\x42\n\x05\x44raft\x12\x19.paceline.v1.DraftRequest\x1a\x1a.paceline.v1.DraftResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,27 +39,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_start=95
   _globals['_DESCRIBEDRAFTERRESPONSE']._serialized_end=303
   _globals['_DRAFTREQUEST']._serialized_start=306
-  _globals['_DRAFTREQUEST']._serialized_end=497
-  _globals['_OPENSEQUENCE']._serialized_start=500
-  _globals['_OPENSEQUENCE']._serialized_end=658
-  _globals['_DRAFTINGPARAMS']._serialized_start=660
-  _globals['_DRAFTINGPARAMS']._serialized_end=721
-  _globals['_OUTCOME']._serialized_start=723
-  _globals['_OUTCOME']._serialized_end=834
-  _globals['_GRANT']._serialized_start=837
-  _globals['_GRANT']._serialized_end=1002
-  _globals['_CLOSESEQUENCE']._serialized_start=1004
-  _globals['_CLOSESEQUENCE']._serialized_end=1040
-  _globals['_DRAFTRESPONSE']._serialized_start=1042
-  _globals['_DRAFTRESPONSE']._serialized_end=1160
-  _globals['_PROPOSALBATCH']._serialized_start=1162
-  _globals['_PROPOSALBATCH']._serialized_end=1261
-  _globals['_PROPOSAL']._serialized_start=1264
-  _globals['_PROPOSAL']._serialized_end=1577
-  _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_start=1525
-  _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_end=1577
-  _globals['_DECLINED']._serialized_start=1579
-  _globals['_DECLINED']._serialized_end=1626
-  _globals['_DRAFTINGSERVICE']._serialized_start=1629
-  _globals['_DRAFTINGSERVICE']._serialized_end=1808
+  _globals['_DRAFTREQUEST']._serialized_end=546
+  _globals['_DRAFTREQUESTBATCH']._serialized_start=548
+  _globals['_DRAFTREQUESTBATCH']._serialized_end=612
+  _globals['_OPENSEQUENCE']._serialized_start=615
+  _globals['_OPENSEQUENCE']._serialized_end=773
+  _globals['_DRAFTINGPARAMS']._serialized_start=775
+  _globals['_DRAFTINGPARAMS']._serialized_end=836
+  _globals['_OUTCOME']._serialized_start=838
+  _globals['_OUTCOME']._serialized_end=949
+  _globals['_GRANT']._serialized_start=952
+  _globals['_GRANT']._serialized_end=1117
+  _globals['_CLOSESEQUENCE']._serialized_start=1119
+  _globals['_CLOSESEQUENCE']._serialized_end=1155
+  _globals['_DRAFTRESPONSE']._serialized_start=1157
+  _globals['_DRAFTRESPONSE']._serialized_end=1275
+  _globals['_PROPOSALBATCH']._serialized_start=1277
+  _globals['_PROPOSALBATCH']._serialized_end=1376
+  _globals['_PROPOSAL']._serialized_start=1379
+  _globals['_PROPOSAL']._serialized_end=1692
+  _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_start=1640
+  _globals['_PROPOSAL_STOPPINGSTATEENTRY']._serialized_end=1692
+  _globals['_DECLINED']._serialized_start=1694
+  _globals['_DECLINED']._serialized_end=1741
+  _globals['_DRAFTINGSERVICE']._serialized_start=1744
+  _globals['_DRAFTINGSERVICE']._serialized_end=1923
 # @@protoc_insertion_point(module_scope)

@@ -92,6 +92,7 @@ class DraftRequest(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     GRANT_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
+    BATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def open(self) -> Global___OpenSequence: ...
     @_builtins.property
@@ -100,6 +101,8 @@ class DraftRequest(_message.Message):
     def grant(self) -> Global___Grant: ...
     @_builtins.property
     def close(self) -> Global___CloseSequence: ...
+    @_builtins.property
+    def batch(self) -> Global___DraftRequestBatch: ...
     def __init__(
         self,
         *,
@@ -107,16 +110,43 @@ class DraftRequest(_message.Message):
         outcome: Global___Outcome | None = ...,
         grant: Global___Grant | None = ...,
         close: Global___CloseSequence | None = ...,
+        batch: Global___DraftRequestBatch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "grant", b"grant", "message", b"message", "open", b"open", "outcome", b"outcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "close", b"close", "grant", b"grant", "message", b"message", "open", b"open", "outcome", b"outcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "grant", b"grant", "message", b"message", "open", b"open", "outcome", b"outcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch", "close", b"close", "grant", b"grant", "message", b"message", "open", b"open", "outcome", b"outcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "outcome", "grant", "close"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["open", "outcome", "grant", "close", "batch"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___DraftRequest: _TypeAlias = DraftRequest  # noqa: Y015
+
+@_typing.final
+class DraftRequestBatch(_message.Message):
+    """What one step of the target brought for the sequences of this drafter. It means what its requests
+    mean when they come alone, in this order; together they are handled before the next pass.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftRequest]:
+        """At least one; none holds a batch."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___DraftRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftRequestBatch: _TypeAlias = DraftRequestBatch  # noqa: Y015
 
 @_typing.final
 class OpenSequence(_message.Message):

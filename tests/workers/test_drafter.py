@@ -9,6 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from paceline.convert import spec_to_wire
 from paceline.errors import ConfigError
 from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
@@ -22,6 +23,10 @@ from workers.target_shard import TargetShardOptions, serve_target_shard
 PROMPT = [5, 6, 7, 8, 5, 6, 9]
 SPEC = SequenceSpec(SamplingParams(temperature=1.0), seed=3, prompt_length=len(PROMPT))
 BLOCK_BYTES = 2 * 2 * 2 * 128 * 8 * 4  # layers, keys and values, heads, positions, size, float32
+
+
+def batch_of(*requests: drafting_pb2.DraftRequest) -> drafting_pb2.DraftRequest:
+    return drafting_pb2.DraftRequest(batch=drafting_pb2.DraftRequestBatch(requests=requests))
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +131,29 @@ async def test_a_cancelled_stream_frees_its_sequences(checkpoint: Path) -> None:
     await drafter.stop()
 
 
+async def test_a_batch_means_what_its_requests_mean_alone(drafter: RunningServer) -> None:
+    def opened(number: int, length: int) -> drafting_pb2.DraftRequest:
+        return drafting_pb2.DraftRequest(
+            open=drafting_pb2.OpenSequence(
+                sequence_id=number, spec=spec_to_wire(SPEC), token_ids=[5] * length
+            )
+        )
+
+    def granted(number: int) -> drafting_pb2.DraftRequest:
+        return drafting_pb2.DraftRequest(
+            grant=drafting_pb2.Grant(sequence_id=number, until_position=20, branches=1)
+        )
+
+    async with open_channel(drafter.address) as channel:
+        stream = DraftStream(channel)
+        message = batch_of(opened(1, 8), granted(1), opened(2, 512), opened(3, 9), granted(3))
+        await stream.call.write(message)
+        assert (await stream.read()).declined.sequence_id == 2
+        # All was handled before the pass: its first message has drafts of both.
+        proposals = (await stream.read()).proposals.proposals
+        assert {proposal.sequence_id for proposal in proposals} == {1, 3}
+
+
 async def test_a_prompt_beyond_the_context_is_declined(drafter: RunningServer) -> None:
     async with open_channel(drafter.address) as channel:
         stream = DraftStream(channel)
@@ -183,6 +211,15 @@ async def test_ngrams_come_in_one_go(ngram_drafter: RunningServer) -> None:
         (
             drafting_pb2.DraftRequest(open=drafting_pb2.OpenSequence(token_ids=[1])),
             "open.spec.rule",
+        ),
+        (batch_of(), "batch.requests: expected at least one"),
+        (batch_of(batch_of()), "batch.requests[0].message: expected open, outcome, grant or close"),
+        (
+            batch_of(
+                drafting_pb2.DraftRequest(close=drafting_pb2.CloseSequence(sequence_id=2)),
+                drafting_pb2.DraftRequest(grant=drafting_pb2.Grant(sequence_id=1)),
+            ),
+            "batch.requests[1].grant.branches: expected at least 1",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

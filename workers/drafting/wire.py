@@ -13,8 +13,25 @@ from workers.drafting.tree import Grant
 
 def apply_request(
     session: DraftingSession, request: drafting_pb2.DraftRequest
+) -> list[drafting_pb2.Declined]:
+    """Apply one message. Returns refusals; raises ProtocolError naming the field that is wrong."""
+    if not request.HasField("batch"):
+        declined = _apply_one(session, request)
+        return [] if declined is None else [declined]
+    if not request.batch.requests:
+        raise ProtocolError("batch.requests: expected at least one")
+    answers = []
+    for index, one in enumerate(request.batch.requests):
+        try:
+            answers.append(_apply_one(session, one))
+        except ProtocolError as error:
+            raise ProtocolError(f"batch.requests[{index}].{error}") from None
+    return [declined for declined in answers if declined is not None]
+
+
+def _apply_one(
+    session: DraftingSession, request: drafting_pb2.DraftRequest
 ) -> drafting_pb2.Declined | None:
-    """Apply one message. Returns a refusal; raises ProtocolError naming the field that is wrong."""
     kind = request.WhichOneof("message")
     if kind == "outcome":
         outcome = request.outcome
@@ -31,7 +48,9 @@ def apply_request(
     elif kind == "close":
         session.close(request.close.sequence_id)
     else:
-        raise ProtocolError("message: expected open, outcome, grant or close, got none")
+        raise ProtocolError(
+            f"message: expected open, outcome, grant or close, got {kind or 'none'}"
+        )
     return None
 
 
