@@ -1,0 +1,38 @@
+"""Engines of the CUDA package on either device, for tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.cuda.engine import CudaEngine, CudaOptions
+from workers.engine.cuda.loading import load_on_device
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+KV_BYTES = 4 << 20
+
+
+def make_engine(
+    folder: Path,
+    device: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kv_memory_bytes: int | None = KV_BYTES,
+    max_model_len: int | None = None,
+    batch_invariant: bool = True,
+    graphs: bool = True,
+) -> CudaEngine:
+    info = inspect_checkpoint(folder)
+    model = load_on_device(folder, torch.device(device), dtype)
+    options = CudaOptions(
+        kv_memory_bytes=kv_memory_bytes,
+        max_model_len=max_model_len,
+        batch_invariant=batch_invariant,
+        max_step_tokens=512,
+        max_num_seqs=4,
+        graphs=graphs,
+    )
+    return CudaEngine(model, info, options)

@@ -1,0 +1,105 @@
+"""Memory, shapes and linears of the CUDA package: arithmetic that needs no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from paceline.errors import ConfigError
+from workers.engine.cuda.graphs import MAX_TOKENS, bucket_of, chain_buckets
+from workers.engine.cuda.layout import Shape, exact_shape
+from workers.engine.cuda.linears import FIXED_ROWS, FixedRowsLinear, adapt_model
+from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
+from workers.engine.fusing import NativeNorm, ProjectionPart
+from workers.engine.slices import Slice
+
+GIB = 1 << 30
+PROFILE = MemoryProfile(total=80 * GIB, free=60 * GIB, activations=GIB)
+"""20 GiB of weights, of which a tenth of the device may not be used: 50 GiB are left."""
+
+
+def test_automatic_kv_takes_what_a_step_leaves() -> None:
+    assert PROFILE.kv == 50 * GIB
+    per_block = 32 << 20
+    assert choose_num_blocks(None, PROFILE, per_block=per_block, max_model_len=8192) == 1600
+
+
+def test_too_little_memory_is_refused_with_the_numbers() -> None:
+    tight = MemoryProfile(total=80 * GIB, free=9 * GIB, activations=GIB)
+    with pytest.raises(ConfigError, match=rf"{71 * GIB} are taken.*leaves 0 for KV.*{GIB}: lower"):
+        choose_num_blocks(None, tight, per_block=32 << 20, max_model_len=8192)
+    with pytest.raises(ConfigError, match=f"at least {GIB} bytes"):
+        choose_num_blocks(GIB - 1, PROFILE, per_block=32 << 20, max_model_len=8192)
+    with pytest.raises(ConfigError, match=f"does not fit.*{60 * GIB} are free"):
+        choose_num_blocks(59 * GIB, PROFILE, per_block=32 << 20, max_model_len=8192)
+    assert choose_num_blocks(58 * GIB, PROFILE, per_block=GIB, max_model_len=256) == 58
+
+
+def piece(width: int, parents: tuple[int, ...] = ()) -> Slice:
+    return Slice([0, 1], 100, [1] * width, 1, 101 if parents else None, parents)
+
+
+def test_a_step_is_rounded_up_to_a_captured_shape() -> None:
+    assert bucket_of(exact_shape([piece(1)])) == Shape(1, 1, 1)
+    assert bucket_of(exact_shape([piece(9), piece(1), piece(4)])) == Shape(4, 36, 9)
+    assert bucket_of(exact_shape([piece(4, (0, 0, 1))] * 2)) == Shape(0, 0, 0, 2, 5, 5)
+
+
+def test_other_steps_run_as_they_are() -> None:
+    tree = piece(4, (0, 0, 1))
+    assert bucket_of(exact_shape([tree, piece(1)])) is None
+    assert bucket_of(exact_shape([piece(66)])) is None
+    assert bucket_of(exact_shape([piece(33)] * 9)) is None
+
+
+def test_every_captured_shape_is_one_that_steps_are_rounded_to() -> None:
+    shapes = chain_buckets(max_num_seqs=5)
+    assert len(shapes) == len(set(shapes))
+    assert {shape.num_chains for shape in shapes} == {1, 2, 4, 8}
+    assert all(shape.num_tokens <= MAX_TOKENS and bucket_of(shape) == shape for shape in shapes)
+    assert [shape.num_tokens for shape in shapes] == sorted(
+        (shape.num_tokens for shape in shapes), reverse=True
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_product_do_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    source = nn.Linear(96, 130).to(dtype)
+    fixed = FixedRowsLinear(source)
+    rows = torch.randn(2 * FIXED_ROWS + 5, 96).to(dtype)
+    with torch.no_grad():
+        whole = fixed(rows)
+        assert torch.allclose(whole, source(rows), atol=0.02)
+        for first, count in ((0, 1), (3, 9), (60, 70), (FIXED_ROWS, FIXED_ROWS)):
+            # A row keeps its place in its tile: that another place gives the same bits too is for
+            # the device's kernels to say, and the self-test asks them.
+            place = first % FIXED_ROWS
+            padded = torch.cat([rows.new_zeros(place, 96), rows[first : first + count]])
+            assert torch.equal(fixed(padded)[place:], whole[first : first + count])
+        assert fixed(rows[None, :3]).shape == (1, 3, 130)
+
+
+def test_models_are_adapted_in_place() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj, self.k_proj, self.v_proj = (nn.Linear(8, 4) for _ in range(3))
+            self.o_proj = nn.Linear(8, 8)
+            self.norm = LlamaRMSNorm(8)
+            self.other_norm = GemmaRMSNorm(8)
+
+    for batch_invariant in (True, False):
+        block = Block().to(torch.bfloat16).requires_grad_(False)
+        nn.init.normal_(block.norm.weight)
+        adapt_model(block, batch_invariant=batch_invariant)
+        assert isinstance(block.q_proj, ProjectionPart)
+        kind = FixedRowsLinear if batch_invariant else nn.Linear
+        assert type(block.o_proj) is kind
+        assert type(block.q_proj.shared.joined) is kind
+        assert type(block.norm) is NativeNorm
+        # It multiplies by 1 + weight, and has no epsilon of that name.
+        assert type(block.other_norm) is GemmaRMSNorm

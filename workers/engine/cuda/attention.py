@@ -1,0 +1,176 @@
+"""Attention over pages: torch's varlen_attn on a GPU, a plain reference where that cannot run.
+
+varlen_attn (FlashAttention) takes float16 and bfloat16 on CUDA devices. For float32, and on a CPU,
+where only tests use it, the reference computes the same, sequence by sequence.
+
+A tree's nodes need a mask, which varlen_attn has none of. So their attention is two parts, merged
+by log-sum-exp: the stem, which all of a slice's tokens see whole, by the kernel; and what they do
+not all see (the tree, and tokens before it that are fed with it) by plain products with a mask.
+
+Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table,
+W tokens of a tree's slice, K keys beside the stem, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
+
+_LARGEST_HEAD = 256
+_HEAD_MULTIPLE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Sequences of different lengths, their tokens packed one sequence after another.
+
+    Sequence b's queries are tokens `cu_seq_B[b]` to `cu_seq_B[b + 1]`; it has `used_B[b]` keys in
+    the pages of row b of `table_BP`. All int32. `max_width` tokens at most in one sequence.
+    `lengths`: (queries, keys) of each, on the host; only the reference reads them.
+    """
+
+    cu_seq_B: Tensor
+    used_B: Tensor
+    table_BP: Tensor
+    max_width: int
+    lengths: Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trees:
+    """Slices of one width whose tokens do not all see each other.
+
+    `stem` says what all of a slice's tokens see. Of the slots `key_slots_BK` token w sees those
+    where `seen_BWK`; at least one.
+    """
+
+    stem: Ragged
+    key_slots_BK: Tensor
+    seen_BWK: Tensor
+
+
+def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether varlen_attn takes such tensors."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.float16, torch.bfloat16)
+        and head_size % _HEAD_MULTIPLE == 0
+        and head_size <= _LARGEST_HEAD
+    )
+
+
+def attend(
+    query_TAD: Tensor,
+    layer: LayerPages,
+    ragged: Ragged,
+    scaling: float,
+    *,
+    causal: bool,
+    batch_invariant: bool,
+) -> tuple[Tensor, Tensor]:
+    """Outputs [T, A, D], and float32 log-sum-exps of the scores [A, T].
+
+    `causal`: the last query sees all keys, each before it one less; else all see all. Where there
+    are no keys, both are unspecified. `batch_invariant`: keys are not split among blocks of
+    threads, whose number depends on the batch.
+    """
+    if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
+        return _reference(query_TAD, layer, ragged, scaling, causal=causal)
+    result = varlen_attn(
+        query_TAD,
+        layer.keys_NPHD,
+        layer.values_NPHD,
+        ragged.cu_seq_B,
+        None,
+        # Never 1: for a single query the kernel puts the heads of a group in its rows.
+        max(2, ragged.max_width),
+        ragged.table_BP.shape[1] * PAGE_SIZE,
+        return_aux=AuxRequest(lse=True),
+        scale=scaling,
+        window_size=(-1, 0) if causal else (-1, -1),
+        enable_gqa=True,
+        seqused_k=ragged.used_B,
+        block_table=ragged.table_BP,
+        num_splits=1 if batch_invariant else None,
+    )
+    assert isinstance(result, tuple), "the log-sum-exps were asked for"
+    return result
+
+
+def _reference(
+    query_TAD: Tensor, layer: LayerPages, ragged: Ragged, scaling: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    output_TAD = torch.zeros_like(query_TAD)
+    lse_AT = query_TAD.new_zeros((query_TAD.shape[1], query_TAD.shape[0]), dtype=torch.float32)
+    first = 0
+    for table_P, (num_queries, num_keys) in zip(ragged.table_BP, ragged.lengths, strict=True):
+        tokens = slice(first, first + num_queries)
+        first += num_queries
+        if num_keys == 0:
+            continue
+        pages = table_P[: -(-num_keys // PAGE_SIZE)].to(torch.int64)
+        keys_KHD, values_KHD = (
+            one.index_select(0, pages).flatten(0, 1)[:num_keys]
+            for one in (layer.keys_NPHD, layer.values_NPHD)
+        )
+        seen_QK = query_TAD.new_ones((num_queries, num_keys), dtype=torch.bool)
+        if causal:
+            seen_QK = seen_QK.tril(num_keys - num_queries)
+        output, lse = masked_attention(
+            query_TAD[None, tokens], keys_KHD[None], values_KHD[None], seen_QK, scaling
+        )
+        output_TAD[tokens] = output[0]
+        lse_AT[:, tokens] = lse[0].T
+    return output_TAD, lse_AT
+
+
+def attend_trees(
+    query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: float, *, batch_invariant: bool
+) -> Tensor:
+    """Outputs [T, A, D] of the slices' tokens, packed: [B x W]."""
+    num_trees, width, num_keys = trees.seen_BWK.shape
+    stem_TAD, stem_lse_AT = attend(
+        query_TAD, layer, trees.stem, scaling, causal=False, batch_invariant=batch_invariant
+    )
+    slots = trees.key_slots_BK.flatten()
+    keys_BKHD, values_BKHD = (
+        one.index_select(0, slots).view(num_trees, num_keys, *one.shape[1:])
+        for one in (layer.keys_SHD, layer.values_SHD)
+    )
+    query_BWAD = query_TAD.view(num_trees, width, *query_TAD.shape[1:])
+    own_BWAD, own_lse_BWA = masked_attention(
+        query_BWAD, keys_BKHD, values_BKHD, trees.seen_BWK, scaling
+    )
+    has_stem_B11 = (trees.stem.used_B > 0)[:, None, None]
+    stem_lse_BWA = stem_lse_AT.T.reshape(own_lse_BWA.shape)
+    stem_lse_BWA = torch.where(has_stem_B11, stem_lse_BWA, -torch.inf)
+    stem_BWAD = torch.where(has_stem_B11[..., None], stem_TAD.view(query_BWAD.shape), 0.0)
+    # The stem's share of the weights, and the rest.
+    share_BWA1 = torch.sigmoid(stem_lse_BWA - own_lse_BWA)[..., None]
+    merged_BWAD = stem_BWAD * share_BWA1 + own_BWAD * (1 - share_BWA1)
+    return merged_BWAD.to(query_TAD.dtype).view(query_TAD.shape)
+
+
+def masked_attention(
+    query_BWAD: Tensor, keys_BKHD: Tensor, values_BKHD: Tensor, seen_BWK: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Float32 outputs [B, W, A, D] and log-sum-exps [B, W, A], computed in float32.
+
+    `seen_BWK` may lack B: then it is one for all. Query head a uses key head a // (A / H).
+    """
+    num_slices, width, num_query_heads, head_size = query_BWAD.shape
+    num_heads = keys_BKHD.shape[2]
+    query = query_BWAD.to(torch.float32).view(num_slices, width, num_heads, -1, head_size)
+    scores = torch.einsum("bwhgd,bkhd->bwhgk", query, keys_BKHD.to(torch.float32)) * scaling
+    scores = scores.masked_fill(~seen_BWK[..., :, None, None, :], -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - lse[..., None]).exp()
+    output = torch.einsum("bwhgk,bkhd->bwhgd", weights, values_BKHD.to(torch.float32))
+    shape = (num_slices, width, num_query_heads)
+    return output.reshape(*shape, head_size), lse.reshape(shape)

@@ -1,0 +1,248 @@
+"""The engine on a GPU: a model or a rank's part of one, its KV pages, and the step that runs them.
+
+Nothing in a step waits for the device: what is sent is pinned, and the logits stay there, where
+device_verdicts.py chooses tokens. A CPU can take the GPU's place, slowly, and does so in tests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from paceline.errors import ConfigError
+from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.cuda.attention import can_use_kernel
+from workers.engine.cuda.graphs import Graphs, bucket_of, chain_buckets
+from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
+from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
+from workers.engine.cuda.linears import adapt_model
+from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
+from workers.engine.cuda.staging import to_device
+from workers.engine.cuda.step import DeviceStep, Heads
+from workers.engine.forward import choose_by_probe, probe_slice
+from workers.engine.self_test import rows_are_invariant
+from workers.engine.slices import Slice, check_tree
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CudaOptions:
+    """How the engine runs. `kv_memory_bytes` None: what a profile run leaves free.
+
+    `batch_invariant`: products of a fixed number of rows, attention whose keys are not split.
+    `max_step_tokens`: the most that a step feeds. `graphs`: whether decoding steps are captured.
+    """
+
+    kv_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    batch_invariant: bool = True
+    max_step_tokens: int = 2048
+    max_num_seqs: int = 64
+    graphs: bool = True
+
+
+class CudaEngine:
+    """A loaded model with its KV memory."""
+
+    def __init__(
+        self, model: PreTrainedModel, info: CheckpointInfo, options: CudaOptions | None = None
+    ) -> None:
+        """Adapt the model, which lies on its device already, and allocate.
+
+        Raises ConfigError when memory does not suffice, or for a max_model_len that cannot be.
+        """
+        options = options or CudaOptions()
+        self.info = info
+        self.device = model.device
+        self.max_model_len = _choose_length(options.max_model_len, info.max_model_len)
+        self._options = options
+        self._table_pages = -(-self.max_model_len // PAGE_SIZE) + 1
+        config = model.config
+        num_queries = int(config.num_attention_heads)
+        num_keys = int(getattr(config, "num_key_value_heads", None) or num_queries)
+        self._heads = Heads(num_queries, num_keys)
+        self._sizes = {
+            "num_layers": int(config.num_hidden_layers),
+            "num_heads": num_keys,
+            "head_size": int(
+                getattr(config, "head_dim", None) or config.hidden_size // num_queries
+            ),
+        }
+        self._dtype = model.dtype
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._seconds = 0.0
+        self._graphs: Graphs | None = None
+        try:
+            self._prepare(model)
+        except torch.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise ConfigError(
+                f"out of GPU memory while the engine was made ready: {free} of {total} bytes are "
+                f"free; lower kv_memory or max_model_len, or raise tensor_parallel ({error})"
+            ) from error
+
+    @torch.inference_mode()
+    def _prepare(self, model: PreTrainedModel) -> None:
+        options = self._options
+        adapt_model(model, batch_invariant=options.batch_invariant)
+        probe = probe_slice(int(self.info.vocab_size))
+        self._cache = self._allocate(-(-options.max_step_tokens // PAGE_SIZE))
+        step = self._on_device([probe])
+        self._forward = choose_by_probe(model, step)
+        profile = self._profile() if self.device.type == "cuda" else None
+        num_blocks = choose_num_blocks(
+            options.kv_memory_bytes,
+            profile,
+            per_block=page_bytes(**self._sizes, dtype=self._dtype),
+            max_model_len=self.max_model_len,
+        )
+        del self._cache
+        self._cache = self._allocate(num_blocks)
+        if options.graphs and can_use_kernel(self.device, self._dtype, self._sizes["head_size"]):
+            self._capture()
+        self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
+
+    def _allocate(self, num_blocks: int) -> PagedKV:
+        return PagedKV(**self._sizes, num_blocks=num_blocks, dtype=self._dtype, device=self.device)
+
+    def _profile(self) -> MemoryProfile:
+        """Run the largest step there can be, with the most logits that can be asked for."""
+        torch.cuda.empty_cache()
+        count = min(self._options.max_step_tokens, self.max_model_len)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        blocks = range(-(-count // PAGE_SIZE))
+        self._eager([Slice(blocks, 0, [0] * count, min(count, self._options.max_num_seqs * 9))])
+        torch.cuda.synchronize(self.device)
+        activations = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        own = page_bytes(**self._sizes, dtype=self._dtype) * (self._cache.num_blocks + 1)
+        return MemoryProfile(total=total, free=free + own, activations=activations)
+
+    def _capture(self) -> None:
+        """Capture what chains need. A model whose code cannot be captured runs without graphs."""
+        graphs = Graphs(
+            self._run,
+            vocab_size=self.info.vocab_size,
+            table_pages=self._table_pages,
+            scratch_block=self._cache.scratch_block,
+            device=self.device,
+        )
+        try:
+            for shape in chain_buckets(max_num_seqs=self._options.max_num_seqs):
+                graphs.capture(shape)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            _log.warning("steps run without CUDA graphs, the model cannot be captured: %s", error)
+            return
+        self._graphs = graphs
+
+    @property
+    def block_size(self) -> int:
+        """Positions of a KV block."""
+        return PAGE_SIZE
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks there are; ids go from 0 to this less 1."""
+        return self._cache.num_blocks
+
+    @property
+    def forward_seconds(self) -> float:
+        """What the last step took on its device. Waits until it is done: ask after the verdicts."""
+        if self._events is not None:
+            begin, end = self._events
+            end.synchronize()
+            self._seconds = begin.elapsed_time(end) / 1000
+            self._events = None
+        return self._seconds
+
+    @torch.inference_mode()
+    def step(self, slices: Sequence[Slice]) -> Tensor:
+        """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
+
+        Rows and conditions are those of Engine.step. The logits are on the device, and may still be
+        in the making.
+        """
+        for piece in slices:
+            check_tree(piece)
+        begin = self._mark()
+        began = time.perf_counter()
+        shape = None if self._graphs is None else bucket_of(exact_shape(slices))
+        if shape is None:
+            logits_TV = self._eager(slices)
+        else:
+            assert self._graphs is not None
+            all_TV, layout = self._graphs.replay(slices, shape)
+            logits_TV = all_TV.index_select(0, self._rows(layout))
+        self._seconds = time.perf_counter() - began
+        end = self._mark()
+        self._events = None if begin is None or end is None else (begin, end)
+        return logits_TV
+
+    @torch.inference_mode()
+    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy a sequence's KV from slot to slot, pair by pair in order, as Engine.move_kv does."""
+        origin: dict[int, int] = {}
+        for source, target in moves:
+            origin[target] = origin.get(source, source)
+        pairs = [
+            [slot_of(block_table, slot) for slot in slots] for slots in (origin.values(), origin)
+        ]
+        sources, targets = to_device(np.array(pairs, dtype=np.int64), self.device)
+        self._cache.copy_slots(sources, targets)
+
+    def _eager(self, slices: Sequence[Slice]) -> Tensor:
+        return self._forward(self._on_device(slices)).to(torch.float32)
+
+    def _on_device(self, slices: Sequence[Slice]) -> DeviceStep:
+        layout = lay_out(
+            slices,
+            exact_shape(slices),
+            table_pages=self._table_pages,
+            scratch_block=self._cache.scratch_block,
+            even=False,
+        )
+        return self._device_step(to_device(layout.array, self.device), layout, self._rows(layout))
+
+    def _run(self, array: Tensor, layout: Layout) -> Tensor:
+        """The logits of all tokens: what a graph captures."""
+        rows = torch.arange(layout.shape.num_tokens, device=self.device)
+        return self._forward(self._device_step(array, layout, rows)).to(torch.float32)
+
+    def _device_step(self, array: Tensor, layout: Layout, logit_rows: Tensor) -> DeviceStep:
+        return DeviceStep(
+            read_inputs(array, layout, table_pages=self._table_pages),
+            logit_rows,
+            self._cache,
+            self._heads,
+            batch_invariant=self._options.batch_invariant,
+        )
+
+    def _rows(self, layout: Layout) -> Tensor:
+        return to_device(np.array(layout.logit_rows, dtype=np.int64), self.device)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+
+def _choose_length(asked: int | None, own: int) -> int:
+    if asked is None:
+        return own
+    if not 0 < asked <= own:
+        raise ConfigError(f"max_model_len must be from 1 to the checkpoint's {own}, got {asked}")
+    return asked

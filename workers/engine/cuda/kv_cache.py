@@ -1,0 +1,69 @@
+"""Keys and values in the layout that varlen_attn's block table reads: pages of whole positions.
+
+Shapes: N pages, P positions of a page, H key/value heads, D head size, S = N x P slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PAGE_SIZE = 256
+"""Positions of a KV block. FlashAttention takes pages in multiples of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's keys and values: the same memory seen by page and by slot."""
+
+    keys_NPHD: Tensor
+    values_NPHD: Tensor
+    keys_SHD: Tensor
+    values_SHD: Tensor
+
+
+class PagedKV:
+    """`num_blocks` pages and, after them, one that belongs to nobody: padding is stored there.
+
+    Zeroed, for padding is read too, and must be numbers.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        head_size: int,
+        num_blocks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.scratch_block = num_blocks
+        shape = (num_blocks + 1, PAGE_SIZE, num_heads, head_size)
+
+        def make_layer() -> LayerPages:
+            keys = torch.zeros(shape, dtype=dtype, device=device)
+            values = torch.zeros(shape, dtype=dtype, device=device)
+            return LayerPages(keys, values, keys.flatten(0, 1), values.flatten(0, 1))
+
+        self.layers = [make_layer() for _ in range(num_layers)]
+
+    def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy keys and values of slots to others, in all layers; all are read before any write."""
+        for layer in self.layers:
+            for slots_SHD in (layer.keys_SHD, layer.values_SHD):
+                slots_SHD.index_copy_(0, targets, slots_SHD.index_select(0, sources))
+
+
+def slot_of(block_table: Sequence[int], position: int) -> int:
+    """Where a sequence's position lies among all slots."""
+    return block_table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+
+
+def page_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one page takes over all layers, keys and values."""
+    return 2 * num_layers * num_heads * head_size * PAGE_SIZE * dtype.itemsize

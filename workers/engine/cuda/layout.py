@@ -1,0 +1,240 @@
+"""A step as one array of integers: what a GPU must be told besides weights and KV.
+
+Chains (slices whose tokens each see all before them) come first, packed; slices with a tree follow,
+all padded to one width. A shape says how large each part of the array is. A step may be laid out in
+a larger shape than it needs, that of a captured graph: what is padded belongs to the scratch page.
+
+Shapes: T tokens, B sequences, P pages of a table, W tokens of a tree's slice, K keys beside a stem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from workers.engine.cuda.attention import Ragged, Trees
+from workers.engine.cuda.kv_cache import PAGE_SIZE, slot_of
+from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
+
+Ints = NDArray[np.int32]
+Array = TypeVar("Array", Ints, Tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How many chains with how many tokens in all, the longest of `chain_width`; and trees."""
+
+    num_chains: int
+    chain_tokens: int
+    chain_width: int
+    num_trees: int = 0
+    tree_width: int = 0
+    tree_keys: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chain_tokens + self.num_trees * self.tree_width
+
+    def parts(self, table_pages: int) -> dict[str, tuple[int, ...]]:
+        """Names and sizes of the array's parts, in their order."""
+        return {
+            "token_ids": (self.num_tokens,),
+            "positions": (self.num_tokens,),
+            "slots": (self.num_tokens,),
+            "chain_ends": (self.num_chains + 1,),
+            "chain_used": (self.num_chains,),
+            "chain_table": (self.num_chains, table_pages),
+            "tree_ends": (self.num_trees + 1,),
+            "tree_used": (self.num_trees,),
+            "tree_table": (self.num_trees, table_pages),
+            "tree_slots": (self.num_trees, self.tree_keys),
+            "tree_seen": (self.num_trees, self.tree_width, self.tree_keys),
+        }
+
+    def size(self, table_pages: int) -> int:
+        """Integers of the whole array."""
+        return sum(int(np.prod(size)) for size in self.parts(table_pages).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A step laid out in a shape, on the host.
+
+    `logit_rows`: where among the T tokens the wanted rows are, in the order of the slices.
+    """
+
+    shape: Shape
+    array: Ints
+    chain_lengths: tuple[tuple[int, int], ...]
+    tree_lengths: tuple[tuple[int, int], ...]
+    logit_rows: tuple[int, ...]
+
+
+def stem_of(piece: Slice) -> int:
+    """Slots before this one are seen by every fed token of a slice with a tree."""
+    assert piece.tree_start is not None
+    return min(piece.start, piece.tree_start)
+
+
+def end_of(piece: Slice) -> int:
+    """The slot after the last fed token."""
+    return piece.start + len(piece.token_ids)
+
+
+def exact_shape(slices: Sequence[Slice]) -> Shape:
+    """The smallest shape for a step."""
+    chains = [len(piece.token_ids) for piece in slices if not is_tree(piece)]
+    trees = [piece for piece in slices if is_tree(piece)]
+    return Shape(
+        num_chains=len(chains),
+        chain_tokens=sum(chains),
+        chain_width=max(chains, default=0),
+        num_trees=len(trees),
+        tree_width=max((len(piece.token_ids) for piece in trees), default=0),
+        tree_keys=max((end_of(piece) - stem_of(piece) for piece in trees), default=0),
+    )
+
+
+def lay_out(
+    slices: Sequence[Slice], shape: Shape, *, table_pages: int, scratch_block: int, even: bool
+) -> Layout:
+    """Lay a step out. `even`: each chain takes `chain_width` tokens, padded; else its own."""
+    writer = _Writer(shape, table_pages, scratch_block)
+    chains = [i for i, piece in enumerate(slices) if not is_tree(piece)]
+    trees = [i for i, piece in enumerate(slices) if is_tree(piece)]
+    first_rows: dict[int, int] = {}
+    lengths: list[tuple[int, int]] = []
+    at = 0
+    for row in range(shape.num_chains):
+        piece = slices[chains[row]] if row < len(chains) else None
+        width = shape.chain_width if even or piece is None else len(piece.token_ids)
+        if piece is not None:
+            first_rows[chains[row]] = at
+        lengths.append((width, writer.chain(row, at, width, piece)))
+        at += width
+    assert at == shape.chain_tokens, "the chains fill their part"
+    stems: list[tuple[int, int]] = []
+    for row in range(shape.num_trees):
+        piece = slices[trees[row]] if row < len(trees) else None
+        if piece is not None:
+            first_rows[trees[row]] = at
+        stems.append((shape.tree_width, writer.tree(row, at, piece)))
+        at += shape.tree_width
+    rows = [
+        first_rows[i] + len(piece.token_ids) - piece.num_logits + number
+        for i, piece in enumerate(slices)
+        for number in range(piece.num_logits)
+    ]
+    return Layout(shape, writer.array, tuple(lengths), tuple(stems), tuple(rows))
+
+
+class _Writer:
+    """Fills the array; what is not written is padding."""
+
+    def __init__(self, shape: Shape, table_pages: int, scratch_block: int) -> None:
+        self._shape = shape
+        self._scratch_slot = scratch_block * PAGE_SIZE
+        self.array: Ints = np.zeros(shape.size(table_pages), dtype=np.int32)
+        self._parts = split(self.array, shape, table_pages)
+        for name in ("slots", "tree_slots"):
+            self._parts[name].fill(self._scratch_slot)
+        for name in ("chain_table", "tree_table"):
+            self._parts[name].fill(scratch_block)
+        self._parts["tree_ends"][:] = np.arange(shape.num_trees + 1) * shape.tree_width
+        # A padded token of a tree sees one key, so that its sums are numbers.
+        self._parts["tree_seen"][:, :, :1] = 1
+
+    def chain(self, row: int, at: int, width: int, piece: Slice | None) -> int:
+        """Write a chain of `width` tokens, padded at its end; returns the keys that it has."""
+        start = 0 if piece is None else self._tokens(at, piece)
+        if piece is not None:
+            self._table("chain_table", row, piece)
+        self._parts["chain_ends"][row + 1] = at + width
+        self._parts["chain_used"][row] = start + width
+        return start + width
+
+    def tree(self, row: int, at: int, piece: Slice | None) -> int:
+        """Write a slice with a tree; returns the keys of its stem."""
+        if piece is None:
+            return 0
+        self._tokens(at, piece)
+        self._table("tree_table", row, piece)
+        stem, end = stem_of(piece), end_of(piece)
+        self._parts["tree_used"][row] = stem
+        slots = [slot_of(piece.block_table, slot) for slot in range(stem, end)]
+        self._parts["tree_slots"][row, : end - stem] = slots
+        fed = np.arange(piece.start, end)
+        seen = np.arange(stem, end) <= fed[:, None]
+        seen &= ~unrelated_slots(piece, end)[:, stem:].numpy()
+        self._parts["tree_seen"][row, : len(fed), : end - stem] = seen
+        return stem
+
+    def _tokens(self, at: int, piece: Slice) -> int:
+        fed = slice(at, at + len(piece.token_ids))
+        self._parts["token_ids"][fed] = piece.token_ids
+        self._parts["positions"][fed] = positions_of(piece)
+        slots = np.arange(piece.start, end_of(piece))
+        table = np.asarray(piece.block_table, dtype=np.int32)
+        self._parts["slots"][fed] = table[slots // PAGE_SIZE] * PAGE_SIZE + slots % PAGE_SIZE
+        return piece.start
+
+    def _table(self, name: str, row: int, piece: Slice) -> None:
+        """The pages that hold tokens; padding after the last one reads the scratch page."""
+        pages = -(-end_of(piece) // PAGE_SIZE)
+        self._parts[name][row, :pages] = list(piece.block_table[:pages])
+
+
+def split(array: Array, shape: Shape, table_pages: int) -> dict[str, Array]:
+    """Views of the array's parts."""
+    views: dict[str, Array] = {}
+    first = 0
+    for name, size in shape.parts(table_pages).items():
+        count = int(np.prod(size))
+        views[name] = array[first : first + count].reshape(size)
+        first += count
+    return views
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """The array's parts on the device, in the types that model and attention take."""
+
+    token_ids_T: Tensor
+    position_ids_T: Tensor
+    slots_T: Tensor
+    chains: Ragged | None
+    trees: Trees | None
+
+
+def read_inputs(array: Tensor, layout: Layout, *, table_pages: int) -> DeviceInputs:
+    """Views and conversions of an array that is on the device. Captured in graphs, so pure."""
+    shape = layout.shape
+    parts = split(array, shape, table_pages)
+
+    def ragged(kind: str, width: int, lengths: tuple[tuple[int, int], ...]) -> Ragged:
+        return Ragged(
+            parts[f"{kind}_ends"], parts[f"{kind}_used"], parts[f"{kind}_table"], width, lengths
+        )
+
+    chains = trees = None
+    if shape.num_chains:
+        chains = ragged("chain", shape.chain_width, layout.chain_lengths)
+    if shape.num_trees:
+        trees = Trees(
+            ragged("tree", shape.tree_width, layout.tree_lengths),
+            parts["tree_slots"].to(torch.int64),
+            parts["tree_seen"].to(torch.bool),
+        )
+    return DeviceInputs(
+        parts["token_ids"].to(torch.int64),
+        parts["positions"].to(torch.int64),
+        parts["slots"].to(torch.int64),
+        chains,
+        trees,
+    )

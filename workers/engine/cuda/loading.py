@@ -1,0 +1,58 @@
+"""Loading a whole checkpoint onto one device, in a floating-point type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from paceline.errors import CheckpointError, ConfigError
+from workers.engine import attention
+from workers.engine.checkpoint import CheckpointInfo
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(asked: Dtype, info: CheckpointInfo) -> torch.dtype:
+    """The type to load in; "auto" is the checkpoint's. Raises CheckpointError for other types."""
+    name = info.dtype if asked == "auto" else asked
+    if name not in _DTYPES:
+        raise CheckpointError(
+            f"{info.name} is stored as {name}; on a GPU expected {', '.join(_DTYPES)}: say which "
+            "in target.dtype"
+        )
+    return _DTYPES[name]
+
+
+def load_on_device(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as Hugging Face has it, but for paged attention.
+
+    Raises CheckpointError; ConfigError, with the numbers, where the device has too little memory.
+    """
+    attention.register()
+    arguments: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention.NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **arguments,
+        )
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise ConfigError(
+            f"out of GPU memory while {folder.name} was loaded as {dtype}: {free} of {total} bytes "
+            "are free; raise tensor_parallel, or take a larger GPU"
+        ) from error
+    except Exception as error:  # transformers raises many kinds
+        raise CheckpointError(f"{folder} could not be loaded: {error}") from error
+    assert isinstance(model, PreTrainedModel)
+    model.train(False)
+    model.requires_grad_(False)
+    return model

@@ -1,0 +1,64 @@
+"""How much of a GPU's memory may hold KV: what a profile run shows to be free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+from workers.engine.block_pool import blocks_for
+from workers.engine.cuda.kv_cache import PAGE_SIZE
+
+USED_SHARE = 0.9
+"""Of the device's memory, what we take at most, all together."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryProfile:
+    """Bytes of a device, when the weights are loaded and the largest step has been run once.
+
+    `free`: with nothing of the step left. `activations`: what the step took at its peak.
+    """
+
+    total: int
+    free: int
+    activations: int
+
+    @property
+    def kv(self) -> int:
+        """Bytes for KV: activations count twice, since CUDA graphs keep memory of their own."""
+        taken = self.total - self.free
+        return max(0, int(self.total * USED_SHARE) - taken - 2 * self.activations)
+
+
+def choose_num_blocks(
+    given: int | None, profile: MemoryProfile | None, *, per_block: int, max_model_len: int
+) -> int:
+    """Blocks that `given` bytes hold, or if None the profile's.
+
+    Raises ConfigError with the numbers where they do not hold one sequence, or are not there.
+    """
+    needed = blocks_for(max_model_len, PAGE_SIZE) * per_block
+    if given is None:
+        assert profile is not None, "without a profile the size must be given"
+        if profile.kv < needed:
+            raise ConfigError(
+                f"out of GPU memory: of {profile.total} bytes {profile.total - profile.free} are "
+                f"taken (weights, and whatever else runs there), a step takes up to "
+                f"{profile.activations}, and {USED_SHARE:.0%} may be used: that leaves "
+                f"{profile.kv} for KV, but one sequence of max_model_len {max_model_len} takes "
+                f"{needed}: lower max_model_len, raise tensor_parallel, or take a larger GPU"
+            )
+        return profile.kv // per_block
+    if given < needed:
+        raise ConfigError(
+            f"kv_memory of {given} bytes holds {given // per_block} blocks of {per_block} bytes, "
+            f"but one sequence of max_model_len {max_model_len} takes {needed // per_block}: give "
+            f"at least {needed} bytes, or lower max_model_len"
+        )
+    if profile is not None and given > profile.free - 2 * profile.activations:
+        raise ConfigError(
+            f"kv_memory of {given} bytes does not fit: of the GPU's {profile.total} bytes "
+            f"{profile.free} are free beside the weights, and a step takes up to "
+            f'{2 * profile.activations}: give less, or "auto"'
+        )
+    return given // per_block

@@ -1,0 +1,85 @@
+"""A step on the device: what model code is given, and the attention that it calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from workers.engine.cuda.attention import attend, attend_trees
+from workers.engine.cuda.kv_cache import PagedKV
+from workers.engine.cuda.layout import DeviceInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """A token's heads, of this rank: so many queries, then so many keys, then as many values."""
+
+    num_queries: int
+    num_keys: int
+
+
+class DeviceStep:
+    """One step (attention.Step). `logit_rows` are rows of the T tokens, int64, on the device."""
+
+    def __init__(
+        self,
+        inputs: DeviceInputs,
+        logit_rows: Tensor,
+        cache: PagedKV,
+        heads: Heads,
+        *,
+        batch_invariant: bool,
+    ) -> None:
+        self._inputs = inputs
+        self._logit_rows = logit_rows
+        self._cache = cache
+        self._heads = heads
+        self._batch_invariant = batch_invariant
+
+    @property
+    def token_ids_T(self) -> Tensor:
+        return self._inputs.token_ids_T
+
+    @property
+    def position_ids_T(self) -> Tensor:
+        return self._inputs.position_ids_T
+
+    @property
+    def logit_rows(self) -> Tensor:
+        return self._logit_rows
+
+    def attend(self, rows_TAD: Tensor, layer: int, scaling: float) -> Tensor:
+        """Store a layer's keys and values, attend, return [T x query heads, D]."""
+        inputs, pages = self._inputs, self._cache.layers[layer]
+        num_queries, num_keys = self._heads.num_queries, self._heads.num_keys
+        query_TAD, keys_THD, values_THD = rows_TAD.split((num_queries, num_keys, num_keys), dim=1)
+        pages.keys_SHD.index_copy_(0, inputs.slots_T, keys_THD)
+        pages.values_SHD.index_copy_(0, inputs.slots_T, values_THD)
+        parts: list[Tensor] = []
+        num_chained = query_TAD.shape[0]
+        if inputs.trees is not None:
+            num_trees, width, _ = inputs.trees.seen_BWK.shape
+            num_chained -= num_trees * width
+        if inputs.chains is not None:
+            output, _ = attend(
+                query_TAD[:num_chained],
+                pages,
+                inputs.chains,
+                scaling,
+                causal=True,
+                batch_invariant=self._batch_invariant,
+            )
+            parts.append(output)
+        if inputs.trees is not None:
+            output = attend_trees(
+                query_TAD[num_chained:].contiguous(),
+                pages,
+                inputs.trees,
+                scaling,
+                batch_invariant=self._batch_invariant,
+            )
+            parts.append(output)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return joined.reshape(-1, joined.shape[2])
