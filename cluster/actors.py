@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from cluster.driver import Driver
     from workers.server import RunningServer
 
-_AUTO_KV_BYTES = 1 << 30
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
@@ -80,6 +78,9 @@ class ShardActor(_Actor):
             kv_memory_bytes=_kv_bytes(setup.config),
             max_model_len=None if target.max_model_len == "auto" else target.max_model_len,
             cores=plan.cores,
+            device="cuda" if plan.reserved_gpus else "cpu",
+            dtype=target.dtype,
+            batch_invariant=target.batch_invariant,
         )
         host = _worker_host(setup)
         return self._serving(await serve_target_shard(options, host=host, port=port))
@@ -105,6 +106,7 @@ class DrafterActor(_Actor):
                 kv_memory_bytes=_kv_bytes(setup.config),
                 max_sequences=setup.config.target.max_num_seqs,
                 cores=plan.cores,
+                device="cuda" if plan.reserved_gpus else "cpu",
             )
         host = _worker_host(setup)
         return self._serving(await serve_drafter(options, host=host, port=port))
@@ -165,8 +167,9 @@ class DriverActor(_Actor):
         await self._driver.set_drafters(drafters)
 
 
-def _kv_bytes(config: Config) -> int:
-    return _AUTO_KV_BYTES if config.target.kv_memory == "auto" else config.target.kv_memory
+def _kv_bytes(config: Config) -> int | None:
+    """None: the worker chooses, by what its device has."""
+    return None if config.target.kv_memory == "auto" else config.target.kv_memory
 
 
 def _worker_host(setup: WorkerSetup) -> str:

@@ -34,6 +34,7 @@ from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
 from workers.drafting.recycling import RecyclingProposer
 from workers.drafting.wire import apply_request, to_responses
+from workers.engine.open import DEVICES, Device
 from workers.engine.weight_form import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
@@ -56,16 +57,18 @@ class DrafterOptions:
     """What a drafter loads, and where it computes.
 
     `folder`, `weights` ("float32" or "int8"), `threads` and `kv_memory_bytes` are for kind "model"
-    alone. `max_sequences`: of all streams together. `cores` None: wherever the system puts it.
+    alone, `kv_memory_bytes` None meaning what open_engine takes; `device` is "cpu", "cuda" or
+    "auto". `max_sequences`: of all streams together. `cores` None: wherever the system puts it.
     """
 
     kind: DrafterKind
     folder: Path | None = None
     weights: WeightForm = "int8"
     threads: int = 1
-    kv_memory_bytes: int = 256 * 1024 * 1024
+    kv_memory_bytes: int | None = 256 * 1024 * 1024
     max_sequences: int = 64
     cores: tuple[int, ...] | None = None
+    device: Device = "cpu"
 
 
 class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
@@ -235,6 +238,7 @@ async def _make_proposer(options: DrafterOptions) -> Proposer:
         weights=options.weights,
         threads=options.threads,
         kv_memory_bytes=options.kv_memory_bytes,
+        device=options.device,
     )
     return ModelProposer(engine)
 
@@ -249,11 +253,13 @@ def main(
     kv_memory_mib: int = 256,
     max_sequences: int = 64,
     cores: str | None = None,
+    device: str = "cpu",
 ) -> None:
     """Serve a drafter from this process, without Ray: for tests and for looking into faults.
 
     FOLDER is a checkpoint. KIND is model, ngram or recycling; left out, model with a folder and
-    ngram without one. Port 0 takes a free one; the address is printed once it serves.
+    ngram without one. Port 0 takes a free one; the address is printed once it serves. DEVICE is
+    cpu, cuda or auto.
     """
     options = DrafterOptions(
         kind=parse_choice("kind", kind or ("ngram" if folder is None else "model"), DRAFTER_KINDS),
@@ -263,6 +269,7 @@ def main(
         kv_memory_bytes=kv_memory_mib * 1024 * 1024,
         max_sequences=max_sequences,
         cores=parse_cores(cores),
+        device=parse_choice("device", device, DEVICES),
     )
     run_standalone(lambda: serve_drafter(options, host=host, port=port))
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from workers.engine.engine import Engine
+from workers.engine.cuda.loading import Dtype
+from workers.engine.open import AnyEngine, Device, open_engine
 from workers.engine.weight_form import WeightForm
 
 
@@ -19,17 +20,23 @@ async def load_engine(
     *,
     weights: WeightForm,
     threads: int,
-    kv_memory_bytes: int,
+    kv_memory_bytes: int | None,
     max_model_len: int | None = None,
-) -> Engine:
-    """Load in a thread; arguments and errors are those of Engine."""
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    batch_invariant: bool = True,
+) -> AnyEngine:
+    """Load in a thread; arguments and errors are those of open_engine."""
     load = partial(
-        Engine,
+        open_engine,
         folder,
         weights=weights,
         threads=threads,
         kv_memory_bytes=kv_memory_bytes,
         max_model_len=max_model_len,
+        device=device,
+        dtype=dtype,
+        batch_invariant=batch_invariant,
     )
     # The thread must end: OpenMP gives each thread that computes helpers of its own, and while
     # there are more of them than cores they sleep between two products instead of spinning. Two

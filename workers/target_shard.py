@@ -21,11 +21,12 @@ import typer
 from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
-from workers.engine.engine import Engine
+from workers.engine.cuda.loading import Dtype
+from workers.engine.open import DEVICES, AnyEngine, Device
 from workers.engine.weight_form import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
-from workers.standalone import parse_cores, parse_weights, run_standalone
+from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone
 from workers.target_session import EngineLimits, TargetSession
 from workers.verdicts import verdicts_of
 
@@ -40,23 +41,27 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class TargetShardOptions:
     """What a shard loads, and where it computes.
 
-    `weights`: "float32" or "int8". `kv_memory_bytes`: for KV blocks. `max_model_len` None: the
-    checkpoint's. `cores` None: wherever the system puts its threads.
+    `weights`: "float32" or "int8". `kv_memory_bytes`: for KV blocks; None: by the device
+    (open_engine). `max_model_len` None: the checkpoint's. `cores` None: wherever the system puts
+    its threads. `device`: "cpu", "cuda" or "auto"; `dtype` and `batch_invariant`: on a GPU.
     """
 
     folder: Path
     weights: WeightForm = "float32"
     threads: int = 1
-    kv_memory_bytes: int = 256 * 1024 * 1024
+    kv_memory_bytes: int | None = 256 * 1024 * 1024
     max_model_len: int | None = None
     cores: tuple[int, ...] | None = None
+    device: Device = "cpu"
+    dtype: Dtype = "auto"
+    batch_invariant: bool = True
 
 
 class TargetShard(target_pb2_grpc.TargetServiceServicer):
     """Answers UNAVAILABLE until `engine` is set."""
 
     def __init__(self) -> None:
-        self.engine: Engine | None = None
+        self.engine: AnyEngine | None = None
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
 
@@ -101,7 +106,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         finally:
             self._live.release()
 
-    async def _loaded(self, context: _Context) -> Engine:
+    async def _loaded(self, context: _Context) -> AnyEngine:
         if self.engine is None:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, "the checkpoint is still being loaded; try again"
@@ -113,7 +118,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
 class _Stepper:
     """Runs the steps of one stream."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self._engine = engine
         self._session = TargetSession(
             EngineLimits(
@@ -134,14 +139,15 @@ class _Stepper:
             self._engine.move_kv(block_table, moves)
         if work.slices:
             logits_TV = self._engine.step(work.slices)
-            # What the engine does around its forward pass counts as gap, so we look from its end.
-            end = time.perf_counter()
+            response.verdicts.extend(verdicts_of(logits_TV, work.tasks))
+            # Not before the verdicts: until then a GPU is still computing.
             response.forward_seconds = self._engine.forward_seconds
+            # What the engine does around its forward pass counts as gap, so we look from its end.
+            end = self._engine.forward_end
             if self._forward_end is not None:
                 gap = end - self._engine.forward_seconds - self._forward_end
                 response.gap_seconds = max(gap, 0.0)
             self._forward_end = end
-            response.verdicts.extend(verdicts_of(logits_TV, work.tasks))
         response.step_seconds = time.perf_counter() - begin
         return response
 
@@ -170,6 +176,9 @@ async def serve_target_shard(
             threads=options.threads,
             kv_memory_bytes=options.kv_memory_bytes,
             max_model_len=options.max_model_len,
+            device=options.device,
+            dtype=options.dtype,
+            batch_invariant=options.batch_invariant,
         )
         await server.report_serving()
     except BaseException:
@@ -187,10 +196,12 @@ def main(
     kv_memory_mib: int = 256,
     max_model_len: int | None = None,
     cores: str | None = None,
+    device: str = "cpu",
 ) -> None:
     """Serve a target shard from this process, without Ray: for tests and for looking into faults.
 
-    FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once it serves.
+    FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once it serves. DEVICE
+    is cpu, cuda or auto.
     """
     options = TargetShardOptions(
         folder=folder,
@@ -199,6 +210,7 @@ def main(
         kv_memory_bytes=kv_memory_mib * 1024 * 1024,
         max_model_len=max_model_len,
         cores=parse_cores(cores),
+        device=parse_choice("device", device, DEVICES),
     )
     run_standalone(lambda: serve_target_shard(options, host=host, port=port))
 

@@ -69,8 +69,19 @@ class Growth:
             return leaves if needed <= tree.nodes_left else []
         return self._allocate(pass_ms).feed
 
+    @property
+    def needs_token_alone(self) -> bool:
+        """Whether the coupled rule's token is all that this pass needs to know of a node."""
+        return self.as_chain and self._rule is Rule.COUPLED and not self._stopper.watches
+
+    def expand_chain(self, node: int, token_id: int) -> None:
+        """Take a token that was drawn elsewhere. Only where needs_token_alone."""
+        assert self.needs_token_alone
+        chance = self._chances.estimate(0, 0.0)
+        self._expansions[node] = _Expansion(Children((token_id,), (0.0,)), [chance], [])
+
     def expand(self, node: int, logits_V: torch.Tensor) -> None:
-        """Draw the candidates under a node that was fed."""
+        """Draw the candidates under a node that was fed. The logits are on the CPU."""
         tree = self._tree
         prefix = tree.prefix(node)
         if self.as_chain:

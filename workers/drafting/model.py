@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from paceline.errors import OverloadedError
 from paceline.rules import Rule
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
+from workers.drafting.device_rows import expand_on_device
 from workers.drafting.draw import MODEL_RULES
 from workers.drafting.growth import Growth
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
@@ -15,8 +16,9 @@ from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import AcceptanceMap
 from workers.drafting.tree import ROOT, DraftTree, Kept
 from workers.drafting.tree_kv import TreeKv
-from workers.engine.engine import Engine, Slice
+from workers.engine.engine import Slice
 from workers.engine.local_cache import LocalCache
+from workers.engine.open import AnyEngine
 
 PREFILL_ALONE = 128
 """Most prompt tokens that a pass feeds while no sequence is drafting."""
@@ -49,7 +51,7 @@ class ModelProposer:
     had this model's logits.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         self._engine = engine
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
         self._held: dict[DraftTree, _Held] = {}
@@ -109,15 +111,18 @@ class ModelProposer:
 
     def _feed(self, turns: Sequence[_Turn], result: Pass) -> None:
         logits_TV = self._engine.step([turn.piece for turn in turns if turn.piece is not None])
-        row = 0
+        fed: list[tuple[DraftTree, Growth, int]] = []
         for turn in turns:
             assert turn.piece is not None
             held = self._held[turn.tree]
             held.kv.mark_stored(len(turn.piece.token_ids))
             result.tokens_fed += len(turn.piece.token_ids)
-            for node in turn.nodes:
-                held.growth.expand(node, logits_TV[row])
-                row += 1
+            fed += [(turn.tree, held.growth, node) for node in turn.nodes]
+        if logits_TV.device.type == "cpu":
+            for row, (_, growth, node) in enumerate(fed):
+                growth.expand(node, logits_TV[row])
+        else:
+            expand_on_device(logits_TV, fed)
 
     def _harvest(self, turn: _Turn, result: Pass, pass_ms: float) -> None:
         held = self._held[turn.tree]

@@ -110,6 +110,8 @@ class Engine:
         with torch.inference_mode():
             self._forward = choose_forward(model, self._cache)
         self.forward_seconds = 0.0
+        self.forward_end = 0.0
+        """When the last forward pass ended, by time.perf_counter."""
 
     @property
     def block_size(self) -> int:
@@ -162,7 +164,8 @@ class Engine:
         )
         began = time.perf_counter()
         logits_TV = self._forward(StepContext(plan, self._cache.layers)).float()
-        self.forward_seconds = time.perf_counter() - began
+        self.forward_end = time.perf_counter()
+        self.forward_seconds = self.forward_end - began
         return logits_TV
 
     @torch.inference_mode()

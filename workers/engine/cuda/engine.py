@@ -79,6 +79,7 @@ class CudaEngine:
         self._dtype = model.dtype
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._seconds = 0.0
+        self._began = 0.0
         self._graphs: Graphs | None = None
         try:
             self._prepare(model)
@@ -167,6 +168,11 @@ class CudaEngine:
             self._events = None
         return self._seconds
 
+    @property
+    def forward_end(self) -> float:
+        """When the last step ended, by time.perf_counter: the device was idle before it began."""
+        return self._began + self.forward_seconds
+
     @torch.inference_mode()
     def step(self, slices: Sequence[Slice]) -> Tensor:
         """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
@@ -177,7 +183,7 @@ class CudaEngine:
         for piece in slices:
             check_tree(piece)
         begin = self._mark()
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         shape = None if self._graphs is None else bucket_of(exact_shape(slices))
         if shape is None:
             logits_TV = self._eager(slices)
@@ -185,7 +191,7 @@ class CudaEngine:
             assert self._graphs is not None
             all_TV, layout = self._graphs.replay(slices, shape)
             logits_TV = all_TV.index_select(0, self._rows(layout))
-        self._seconds = time.perf_counter() - began
+        self._seconds = time.perf_counter() - self._began
         end = self._mark()
         self._events = None if begin is None or end is None else (begin, end)
         return logits_TV

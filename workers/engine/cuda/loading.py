@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from paceline.errors import CheckpointError, ConfigError
 from workers.engine import attention
@@ -34,6 +35,7 @@ def load_on_device(folder: Path, device: torch.device, dtype: torch.dtype) -> Pr
     """
     attention.register()
     arguments: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    transformers_logging.disable_progress_bar()  # Workers have no terminal.
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,

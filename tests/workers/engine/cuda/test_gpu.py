@@ -82,7 +82,7 @@ def test_more_kv_than_there_is_memory_is_refused(folder: Path) -> None:
 
 
 def test_text_is_that_of_the_cpu_but_for_ties(folder: Path, engine: CudaEngine) -> None:
-    """The GPU's bfloat16 text, each token judged by the CPU's float32 logits for the same tokens."""
+    """Bfloat16 text of the GPU, each token judged by the CPU's float32 logits."""
     cpu = Engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
     token_ids, stored = list(TOKEN_IDS[:40]), 0
     for _ in range(100):

@@ -1,0 +1,100 @@
+"""Logits on a device and logits on the host lead to the same candidates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import InternalError
+from paceline.rules import Rule, Stopping
+from paceline.sampling import SamplingParams, SequenceSpec
+from tests.tiny import make_tiny_checkpoint
+from tests.workers.engine.cuda.engines import DEVICES, make_engine
+from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
+from workers.drafting.device_rows import expand_on_device
+from workers.drafting.growth import Growth
+from workers.drafting.model import ModelProposer
+from workers.drafting.stopper import Stopper
+from workers.drafting.stopping import AcceptanceMap
+from workers.drafting.tree import ROOT, DraftTree, Grant
+from workers.engine.engine import Engine
+from workers.engine.open import AnyEngine
+
+VOCAB = 331
+KINDS = [
+    (Rule.COUPLED, 1, Stopping.FIXED, True),
+    (Rule.COUPLED, 1, Stopping.ADAEDL, False),
+    (Rule.COUPLED, 3, Stopping.FIXED, False),
+    (Rule.REJECTION, 1, Stopping.FIXED, False),
+    (Rule.KSEQ, 2, Stopping.FIXED, False),
+    (Rule.COUPLED, 1, Stopping.FIXED, True),
+]
+"""Rule, branches, stopping rule, and whether a token alone is enough."""
+
+
+def make_tree(seed: int, rule: Rule, branches: int, stopping: Stopping) -> DraftTree:
+    sampling = SamplingParams(temperature=0.9, repetition_penalty=1.2, top_p=0.95)
+    spec = SequenceSpec(sampling, seed=seed, prompt_length=4, rule=rule)
+    tree = DraftTree(spec, [3, 1, 4, 1, 5 + seed], max_position=100, stopping=stopping)
+    tree.set_grant(Grant(until_position=20, branches=branches, nodes=15))
+    return tree
+
+
+def make_growths() -> list[tuple[DraftTree, Growth, int]]:
+    fed = []
+    for seed, (rule, branches, stopping, token_alone) in enumerate(KINDS):
+        tree = make_tree(seed, rule, branches, stopping)
+        prior = coupled_prior if rule is Rule.COUPLED else drawn_prior
+        growth = Growth(tree, RankChances(prior), Stopper(stopping, AcceptanceMap()))
+        assert growth.to_feed(pass_ms=1.0) == [ROOT]
+        assert growth.needs_token_alone == token_alone
+        fed.append((tree, growth, ROOT))
+    return fed
+
+
+def harvest(fed: list[tuple[DraftTree, Growth, int]]) -> list[tuple[object, ...]]:
+    new = [growth.harvest([ROOT], pass_ms=1.0) for _, growth, _ in fed]
+    return [(one.token_ids, one.parents, one.multiplicities) for one in new]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_candidates_are_those_that_the_host_draws(device: str) -> None:
+    logits_TV = torch.randn(len(KINDS), VOCAB, generator=torch.Generator().manual_seed(1)) * 4
+    expected, found = make_growths(), make_growths()
+    for row, (_, growth, node) in enumerate(expected):
+        growth.expand(node, logits_TV[row])
+    expand_on_device(logits_TV.to(device), found)
+    assert harvest(found) == harvest(expected)
+
+
+def test_logits_that_decide_must_be_numbers() -> None:
+    logits_TV = torch.zeros(len(KINDS), VOCAB)
+    logits_TV[0, 7] = float("nan")
+    with pytest.raises(InternalError):
+        expand_on_device(logits_TV, make_growths())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_drafter_on_the_gpu_engine_drafts_as_on_the_cpu_engine(
+    device: str, tmp_path: Path
+) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    engines: list[AnyEngine] = [
+        Engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20),
+        make_engine(folder, device),
+    ]
+    drafted = []
+    for engine in engines:
+        proposer = ModelProposer(engine)
+        trees = [make_tree(seed, *kind[:3]) for seed, kind in enumerate(KINDS)]
+        for tree in trees:
+            proposer.open(tree)
+        for _ in range(5):
+            for draft in proposer.run_pass(trees, pass_ms=1.0).drafts:
+                draft.tree.extend(draft.new)
+        proposer.check_integrity(trees)
+        drafted.append([(tree.tokens, tree.parents) for tree in trees])
+        assert sum(tree.num_nodes for tree in trees) >= 20
+    assert drafted[0] == drafted[1]

@@ -1,0 +1,48 @@
+"""Which engine a checkpoint is opened as, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.errors import CheckpointError, ConfigError
+from tests.tiny import make_tiny_checkpoint
+from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.cuda.loading import dtype_of
+from workers.engine.engine import Engine
+from workers.engine.open import CPU_KV_BYTES, Device, open_engine
+
+NO_GPU = not torch.cuda.is_available()
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("auto", marks=pytest.mark.skipif(not NO_GPU, reason="there is a GPU"))],
+)
+def test_a_cpu_gets_the_cpu_engine(tmp_path: Path, device: Device) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    threads = torch.get_num_threads()
+    engine = open_engine(
+        folder, weights="float32", threads=threads, kv_memory_bytes=None, device=device
+    )
+    assert isinstance(engine, Engine)
+    # 2 layers, keys and values, 2 heads of 8, 128 positions, float32
+    assert engine.num_blocks == CPU_KV_BYTES // (2 * 2 * 2 * 8 * 128 * 4)
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sees none.*CUDA_VISIBLE_DEVICES"):
+        open_engine(tmp_path, weights="float32", threads=1, kv_memory_bytes=None, device="cuda")
+
+
+def test_the_type_on_a_gpu_is_the_checkpoints(tmp_path: Path) -> None:
+    info = inspect_checkpoint(make_tiny_checkpoint(tmp_path))
+    assert dtype_of("auto", info) == torch.float32
+    assert dtype_of("auto", replace(info, dtype="bfloat16")) == torch.bfloat16
+    assert dtype_of("float32", replace(info, dtype="bfloat16")) == torch.float32
+    with pytest.raises(CheckpointError, match=r"stored as int4.*target\.dtype"):
+        dtype_of("auto", replace(info, dtype="int4"))

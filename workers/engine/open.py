@@ -1,0 +1,67 @@
+"""Opening a checkpoint as an engine, on a CPU or on a GPU. The one place that chooses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+
+from paceline.errors import ConfigError
+from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.cuda.engine import CudaEngine, CudaOptions
+from workers.engine.cuda.loading import Dtype, dtype_of, load_on_device
+from workers.engine.engine import Engine
+from workers.engine.weight_form import WeightForm
+
+AnyEngine = Engine | CudaEngine
+Device = Literal["auto", "cpu", "cuda"]
+DEVICES: tuple[Device, ...] = get_args(Device)
+
+CPU_KV_BYTES = 1 << 30
+"""KV memory on a CPU where none is said."""
+
+
+def open_engine(
+    folder: Path,
+    *,
+    weights: WeightForm,
+    threads: int,
+    kv_memory_bytes: int | None,
+    max_model_len: int | None = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    batch_invariant: bool = True,
+) -> AnyEngine:
+    """Load a checkpoint. "auto": on a GPU where this process sees one.
+
+    `weights` and `threads` are a CPU's; `dtype` and `batch_invariant` a GPU's (a CPU is always
+    invariant, and the forms of weights are for its kernels). `kv_memory_bytes` None: 1 GiB on a
+    CPU, what a profile run leaves on a GPU. Raises what Engine raises; ConfigError also where a GPU
+    is asked for and none is seen, or its memory does not suffice.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError(
+            "a GPU was asked for, and this process sees none: check the driver, torch's build "
+            f"({torch.__version__}) and CUDA_VISIBLE_DEVICES, or use the device cpu"
+        )
+    if device == "cpu" or not available:
+        return Engine(
+            folder,
+            weights=weights,
+            threads=threads,
+            kv_memory_bytes=CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes,
+            max_model_len=max_model_len,
+        )
+    info = inspect_checkpoint(folder)
+    model = load_on_device(folder, torch.device("cuda", 0), dtype_of(dtype, info))
+    return CudaEngine(
+        model,
+        info,
+        CudaOptions(
+            kv_memory_bytes=kv_memory_bytes,
+            max_model_len=max_model_len,
+            batch_invariant=batch_invariant,
+        ),
+    )
