@@ -9,11 +9,17 @@ from paceline.sampling import SequenceSpec
 from workers.verification.distribution import Distribution
 from workers.verification.noise import (
     GUMBEL_SPAN,
-    LANES,
     Purpose,
-    gumbel_noise_of,
-    gumbel_noise_V,
+    Stream,
+    best_scores,
+    gumbel,
+    words_of,
+    words_V,
 )
+from workers.verification.philox import LANES
+
+_FEW = 4096
+"""Of so few tokens all scores are computed; of more, those that a cheap bound leaves."""
 
 
 def choose_from(
@@ -27,9 +33,12 @@ def choose_from(
 ) -> int:
     """A token of the distribution: an exact sample, a pure function of the arguments."""
     kept = _that_can_win(kept)
-    scores_N = kept.log_weights + noise_of(
-        kept, vocab_size, spec, position, purpose=purpose, candidate=candidate
-    )
+    stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
+    words_N = _words(kept, vocab_size, stream)
+    if words_N.size > _FEW:
+        best = best_scores(kept.log_weights, words_N)
+        kept, words_N = kept.at(best), words_N[best]
+    scores_N = kept.log_weights + gumbel(words_N)
     winner = int(scores_N.argmax())  # ids ascend, so the lowest id wins a tie
     return winner if kept.token_ids is None else int(kept.token_ids[winner])
 
@@ -65,26 +74,18 @@ def noise_of(
     purpose: Purpose = Purpose.COUPLED,
     candidate: int = 0,
 ) -> NDArray[np.float32]:
-    """The noise of the kept tokens: theirs alone, or cut from the whole vocabulary's."""
+    """The noise of the kept tokens."""
+    stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
+    return gumbel(_words(kept, vocab_size, stream))
+
+
+def _words(kept: Distribution, vocab_size: int, stream: Stream) -> NDArray[np.uint32]:
+    """The words of the kept tokens: theirs alone, or cut from the whole vocabulary's."""
     ids_N = kept.token_ids
     if ids_N is not None and LANES * ids_N.size < vocab_size:
-        return gumbel_noise_of(
-            ids_N,
-            seed=spec.seed,
-            position=position,
-            sample_index=spec.sample_index,
-            purpose=purpose,
-            candidate=candidate,
-        )
-    noise_V = gumbel_noise_V(
-        seed=spec.seed,
-        position=position,
-        vocab_size=vocab_size,
-        sample_index=spec.sample_index,
-        purpose=purpose,
-        candidate=candidate,
-    )
-    return noise_V if ids_N is None else noise_V[ids_N]
+        return words_of(stream, ids_N)
+    all_V = words_V(stream, vocab_size)
+    return all_V if ids_N is None else all_V[ids_N]
 
 
 def _that_can_win(kept: Distribution) -> Distribution:

@@ -175,12 +175,12 @@ def test_a_row_decides_alone_and_never_for_a_masked_token(
 @pytest.mark.parametrize("scale", [0.5, 3.0, 9.0])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_large_vocabularies_take_the_same_choices(name: str, scale: float) -> None:
-    """Where noise is computed for some tokens only: as the naive rule with the noise of all."""
+    """Where scores are computed of some tokens only: as the naive rule with those of all."""
     rng = np.random.default_rng(5)
     for position in range(4):
         spec = replace(spec_of(name, 9, 2), sample_index=position)
-        prefix = rng.integers(0, 3001, 2 + position).tolist()
-        logits_TV = torch.from_numpy((rng.standard_normal((2, 3001)) * scale).astype(np.float32))
+        prefix = rng.integers(0, 5003, 2 + position).tolist()
+        logits_TV = torch.from_numpy((rng.standard_normal((2, 5003)) * scale).astype(np.float32))
         first = naive.choose(logits_TV[0].tolist(), spec, prefix)
         second = naive.choose(logits_TV[1].tolist(), spec, [*prefix, first])
         assert choose_token(logits_TV[0], spec, prefix) == first

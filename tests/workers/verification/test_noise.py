@@ -6,17 +6,23 @@ import math
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.workers.verification.chi_square import follows
 from workers.verification.noise import (
     GUMBEL_SPAN,
-    _gumbel,
+    Stream,
+    best_scores,
+    gumbel,
     gumbel_noise_of,
     gumbel_noise_V,
-    philox_4x32,
+    words_V,
 )
+from workers.verification.philox import philox_4x32, words_of_range
 
 ONES = 2**32 - 1
+_word = st.integers(0, ONES)
 
 
 @pytest.mark.parametrize(
@@ -38,6 +44,50 @@ def test_published_vectors(
     assert tuple(philox_4x32(np.array([counter]), key)[0]) == words
     among = np.array([(1, 2, 3, 4), counter, (5, 6, 7, 8)], dtype=np.uint64)
     assert tuple(philox_4x32(among, key)[1]) == words
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    size=st.integers(1, 60),
+    rest=st.tuples(_word, _word, _word),
+    key=st.tuples(_word, _word),
+)
+def test_a_range_of_counters_has_the_words_of_its_counters(
+    size: int, rest: tuple[int, int, int], key: tuple[int, int]
+) -> None:
+    """The shortened first rounds are those of the algorithm."""
+    counter_N4 = np.array([(first, *rest) for first in range(size)], dtype=np.uint64)
+    assert np.array_equal(words_of_range(size, rest, key), philox_4x32(counter_N4, key))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.lists(
+        st.tuples(
+            st.one_of(st.floats(-60, 0, width=32), st.sampled_from([0.0, -3e38, -math.inf])),
+            st.one_of(_word, st.sampled_from([0, 1, 2**31, ONES - 127, ONES])),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    likeliest=st.integers(0, 29),
+)
+def test_no_largest_score_is_missed(tokens: list[tuple[float, int]], likeliest: int) -> None:
+    """Also among ties, of tokens that are masked, and at both ends of the noise."""
+    log_weights_N = np.array([log for log, _ in tokens], dtype=np.float32)
+    log_weights_N[likeliest % len(tokens)] = 0.0
+    words_N = np.array([word for _, word in tokens], dtype=np.uint32)
+    scores_N = log_weights_N + gumbel(words_N)
+    found = best_scores(log_weights_N, words_N)
+    assert set(np.flatnonzero(scores_N == scores_N.max())) <= set(found.tolist())
+    assert (np.diff(found) > 0).all()
+
+
+def test_few_scores_are_left() -> None:
+    """Of 50,000 tokens with a flat law, 3 at most, over 20 positions."""
+    for position in range(20):
+        words = words_V(Stream(3, position), 50_000)
+        assert best_scores(np.zeros(50_000, dtype=np.float32), words).size <= 3
 
 
 @pytest.mark.parametrize("purpose", [0, 3])
@@ -77,13 +127,13 @@ def test_a_token_has_the_same_bits_however_it_is_computed(vocab_size: int) -> No
 
 def test_noise_is_finite_at_both_ends() -> None:
     """Also where (x + 0.5) / 2^32 would round to 1; the span covers the extremes."""
-    ends = _gumbel(np.array([0, 1, 2**31, ONES - 1, ONES], dtype=np.uint32))
+    ends = gumbel(np.array([0, 1, 2**31, ONES - 1, ONES], dtype=np.uint32))
     assert np.isfinite(ends).all()
     assert (np.diff(ends) <= 0).all()
     assert GUMBEL_SPAN - 1 < ends[0] - ends[-1] < GUMBEL_SPAN - 0.1
 
 
-def test_noise_is_gumbel() -> None:
+def test_noise_isgumbel() -> None:
     """2^19 values in 64 bins of equal probability; a shift of 0.02 is seen."""
     noise = np.concatenate(
         [gumbel_noise_V(seed=7, position=p, vocab_size=2**16) for p in range(8)]

@@ -27,7 +27,8 @@ from workers.verification.draws import (
     draw_without_replacement,
     top_children,
 )
-from workers.verification.noise import Purpose, gumbel_noise_V, philox_4x32, uniforms_N
+from workers.verification.noise import Purpose, gumbel_noise_V, uniforms_N
+from workers.verification.philox import philox_4x32
 from workers.verification.rules import FACTS, Rule, check_proposal
 from workers.verification.verdict import Verdict
 from workers.verification.verify import verify
