@@ -8,6 +8,7 @@ are offered for comparison, and their arithmetic stays in one place (verificatio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -18,11 +19,11 @@ from workers.engine.cuda.staging import to_device, to_host
 from workers.row_params import Row, pack_rows
 from workers.target_session import VerdictTask
 from workers.verification.candidates import CandidateTree
-from workers.verification.coupled import follow
+from workers.verification.coupled import Place, end_of, follow
 from workers.verification.device_choice import choose_rows
 from workers.verification.distribution import check_likeliest
 from workers.verification.verdict import Verdict
-from workers.verification.verify import verify
+from workers.verification.verify import Window, verify_batch
 
 
 def device_verdicts(
@@ -45,17 +46,17 @@ def device_verdicts(
         chosen_TV = _pick(logits_TV, [row for i in coupled for row in range(*spans[i])])
         wanted += choose_tokens(chosen_TV, rows)
     copies = to_host(*wanted) if wanted else []
-    verdicts = {
-        i: verify_on_host(copy, tasks[i])
-        for i, copy in zip(tossing, copies[: len(tossing)], strict=True)
-    }
+    verdicts = dict(
+        zip(
+            tossing,
+            verify_on_host(copies[: len(tossing)], [tasks[i] for i in tossing]),
+            strict=True,
+        )
+    )
     if rows:
-        chosen = _Chosen(copies[-2].tolist(), copies[-1].tolist(), logits_TV.shape[1])
-        first_row = 0
-        for i in coupled:
-            tree = tasks[i].candidates.tree
-            verdicts[i] = chosen.verdict(tree, first_row)
-            first_row += 1 + len(tree)
+        trees = [tasks[i].candidates.tree for i in coupled]
+        chosen = _Chosen(copies[-2].tolist(), copies[-1].tolist(), trees, logits_TV.shape[1])
+        verdicts.update(zip(coupled, follow(trees, chosen.tokens_after), strict=True))
     ordered = [verdicts[i] for i in range(len(tasks))]
     return ordered, None if also is None else copies[len(tossing)]
 
@@ -74,22 +75,26 @@ def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tenso
 
 
 class _Chosen:
-    """The tokens of a step's rows, on the host."""
+    """The tokens of the rows of some trees, on the host."""
 
-    def __init__(self, token_ids: list[int], largest: list[float], vocab_size: int) -> None:
+    def __init__(
+        self,
+        token_ids: list[int],
+        largest: list[float],
+        trees: Sequence[CandidateTree],
+        vocab_size: int,
+    ) -> None:
         self._token_ids = token_ids
         self._largest = largest
+        self._first_rows = list(accumulate((1 + len(tree) for tree in trees), initial=0))
         self._vocab_size = vocab_size
 
-    def verdict(self, tree: CandidateTree, first_row: int) -> Verdict:
-        """Rows off the accepted path are not looked at, as on the host."""
-
-        def token_of(node: int, _accepted: Sequence[int]) -> int:
-            token_id = self._token_ids[first_row + node]
-            check_likeliest(token_id, self._largest[first_row + node], self._vocab_size)
-            return token_id
-
-        return follow(tree, token_of)
+    def tokens_after(self, places: Sequence[Place]) -> list[int]:
+        """Rows off the accepted paths are not looked at, as on the host."""
+        rows = [self._first_rows[index] + end_of(path) for index, path in places]
+        for row in rows:
+            check_likeliest(self._token_ids[row], self._largest[row], self._vocab_size)
+        return [self._token_ids[row] for row in rows]
 
 
 def _rows(task: VerdictTask) -> list[Row]:
@@ -101,9 +106,18 @@ def _rows(task: VerdictTask) -> list[Row]:
     return [Row(task.spec, task.prefix, path) for path in paths]
 
 
-def verify_on_host(logits_RV: Tensor, task: VerdictTask) -> Verdict:
-    """The verdict of a task from a float32 CPU tensor, by whatever rule."""
-    candidates = task.candidates
-    return verify(
-        task.spec.rule, logits_RV, candidates.tree, task.spec, task.prefix, candidates.draft_probs
+def verify_on_host(rows: Sequence[Tensor], tasks: Sequence[VerdictTask]) -> list[Verdict]:
+    """The verdicts of tasks from their float32 CPU tensors, by whatever rules."""
+    return verify_batch(
+        [
+            Window(
+                task.spec.rule,
+                logits_RV,
+                task.candidates.tree,
+                task.spec,
+                task.prefix,
+                task.candidates.draft_probs,
+            )
+            for logits_RV, task in zip(rows, tasks, strict=True)
+        ]
     )

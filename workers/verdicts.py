@@ -29,10 +29,7 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
     spans = [(ends[i] - 1 - len(tasks[i].candidates.tree), ends[i]) for i in decided]
     judged = [tasks[i] for i in decided]
     if logits_TV.device.type == "cpu":
-        found = [
-            verify_on_host(logits_TV[first:end], task)
-            for task, (first, end) in zip(judged, spans, strict=True)
-        ]
+        found = verify_on_host([logits_TV[first:end] for first, end in spans], judged)
     else:
         found, top_ids_TK = device_verdicts(logits_TV, judged, spans, top_ids_TK)
     verdicts = dict(zip(decided, found, strict=True))

@@ -22,7 +22,7 @@ from workers.verification.draws import (
     top_children,
 )
 from workers.verification.rules import FACTS
-from workers.verification.verify import verify
+from workers.verification.verify import Window, verify_batch
 
 VOCAB_SIZES = (49_152, 131_072)
 WINDOWS = (1, 8, 16, 64)
@@ -49,14 +49,6 @@ class RuleTime:
     ms: float
     worst_ms: float
     accepted: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    tree: CandidateTree
-    spec: SequenceSpec
-    prefix: tuple[int, ...]
-    draft_probs: DraftProbs | None
 
 
 def time_rules(
@@ -102,19 +94,14 @@ def _time_rule(
     temperature: float,
 ) -> RuleTime:
     window = logits_RV.shape[0] - 1
-    drafted = [
-        _draft(rule, logits_RV[0], window, width, temperature, seed) for seed in range(batch)
-    ]
+    drafted = [_draft(rule, logits_RV, width, temperature, seed) for seed in range(batch)]
     seconds: list[float] = []
     accepted = 0
     for _ in range(repeats + 1):
-        accepted = 0
         begin = time.perf_counter()
-        for one in drafted:
-            rows_RV = logits_RV[: len(one.tree) + 1]
-            verdict = verify(rule, rows_RV, one.tree, one.spec, one.prefix, one.draft_probs)
-            accepted += verdict.num_accepted
+        verdicts = verify_batch(drafted)
         seconds.append(time.perf_counter() - begin)
+        accepted = sum(verdict.num_accepted for verdict in verdicts)
     counted = seconds[1:]  # the first warms caches up
     return RuleTime(
         rule=rule.value,
@@ -129,9 +116,10 @@ def _time_rule(
 
 
 def _draft(
-    rule: Rule, logits_V: torch.Tensor, window: int, width: int, temperature: float, seed: int
-) -> _Window:
+    rule: Rule, logits_RV: torch.Tensor, width: int, temperature: float, seed: int
+) -> Window:
     """Candidates as the rule wants them: `width` branches at the root, chains below them."""
+    logits_V, window = logits_RV[0], logits_RV.shape[0] - 1
     spec = SequenceSpec(SamplingParams(temperature=temperature), seed=seed, prompt_length=1)
     prefix = (1, 2, 3)
     cut = cut_draft_probs(logits_V, spec, prefix)
@@ -156,7 +144,7 @@ def _draft(
     probs = None
     if FACTS[rule].needs_draft_probs:
         probs = DraftProbs({n: cut for n in range(len(tree) + 1) if tree.children(n)})
-    return _Window(tree, spec, prefix, probs)
+    return Window(rule, logits_RV[: len(tree) + 1], tree, spec, prefix, probs)
 
 
 def _first_tokens(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,12 +17,38 @@ from workers.verification.noise import (
     best_scores,
     gumbel,
     words_of,
-    words_V,
+    words_of_all,
 )
 from workers.verification.philox import LANES
 
 _FEW = 4096
 """Of so few tokens all scores are computed; of more, those that a cheap bound leaves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What a token is drawn from, and with which noise; `kept` are tokens of V."""
+
+    kept: Distribution
+    vocab_size: int
+    stream: Stream
+
+
+def choose_all(draws: Sequence[Draw]) -> list[int]:
+    """A token of each distribution: exact samples, each a pure function of its draw alone.
+
+    The noise of draws from large parts of one vocabulary is computed at once.
+    """
+    draws = [replace(one, kept=_that_can_win(one.kept)) for one in draws]
+    together: dict[int, list[int]] = {}
+    for index, one in enumerate(draws):
+        if not _takes_few(one.kept, one.vocab_size):
+            together.setdefault(one.vocab_size, []).append(index)
+    words: dict[int, NDArray[np.uint32]] = {}
+    for vocab_size, indices in together.items():
+        words_AV = words_of_all([draws[index].stream for index in indices], vocab_size)
+        words.update(zip(indices, words_AV, strict=True))
+    return [_winner(one.kept, _words(one, words.get(i))) for i, one in enumerate(draws)]
 
 
 def choose_from(
@@ -31,10 +60,12 @@ def choose_from(
     purpose: Purpose = Purpose.COUPLED,
     candidate: int = 0,
 ) -> int:
-    """A token of the distribution: an exact sample, a pure function of the arguments."""
-    kept = _that_can_win(kept)
+    """A token of one distribution: choose_all of one draw."""
     stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
-    words_N = _words(kept, vocab_size, stream)
+    return choose_all([Draw(kept, vocab_size, stream)])[0]
+
+
+def _winner(kept: Distribution, words_N: NDArray[np.uint32]) -> int:
     if words_N.size > _FEW:
         best = best_scores(kept.log_weights, words_N)
         kept, words_N = kept.at(best), words_N[best]
@@ -76,16 +107,22 @@ def noise_of(
 ) -> NDArray[np.float32]:
     """The noise of the kept tokens."""
     stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
-    return gumbel(_words(kept, vocab_size, stream))
+    return gumbel(_words(Draw(kept, vocab_size, stream)))
 
 
-def _words(kept: Distribution, vocab_size: int, stream: Stream) -> NDArray[np.uint32]:
+def _words(one: Draw, words_V: NDArray[np.uint32] | None = None) -> NDArray[np.uint32]:
     """The words of the kept tokens: theirs alone, or cut from the whole vocabulary's."""
-    ids_N = kept.token_ids
-    if ids_N is not None and LANES * ids_N.size < vocab_size:
-        return words_of(stream, ids_N)
-    all_V = words_V(stream, vocab_size)
-    return all_V if ids_N is None else all_V[ids_N]
+    ids_N = one.kept.token_ids
+    if ids_N is not None and _takes_few(one.kept, one.vocab_size):
+        return words_of(one.stream, ids_N)
+    if words_V is None:
+        (words_V,) = words_of_all([one.stream], one.vocab_size)
+    return words_V if ids_N is None else words_V[ids_N]
+
+
+def _takes_few(kept: Distribution, vocab_size: int) -> bool:
+    """Whether the words of the kept tokens alone cost less than all."""
+    return kept.token_ids is not None and LANES * kept.token_ids.size < vocab_size
 
 
 def _that_can_win(kept: Distribution) -> Distribution:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import CandidateTree
-from workers.verification.choice import choose_from
+from workers.verification.choice import Draw, choose_all
 from workers.verification.distribution import distribution_of, likeliest_token
+from workers.verification.noise import Stream
 from workers.verification.rows import WindowRows
 from workers.verification.verdict import Verdict
+
+_LOGITS_AT_ONCE = 100_000
+"""Of more in one call, what is computed leaves the caches, and saves nothing."""
 
 
 def choose_token(logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int]) -> int:
@@ -56,34 +58,67 @@ def verify_tree(
     candidate i and its ancestors. Rows off the accepted path are not looked at. Raises as
     choose_token does.
     """
-    rows = WindowRows(logits_RV, tree, spec, prefix)
-
-    def token_of(node: int, accepted: Sequence[int]) -> int:
-        adjusted_V = rows.adjusted_V(node, accepted)
-        return choose_adjusted(adjusted_V, spec, len(prefix) + len(accepted))
-
-    return follow(tree, token_of)
+    return verify_trees([WindowRows(logits_RV, tree, spec, prefix)])[0]
 
 
-def follow(tree: CandidateTree, token_of: Callable[[int, Sequence[int]], int]) -> Verdict:
-    """Accept candidates while they are the target's own tokens.
+def verify_trees(windows: Sequence[WindowRows]) -> list[Verdict]:
+    """verify_tree of many windows. A verdict depends on its own window alone."""
+    return follow(
+        [window.tree for window in windows],
+        lambda places: choose_tokens([(windows[index], path) for index, path in places]),
+    )
 
-    `token_of` gives the target's token after a node, whose path of candidates it gets too.
+
+Place = tuple[int, Sequence[int]]
+"""The number of a window, and accepted candidates from its root down."""
+
+
+def follow(
+    trees: Sequence[CandidateTree], tokens_after: Callable[[Sequence[Place]], Sequence[int]]
+) -> list[Verdict]:
+    """Accept candidates of each tree while they are the target's own tokens.
+
+    `tokens_after` gives the target's tokens after places of different trees, depth by depth.
     """
-    accepted: list[int] = []
-    node = 0
-    while True:
-        token_id = token_of(node, accepted)
-        child = tree.child_with(node, token_id)
-        if child is None:
-            return Verdict(len(accepted), token_id, tuple(accepted))
-        accepted.append(child)
-        node = child + 1
+    verdicts: dict[int, Verdict] = {}
+    paths: dict[int, list[int]] = {index: [] for index in range(len(trees))}
+    while paths:
+        places = list(paths.items())
+        for (index, path), token_id in zip(places, tokens_after(places), strict=True):
+            child = trees[index].child_with(end_of(path), token_id)
+            if child is None:
+                verdicts[index] = Verdict(len(path), token_id, tuple(paths.pop(index)))
+            else:
+                path.append(child)
+    return [verdicts[index] for index in range(len(trees))]
 
 
-def choose_adjusted(adjusted_V: NDArray[np.float32], spec: SequenceSpec, position: int) -> int:
-    """The target's own token at a position, from logits after bias and penalties."""
-    if spec.sampling.greedy:
-        return likeliest_token(adjusted_V)
-    kept = distribution_of(adjusted_V, spec.sampling)
-    return choose_from(kept, adjusted_V.size, spec, position)
+def end_of(path: Sequence[int]) -> int:
+    """The node at which a path of candidates ends."""
+    return path[-1] + 1 if path else 0
+
+
+def choose_tokens(places: Sequence[tuple[WindowRows, Sequence[int]]]) -> list[int]:
+    """The target's own token after each path of accepted candidates."""
+    tokens: list[int] = []
+    begin = 0
+    while begin < len(places):
+        end = begin + max(_LOGITS_AT_ONCE // places[begin][0].vocab_size, 1)
+        tokens += _choose_together(places[begin:end])
+        begin = end
+    return tokens
+
+
+def _choose_together(places: Sequence[tuple[WindowRows, Sequence[int]]]) -> list[int]:
+    tokens: dict[int, int] = {}
+    draws: dict[int, Draw] = {}
+    for index, (window, path) in enumerate(places):
+        adjusted_V = window.adjusted_V(end_of(path), path)
+        if window.spec.sampling.greedy:
+            tokens[index] = likeliest_token(adjusted_V)
+        else:
+            kept = distribution_of(adjusted_V, window.spec.sampling)
+            stream = Stream(window.spec.seed, window.position(path), window.spec.sample_index)
+            draws[index] = Draw(kept, adjusted_V.size, stream)
+    tokens.update(zip(draws, choose_all(list(draws.values())), strict=True))
+    return [tokens[index] for index in range(len(places))]

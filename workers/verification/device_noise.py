@@ -13,7 +13,8 @@ import functools
 import torch
 from torch import Tensor
 
-from workers.verification.noise import LANES, Purpose
+from workers.verification.noise import Purpose
+from workers.verification.philox import LANES
 
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

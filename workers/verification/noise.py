@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.verification.philox import LANES, key_of_seed, words_of_counters, words_of_range
+from workers.verification.philox import LANES, key_of_seed, words_of_counters, words_of_ranges
 
 
 class Purpose(enum.IntEnum):
@@ -94,11 +95,17 @@ def best_scores(
     return np.flatnonzero(bounds_N >= np.float32(score - _CEILING - _SLACK))
 
 
+def words_of_all(streams: Sequence[Stream], vocab_size: int) -> NDArray[np.uint32]:
+    """The words [A, V] of every token, a row for each stream: bit-equal whenever that is."""
+    keys = [key_of_seed(stream.seed) for stream in streams]
+    rests = [stream.counter for stream in streams]
+    words_AN4 = words_of_ranges(-(-vocab_size // LANES), rests, keys)
+    return words_AN4.reshape(len(streams), -1)[:, :vocab_size]
+
+
 def words_V(stream: Stream, vocab_size: int) -> NDArray[np.uint32]:
-    """The words [V] of every token: bit-equal whenever the stream is."""
-    size = -(-vocab_size // LANES)
-    words_N4 = words_of_range(size, stream.counter, key_of_seed(stream.seed))
-    return words_N4.reshape(-1)[:vocab_size]
+    """The words of one stream."""
+    return words_of_all([stream], vocab_size).reshape(-1)
 
 
 def words_of(stream: Stream, token_ids_N: NDArray[np.int64]) -> NDArray[np.uint32]:
@@ -106,7 +113,7 @@ def words_of(stream: Stream, token_ids_N: NDArray[np.int64]) -> NDArray[np.uint3
     counters_4N = np.empty((LANES, token_ids_N.size), dtype=np.uint64)
     counters_4N[0] = token_ids_N // LANES
     counters_4N[1:] = np.array(stream.counter, dtype=np.uint64)[:, None]
-    words_N4 = words_of_counters(counters_4N[0::2], counters_4N[1::2], key_of_seed(stream.seed))
+    words_N4 = words_of_counters(counters_4N, key_of_seed(stream.seed))
     return words_N4[np.arange(token_ids_N.size), token_ids_N % LANES]
 
 
@@ -150,7 +157,7 @@ def uniforms_N(
     counters_4N[1] = positions_N
     counters_4N[2] = _purpose_word(purpose, candidates_N)
     counters_4N[3] = sample_index
-    words_N4 = words_of_counters(counters_4N[0::2], counters_4N[1::2], key_of_seed(seed))
+    words_N4 = words_of_counters(counters_4N, key_of_seed(seed))
     return (words_N4[:, 0].astype(np.float64) + 0.5) * 2.0**-32
 
 

@@ -7,23 +7,31 @@ generator state, so there is nothing to save, restore, roll back or send.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_MULTIPLIERS_21 = np.array(_MULTIPLIERS, dtype=np.uint64)[:, None]
+_FACTORS = tuple(np.uint64(multiplier) for multiplier in _MULTIPLIERS)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW_WORD = 0xFFFFFFFF
 _LOW_WORD_MASK = np.uint64(_LOW_WORD)
 _WORD_BITS = np.uint64(32)
+
+_BLOCK = 24_576
+"""Counters at a time: with fewer, calls cost more than words; with more, a core's cache is left."""
 
 LANES = 4
 """Words that share one counter."""
 
 Key = tuple[int, int]
 """Two 32-bit words."""
+
+
+_Pair = tuple[NDArray[np.uint64], NDArray[np.uint64]]
+"""Words 0 and 2 of some counters, or words 1 and 3."""
 
 
 def key_of_seed(seed: int) -> Key:
@@ -35,78 +43,105 @@ def key_of_seed(seed: int) -> Key:
 def philox_4x32(counter_N4: NDArray[np.integer], key: Key) -> NDArray[np.uint32]:
     """The words [N, 4] of N counters of four 32-bit words under one key."""
     counter_4N = np.asarray(counter_N4).T.astype(np.uint64)
-    return words_of_counters(counter_4N[0::2], counter_4N[1::2], key)
+    return words_of_counters(counter_4N, key)
 
 
-def words_of_counters(
-    even_2N: NDArray[np.uint64], odd_2N: NDArray[np.uint64], key: Key
+def words_of_counters(counter_4N: NDArray[np.uint64], key: Key) -> NDArray[np.uint32]:
+    """The words [N, 4] of counters whose words stand in rows."""
+
+    def begin(_rows: slice, block: slice, even: _Pair, odd: _Pair) -> None:
+        even[0][0], odd[0][0], even[1][0], odd[1][0] = counter_4N[:, block]
+
+    words_1N4 = _words((1, counter_4N.shape[1]), _round_keys([key]), 0, begin)
+    return words_1N4.reshape(-1, LANES)
+
+
+def words_of_ranges(
+    size: int, rests: Sequence[tuple[int, int, int]], keys: Sequence[Key]
 ) -> NDArray[np.uint32]:
-    """The words [N, 4] of counters with these words 0 and 2 (overwritten), and 1 and 3.
+    """The words [A, size, 4] of the counters (0, *rest), (1, *rest), ... (size - 1, *rest).
 
-    N may be 1 in `odd_2N`: the same for all.
-    """
-    return _finish(even_2N, odd_2N, key, 0)
-
-
-def words_of_range(size: int, rest: tuple[int, int, int], key: Key) -> NDArray[np.uint32]:
-    """The words [size, 4] of the counters (0, *rest), (1, *rest), ... (size - 1, *rest).
-
-    What words_of_counters gives for them, for less: the first round multiplies two constants
-    and what every key has in common, and the second one constant still.
+    `rests` and `keys` are one a row. What words_of_counters gives for each, for less: the first
+    round multiplies two constants and what every row has in common, and the second one constant
+    still; and rows of few counters share calls.
     """
     high_N, low_N = _first_products(size)
-    (key_0, key_1), (next_0, next_1) = _round_key(key, 0), _round_key(key, 1)
-    product = rest[1] * _MULTIPLIERS[1]
-    even_0, odd_0 = (product >> 32) ^ rest[0] ^ key_0, product & _LOW_WORD
-    even_2N = np.empty((2, size), dtype=np.uint64)
-    odd_2N = np.empty((2, size), dtype=np.uint64)
-    np.bitwise_xor(high_N, np.uint64(rest[2] ^ key_1), out=even_2N[1])
-    np.multiply(even_2N[1], _MULTIPLIERS_21[1], out=odd_2N[0])
-    product = even_0 * _MULTIPLIERS[0]
-    np.right_shift(odd_2N[0], _WORD_BITS, out=even_2N[0])
-    np.bitwise_xor(even_2N[0], np.uint64(odd_0 ^ next_0), out=even_2N[0])
-    np.bitwise_xor(low_N, np.uint64((product >> 32) ^ next_1), out=even_2N[1])
-    odd_2N[1] = product & _LOW_WORD
-    return _finish(even_2N, odd_2N, key, 2)
+    round_keys = _round_keys(keys)
+    rest_3A1 = np.array(rests, dtype=np.uint64).T[:, :, None]
+    first_A1 = rest_3A1[1] * _FACTORS[1]
+    second_A1 = ((first_A1 >> _WORD_BITS) ^ rest_3A1[0] ^ round_keys[0, 0]) * _FACTORS[0]
+    first_keys_A1 = rest_3A1[2] ^ round_keys[0, 1]
+    low_keys_A1 = (first_A1 & _LOW_WORD_MASK) ^ round_keys[1, 0]
+    high_keys_A1 = (second_A1 >> _WORD_BITS) ^ round_keys[1, 1]
+    second_low_A1 = second_A1 & _LOW_WORD_MASK
+
+    def begin(rows: slice, block: slice, even: _Pair, odd: _Pair) -> None:
+        np.bitwise_xor(high_N[block], first_keys_A1[rows], out=even[1])
+        np.multiply(even[1], _FACTORS[1], out=odd[0])
+        np.right_shift(odd[0], _WORD_BITS, out=even[0])
+        np.bitwise_xor(even[0], low_keys_A1[rows], out=even[0])
+        np.bitwise_xor(low_N[block], high_keys_A1[rows], out=even[1])
+        odd[1][:] = second_low_A1[rows]
+
+    return _words((len(rests), size), round_keys, 2, begin)
 
 
 @functools.lru_cache(maxsize=4)
-def _first_products(size: int) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
+def _first_products(size: int) -> _Pair:
     """High and low words of the first multiplier's products with 0 to size - 1."""
-    products_N = np.arange(size, dtype=np.uint64) * _MULTIPLIERS_21[0]
+    products_N = np.arange(size, dtype=np.uint64) * _FACTORS[0]
     return products_N >> _WORD_BITS, products_N & _LOW_WORD_MASK
 
 
-def _finish(
-    even_2N: NDArray[np.uint64], odd_2N: NDArray[np.uint64], key: Key, first_round: int
+def _words(
+    shape: tuple[int, int],
+    round_keys: NDArray[np.uint64],
+    first_round: int,
+    begin: Callable[[slice, slice, _Pair, _Pair], None],
 ) -> NDArray[np.uint32]:
-    """The words [N, 4] after the rounds from `first_round` on; overwrites `even_2N`.
+    """The words [A, N, 4] after the rounds from `first_round` on.
+
+    `begin` writes the even and the odd words of a block of rows and counters as they are before.
+    """
+    num_rows, size = shape
+    words_AN4 = np.empty((num_rows, size, LANES), dtype=np.uint32)
+    width = max(min(size, _BLOCK), 1)
+    height = max(min(num_rows, _BLOCK // width), 1)
+    buffers = [np.empty(height * width, dtype=np.uint64) for _ in range(6)]
+    for top in range(0, num_rows, height):
+        rows = slice(top, min(top + height, num_rows))
+        for start in range(0, size, width):
+            block = slice(start, min(start + width, size))
+            form = (rows.stop - top, block.stop - start)
+            arrays = [buffer[: form[0] * form[1]].reshape(form) for buffer in buffers]
+            even, odd, products = (arrays[0], arrays[1]), (arrays[2], arrays[3]), arrays[4:]
+            begin(rows, block, even, odd)
+            for number in range(first_round, _ROUNDS):
+                _round(even, odd, (products[0], products[1]), round_keys[number, :, rows])
+                odd, products = (products[1], products[0]), list(odd)
+            words_BC4 = words_AN4[rows, block]
+            words_BC4[..., 0], words_BC4[..., 1] = even[0], odd[0]
+            words_BC4[..., 2], words_BC4[..., 3] = even[1], odd[1]
+    return words_AN4
+
+
+def _round(even: _Pair, odd: _Pair, products: _Pair, keys_2A1: NDArray[np.uint64]) -> None:
+    """Overwrite the even words; the odd ones are the products, the second one first.
 
     Words live in the low halves of uint64, so that one multiplication gives both halves of a
     product. The odd words keep what is above them (the mask after the xor drops it).
     """
-    high_2N = np.empty_like(even_2N)
-    products = (np.empty_like(even_2N), np.empty_like(even_2N))
-    for number in range(first_round, _ROUNDS):
-        keys_21 = np.array(_round_key(key, number), dtype=np.uint64)[:, None]
-        # Two buffers in turn: the last round's product is this round's odd words.
-        product_2N = products[number % 2]
-        np.multiply(even_2N, _MULTIPLIERS_21, out=product_2N)
-        np.right_shift(product_2N, _WORD_BITS, out=high_2N)
-        np.bitwise_xor(high_2N[::-1], odd_2N, out=even_2N)
-        np.bitwise_xor(even_2N, keys_21, out=even_2N)
-        np.bitwise_and(even_2N, _LOW_WORD_MASK, out=even_2N)
-        odd_2N = product_2N[::-1]
-    words_N4 = np.empty((even_2N.shape[1], LANES), dtype=np.uint32)
-    words_N4[:, 0] = even_2N[0]
-    words_N4[:, 1] = odd_2N[0]
-    words_N4[:, 2] = even_2N[1]
-    words_N4[:, 3] = odd_2N[1]
-    return words_N4
+    for half in (0, 1):
+        np.multiply(even[half], _FACTORS[half], out=products[half])
+    for half in (0, 1):
+        np.right_shift(products[1 - half], _WORD_BITS, out=even[half])
+        np.bitwise_xor(even[half], odd[half], out=even[half])
+        np.bitwise_xor(even[half], keys_2A1[half], out=even[half])
+        np.bitwise_and(even[half], _LOW_WORD_MASK, out=even[half])
 
 
-def _round_key(key: Key, number: int) -> Key:
-    return (
-        (key[0] + number * _KEY_STEPS[0]) & _LOW_WORD,
-        (key[1] + number * _KEY_STEPS[1]) & _LOW_WORD,
-    )
+def _round_keys(keys: Sequence[Key]) -> NDArray[np.uint64]:
+    """Each row's key in each round: [rounds, 2, A, 1]."""
+    steps = np.arange(_ROUNDS, dtype=np.uint64)[:, None] * np.array(_KEY_STEPS, dtype=np.uint64)
+    keys_2A = np.array(keys, dtype=np.uint64).T
+    return ((keys_2A + steps[:, :, None]) & _LOW_WORD_MASK)[..., None]

@@ -29,8 +29,8 @@ class WindowRows:
         prefix: Sequence[int],
     ) -> None:
         self._rows_RV = _as_numpy(logits_RV, len(tree))
-        self._tree = tree
-        self._spec = spec
+        self.tree = tree
+        self.spec = spec
         self._num_prefix = len(prefix)
         self._prefix_ids = np.empty(0, dtype=np.int64)
         self._reads_tokens = depends_on_tokens(spec.sampling)
@@ -44,6 +44,10 @@ class WindowRows:
         """V."""
         return int(self._rows_RV.shape[1])
 
+    def position(self, accepted: Sequence[int]) -> int:
+        """That of the token after these candidates."""
+        return self._num_prefix + len(accepted)
+
     def adjusted_V(self, node: int, accepted: Sequence[int]) -> NDArray[np.float32]:
         """A node's logits after bias, penalties and min_tokens.
 
@@ -52,10 +56,10 @@ class WindowRows:
         """
         prefix_ids = self._prefix_ids
         if self._reads_tokens and accepted:
-            path = np.array(self._tree.tokens_of(accepted), dtype=np.int64)
+            path = np.array(self.tree.tokens_of(accepted), dtype=np.int64)
             prefix_ids = np.concatenate((prefix_ids, path))
-        position = self._num_prefix + len(accepted)
-        return adjusted_logits(self._rows_RV[node], self._spec, position, prefix_ids)
+        position = self.position(accepted)
+        return adjusted_logits(self._rows_RV[node], self.spec, position, prefix_ids)
 
 
 def _as_numpy(logits_RV: torch.Tensor, num_candidates: int) -> NDArray[np.float32]:

@@ -1,8 +1,12 @@
-"""One entry to every rule: logits and candidates in, a Verdict out."""
+"""One entry to every rule: logits and candidates in, a Verdict out; alone or for a whole batch.
+
+The arithmetic is numpy's: on a CPU it takes a third of torch's time for the same logarithms.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,7 +16,7 @@ from paceline.errors import InternalError
 from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import CandidateTree
-from workers.verification.coupled import choose_adjusted, verify_tree
+from workers.verification.coupled import choose_tokens, verify_trees
 from workers.verification.distribution import probabilities_of
 from workers.verification.draft_probs import DraftProbs
 from workers.verification.keyed_coins import KeyedCoins
@@ -42,21 +46,57 @@ def verify(
     where logits that decide are NaN or +inf, where every token is masked, or for rows that do not
     fit the candidates.
     """
-    if rule is Rule.COUPLED:
-        return verify_tree(logits_RV, tree, spec, prefix)
-    rows = WindowRows(logits_RV, tree, spec, prefix)
+    return verify_batch([Window(rule, logits_RV, tree, spec, prefix, draft_probs)])[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What verify takes, of one sequence of a batch."""
+
+    rule: Rule
+    logits_RV: torch.Tensor
+    tree: CandidateTree
+    spec: SequenceSpec
+    prefix: Sequence[int]
+    draft_probs: DraftProbs | None = None
+
+
+def verify_batch(windows: Sequence[Window]) -> list[Verdict]:
+    """A verdict for each window: what verify gives for it alone, whatever else is in the batch.
+
+    Raises as verify does, if any window cannot be verified.
+    """
+    verdicts: dict[int, Verdict] = {}
+    coupled: dict[int, WindowRows] = {}
+    open_ends: dict[int, tuple[WindowRows, tuple[int, ...]]] = {}
+    for index, window in enumerate(windows):
+        rows = WindowRows(window.logits_RV, window.tree, window.spec, window.prefix)
+        if window.rule is Rule.COUPLED:
+            coupled[index] = rows
+            continue
+        accepted, token_id = _walk_window(window, rows)
+        if token_id is None:
+            open_ends[index] = rows, accepted
+        else:
+            verdicts[index] = Verdict(len(accepted), token_id, accepted)
+    verdicts.update(zip(coupled, verify_trees(list(coupled.values())), strict=True))
+    tokens = choose_tokens(list(open_ends.values()))
+    for (index, (_, accepted)), token_id in zip(open_ends.items(), tokens, strict=True):
+        verdicts[index] = Verdict(len(accepted), token_id, accepted)
+    return [verdicts[index] for index in range(len(windows))]
+
+
+def _walk_window(window: Window, rows: WindowRows) -> tuple[tuple[int, ...], int | None]:
+    """The accepted candidates by a rule that tosses coins, and the token after a refusal."""
+    tree, spec = window.tree, window.spec
 
     def begin(node: int, accepted: tuple[int, ...]) -> Node:
         target_probs_V = probabilities_of(rows.adjusted_V(node, accepted), spec.sampling)
-        return begin_node(rule, target_probs_V, draft_probs, node, len(tree.copies(node)))
+        num_tests = len(tree.copies(node))
+        return begin_node(window.rule, target_probs_V, window.draft_probs, node, num_tests)
 
-    coins = KeyedCoins(tree, spec, len(prefix))
-    accepted, token_id = walk(tree, begin, coins, shuffled=rule is Rule.KSEQ)
-    if token_id is None:
-        node = accepted[-1] + 1 if accepted else 0
-        adjusted_V = rows.adjusted_V(node, accepted)
-        token_id = choose_adjusted(adjusted_V, spec, len(prefix) + len(accepted))
-    return Verdict(len(accepted), token_id, accepted)
+    coins = KeyedCoins(tree, spec, len(window.prefix))
+    return walk(tree, begin, coins, shuffled=window.rule is Rule.KSEQ)
 
 
 def begin_node(

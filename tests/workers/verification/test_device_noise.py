@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workers.verification.device_noise import gumbel_noise_RV, key_words, philox_words
-from workers.verification.noise import gumbel_noise_V, philox_4x32
+from workers.verification.noise import gumbel_noise_V
+from workers.verification.philox import philox_4x32
 
 WORD = st.integers(0, 2**32 - 1)
 

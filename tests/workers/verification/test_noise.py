@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.workers.verification.chi_square import follows
+from workers.verification import philox
 from workers.verification.noise import (
     GUMBEL_SPAN,
     Stream,
@@ -19,7 +20,7 @@ from workers.verification.noise import (
     gumbel_noise_V,
     words_V,
 )
-from workers.verification.philox import philox_4x32, words_of_range
+from workers.verification.philox import philox_4x32, words_of_ranges
 
 ONES = 2**32 - 1
 _word = st.integers(0, ONES)
@@ -49,15 +50,21 @@ def test_published_vectors(
 @settings(max_examples=100, deadline=None)
 @given(
     size=st.integers(1, 60),
-    rest=st.tuples(_word, _word, _word),
-    key=st.tuples(_word, _word),
+    rows=st.lists(
+        st.tuples(st.tuples(_word, _word, _word), st.tuples(_word, _word)), min_size=1, max_size=5
+    ),
+    block=st.integers(1, 150),
 )
-def test_a_range_of_counters_has_the_words_of_its_counters(
-    size: int, rest: tuple[int, int, int], key: tuple[int, int]
+def test_ranges_of_counters_have_the_words_of_their_counters(
+    size: int, rows: list[tuple[tuple[int, int, int], tuple[int, int]]], block: int
 ) -> None:
-    """The shortened first rounds are those of the algorithm."""
-    counter_N4 = np.array([(first, *rest) for first in range(size)], dtype=np.uint64)
-    assert np.array_equal(words_of_range(size, rest, key), philox_4x32(counter_N4, key))
+    """The shortened first rounds are those of the algorithm, however rows are cut into blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(philox, "_BLOCK", block)
+        found = words_of_ranges(size, [rest for rest, _ in rows], [key for _, key in rows])
+        for words_N4, (rest, key) in zip(found, rows, strict=True):
+            counter_N4 = np.array([(first, *rest) for first in range(size)], dtype=np.uint64)
+            assert np.array_equal(words_N4, philox_4x32(counter_N4, key))
 
 
 @settings(max_examples=300, deadline=None)

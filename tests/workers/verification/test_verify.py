@@ -18,6 +18,7 @@ from tests.workers.verification import naive
 from tests.workers.verification.chi_square import follows
 from tests.workers.verification.drafters import DRAFTERS, pretends_to_be_uniform
 from tests.workers.verification.table_model import SAMPLINGS, TableModel, plain, spec_of
+from workers.verification import coupled
 from workers.verification.candidates import CandidateTree, merge_paths
 from workers.verification.coupled import choose_token
 from workers.verification.draft_probs import DraftProbs, SparseProbs
@@ -31,7 +32,7 @@ from workers.verification.noise import Purpose, gumbel_noise_V, uniforms_N
 from workers.verification.philox import philox_4x32
 from workers.verification.rules import FACTS, Rule, check_proposal
 from workers.verification.verdict import Verdict
-from workers.verification.verify import verify
+from workers.verification.verify import Window, verify, verify_batch
 
 PROMPT = [1]
 TARGET, DRAFTER = TableModel(3, 11), TableModel(3, 12)
@@ -132,12 +133,72 @@ _logit = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("rule", Rule)
+@settings(max_examples=60, deadline=None)
 @given(drawn=st.data())
-def test_any_shape_and_any_logits(drawn: st.DataObject) -> None:
+def test_any_shape_and_any_logits(rule: Rule, drawn: st.DataObject) -> None:
     """A verdict is a path of the tree and a token that is not masked; logits stay as they are."""
+    window = _any_window(drawn, rule)
+    before_RV = window.logits_RV.clone()
+    _check_verdict(window, _alone(window))
+    assert torch.equal(window.logits_RV, before_RV)
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn=st.data())
+def test_a_batch_gives_each_window_what_it_gives_alone(drawn: st.DataObject) -> None:
+    """Of any rules, vocabularies, samplings and trees, and however many rows share a call."""
+    rules = drawn.draw(st.lists(st.sampled_from(list(Rule)), max_size=5))
+    windows = [_any_window(drawn, rule) for rule in rules]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coupled, "_LOGITS_AT_ONCE", drawn.draw(st.integers(1, 60)))
+        verdicts = verify_batch(windows)
+    assert verdicts == [_alone(window) for window in windows]
+
+
+def test_a_batch_of_large_vocabularies_gives_each_window_what_it_gives_alone() -> None:
+    """Where noise is computed for several rows at once, and scores for few tokens."""
+    rng = np.random.default_rng(3)
+    windows = []
+    for seed in range(9):
+        logits_RV = torch.from_numpy(rng.standard_normal((4, 12_003)).astype(np.float32))
+        spec = spec_of(list(SAMPLINGS)[seed % len(SAMPLINGS)], seed, 1)
+        chain: list[int] = []
+        for row_V in logits_RV[:3]:
+            chain.append(choose_token(row_V, spec, [5, *chain]))
+        tree = CandidateTree.chain(chain)
+        windows.append(Window(Rule.COUPLED, logits_RV, tree, spec, [5]))
+    verdicts = verify_batch(windows)
+    assert verdicts == [_alone(window) for window in windows]
+    assert all(verdict.num_accepted == 3 for verdict in verdicts)
+
+
+@pytest.mark.parametrize("rule", Rule)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_logits_of_another_dtype_are_refused(rule: Rule, dtype: torch.dtype) -> None:
+    spec = SequenceSpec(SAMPLING, seed=3, prompt_length=1)
+    with pytest.raises(InternalError, match="expected float32 logits"):
+        verify(rule, torch.zeros(1, 3, dtype=dtype), CandidateTree((), ()), spec, PROMPT)
+
+
+def _alone(window: Window) -> Verdict:
+    return verify(
+        window.rule, window.logits_RV, window.tree, window.spec, window.prefix, window.draft_probs
+    )
+
+
+def _check_verdict(window: Window, verdict: Verdict) -> None:
+    node = 0
+    for index in verdict.accepted:
+        assert window.tree.parents[index] == node
+        assert window.logits_RV[node, window.tree.token_ids[index]] > -math.inf
+        node = index + 1
+    assert window.logits_RV[node, verdict.token_id] > -math.inf
+
+
+def _any_window(drawn: st.DataObject, rule: Rule) -> Window:
+    """Candidates of any shape over 1 to 12 tokens, any logits of which not all are masked."""
     vocab_size = drawn.draw(st.integers(1, 12))
-    rule = drawn.draw(st.sampled_from(list(Rule)))
     spec = SequenceSpec(
         drawn.draw(st.sampled_from(list(SAMPLINGS.values()))),
         seed=drawn.draw(st.integers(0, 2**64 - 1)),
@@ -149,21 +210,12 @@ def test_any_shape_and_any_logits(drawn: st.DataObject) -> None:
     rows_RV = [drawn.draw(rows) for _ in range(len(tree) + 1)]
     for row in rows_RV:
         row[drawn.draw(st.integers(0, vocab_size - 1))] = 1.0  # not all are masked
-    logits_RV = torch.tensor(rows_RV)
-    before_RV = logits_RV.clone()
     uniform = SparseProbs(
         np.arange(vocab_size), np.full(vocab_size, 1 / vocab_size, dtype=np.float32)
     )
     probs = DraftProbs({n: uniform for n in range(len(tree) + 1) if tree.children(n)})
     check_proposal(rule, tree, probs, vocab_size=vocab_size, max_nodes=6)
-    verdict = verify(rule, logits_RV, tree, spec, [0], probs)
-    node = 0
-    for index in verdict.accepted:
-        assert tree.parents[index] == node
-        assert logits_RV[node, tree.token_ids[index]] > -math.inf
-        node = index + 1
-    assert logits_RV[node, verdict.token_id] > -math.inf
-    assert torch.equal(logits_RV, before_RV)
+    return Window(rule, torch.tensor(rows_RV), tree, spec, [0], probs)
 
 
 def _any_tree(drawn: st.DataObject, rule: Rule, vocab_size: int) -> CandidateTree:
