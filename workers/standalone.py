@@ -21,9 +21,10 @@ from workers.engine.weight_form import WeightForm
 from workers.server import RunningServer
 
 ChoiceT = TypeVar("ChoiceT", bound=str)
+Servers = RunningServer | Sequence[RunningServer]
 
 
-def run_standalone(serve: Callable[[], Awaitable[RunningServer]]) -> None:
+def run_standalone(serve: Callable[[], Awaitable[Servers]]) -> None:
     """Serve until a signal comes. An error of ours becomes one line and the exit code."""
     try:
         asyncio.run(_serve(serve))
@@ -32,14 +33,17 @@ def run_standalone(serve: Callable[[], Awaitable[RunningServer]]) -> None:
         raise typer.Exit(outward(error).exit_code) from error
 
 
-async def _serve(serve: Callable[[], Awaitable[RunningServer]]) -> None:
+async def _serve(serve: Callable[[], Awaitable[Servers]]) -> None:
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    server = await serve()
-    typer.echo(server.address)
+    served = await serve()
+    servers = [served] if isinstance(served, RunningServer) else served
+    for server in servers:
+        typer.echo(server.address)
     await ended.wait()
-    await server.stop()
+    for server in servers:
+        await server.stop()
 
 
 def parse_cores(text: str | None) -> tuple[int, ...] | None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import typer
@@ -21,13 +21,15 @@ import typer
 from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
+from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.cuda.loading import Dtype
-from workers.engine.open import DEVICES, AnyEngine, Device
+from workers.engine.open import DEVICES, Device
+from workers.engine.slices import Slice
 from workers.engine.weight_form import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
 from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone
-from workers.target_session import EngineLimits, TargetSession
+from workers.target_session import EngineLimits, TargetSession, VerdictTask
 from workers.verdicts import verdicts_of
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
@@ -57,11 +59,47 @@ class TargetShardOptions:
     batch_invariant: bool = True
 
 
-class TargetShard(target_pb2_grpc.TargetServiceServicer):
-    """Answers UNAVAILABLE until `engine` is set."""
+class StepEngine(Protocol):
+    """What a shard steps: an engine (workers/engine/open.py), or an emulated device in its place.
 
-    def __init__(self) -> None:
-        self.engine: AnyEngine | None = None
+    Durations are seconds; `forward_end` is time.perf_counter's.
+    """
+
+    @property
+    def info(self) -> CheckpointInfo: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def batch_invariant(self) -> bool | None: ...
+    @property
+    def forward_seconds(self) -> float: ...
+    @property
+    def forward_end(self) -> float: ...
+
+    def step(self, slices: Sequence[Slice]) -> Any:
+        """Feed every slice; the rows for which logits are wanted, in order."""
+
+    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy KV of one slot of a sequence to another, pair by pair in order."""
+
+
+VerdictsOf = Callable[[Any, Sequence[VerdictTask]], list[target_pb2.Verdict]]
+"""From the rows of a step to its verdicts."""
+
+
+class TargetShard(target_pb2_grpc.TargetServiceServicer):
+    """Answers UNAVAILABLE until `engine` is set.
+
+    `verdicts_of` takes what the engine's `step` returns.
+    """
+
+    def __init__(self, verdicts_of: VerdictsOf = verdicts_of) -> None:
+        self.engine: StepEngine | None = None
+        self._verdicts_of = verdicts_of
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
 
@@ -98,7 +136,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 "this shard is stepping for another stream; end that one first",
             )
         try:
-            stepper = _Stepper(engine)
+            stepper = _Stepper(engine, self._verdicts_of)
             async for request in request_iterator:
                 await context.write(stepper.step(request))
         except PacelineError as error:
@@ -106,7 +144,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         finally:
             self._live.release()
 
-    async def _loaded(self, context: _Context) -> AnyEngine:
+    async def _loaded(self, context: _Context) -> StepEngine:
         if self.engine is None:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, "the checkpoint is still being loaded; try again"
@@ -118,8 +156,9 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
 class _Stepper:
     """Runs the steps of one stream."""
 
-    def __init__(self, engine: AnyEngine) -> None:
+    def __init__(self, engine: StepEngine, verdicts_of: VerdictsOf) -> None:
         self._engine = engine
+        self._verdicts_of = verdicts_of
         self._session = TargetSession(
             EngineLimits(
                 vocab_size=engine.info.vocab_size,
@@ -138,8 +177,8 @@ class _Stepper:
         for block_table, moves in work.kv_moves:
             self._engine.move_kv(block_table, moves)
         if work.slices:
-            logits_TV = self._engine.step(work.slices)
-            response.verdicts.extend(verdicts_of(logits_TV, work.tasks))
+            rows = self._engine.step(work.slices)
+            response.verdicts.extend(self._verdicts_of(rows, work.tasks))
             # Not before the verdicts: until then a GPU is still computing.
             response.forward_seconds = self._engine.forward_seconds
             # What the engine does around its forward pass counts as gap, so we look from its end.

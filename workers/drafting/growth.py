@@ -90,11 +90,17 @@ class Growth:
             children = draw_paths(logits_V, tree.spec, prefix, self._numbers(node))
         else:
             children = draw_children(logits_V, tree.spec, prefix, tree.grant.branches)
-        chances = [self._chances.estimate(rank, gap) for rank, gap in enumerate(children.gaps)]
         signals = []
         if self._stopper.watches:
             signals = self._stopper.signals(logits_V, children.token_ids)
-        self._expansions[node] = _Expansion(children, chances, signals)
+        self.expand_drawn(node, children, signals)
+
+    def expand_drawn(
+        self, node: int, children: Children, signals: Sequence[TokenSignal] = ()
+    ) -> None:
+        """Take the candidates under a node that was fed, as they were drawn elsewhere."""
+        chances = [self._chances.estimate(rank, gap) for rank, gap in enumerate(children.gaps)]
+        self._expansions[node] = _Expansion(children, chances, list(signals))
 
     def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
         """The nodes to add now; the caller adds them. `fed` were expanded in this pass.

@@ -1,0 +1,179 @@
+"""Emulated workers under the real driver: equal text, and another one where KV goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from cluster.driver import Driver, DriverOptions
+from paceline.errors import ConfigError
+from paceline.generation import Completion, CompletionBuilder, GenerateOptions
+from workers.emulated.drafter import parse_guess
+from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
+from workers.emulated.relay import Relay
+from workers.emulated.replay_target import BLOCK_SIZE, ReplayEngine
+from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
+from workers.emulated.serve import serve_replay_drafter, serve_replay_target
+from workers.emulated.stand_in import make_stand_in
+from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
+from workers.engine.slices import Slice
+from workers.server import RunningServer
+
+HOST = "127.0.0.1"
+MAX_TOKENS = 40
+PROMPTS = [[100, 101, 102], list(range(200, 240)), [300]]
+
+
+def _fast(name: str) -> DeviceProfile:
+    """A profile with a hundredth of its times: what is tested here is not how long it takes."""
+    profile = load_profile(name)
+    times = profile.pass_ms
+    table = tuple(tuple(ms / 100 for ms in row) for row in times.table)
+    return profile.model_copy(update={"pass_ms": times.model_copy(update={"table": table})})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_stand_in(tmp_path_factory.mktemp("stand-in"))
+
+
+@pytest.fixture(scope="module")
+def info(folder: Path) -> CheckpointInfo:
+    return inspect_checkpoint(folder)
+
+
+async def _complete(driver: Driver, prompt: Sequence[int], options: GenerateOptions) -> Completion:
+    builder = CompletionBuilder()
+    async for event in await driver.submit(list(prompt), options):
+        builder.add(event)
+    return builder.build()
+
+
+async def _answers(driver: Driver, temperature: float, **others: object) -> list[Completion]:
+    return list(
+        await asyncio.gather(
+            *(
+                _complete(
+                    driver,
+                    prompt,
+                    GenerateOptions(
+                        max_tokens=MAX_TOKENS,
+                        temperature=temperature,
+                        seed=row,
+                        ignore_eos=True,
+                        **others,  # type: ignore[arg-type]
+                    ),
+                )
+                for row, prompt in enumerate(PROMPTS)
+            )
+        )
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_equal_text_for_chains_and_trees(folder: Path, temperature: float) -> None:
+    target = await serve_replay_target(folder, _fast("70b-4xh100"), host=HOST)
+    guesses = [Guess(0.75, 0.85, 1)]
+    drafters = await serve_replay_drafter(folder, _fast("1b-h100"), guesses, host=HOST)
+    servers: list[RunningServer] = [target, *drafters]
+    options = DriverOptions(
+        folder=folder,
+        target_addresses=(target.address,),
+        drafter_addresses={"drafter-0": drafters[0].address},
+    )
+    driver = Driver(options)
+    try:
+        await driver.start()
+        plain = [one.token_ids for one in await _answers(driver, temperature, policy="off")]
+        accepted = {}
+        for policy in ("lockstep", "chain"):
+            for branches in (1, 3):
+                answers = await _answers(
+                    driver, temperature, policy=policy, window=6, branches=branches
+                )
+                assert [one.token_ids for one in answers] == plain, (policy, branches)
+                accepted[policy, branches] = sum(one.stats.accepted for one in answers)
+        assert accepted["lockstep", 1] > 0
+        driver.scheduler.check_integrity()
+    finally:
+        await driver.stop()
+        for server in servers:
+            await server.stop()
+
+
+def _engine(info: CheckpointInfo) -> tuple[ReplayEngine, ReplayText]:
+    text = ReplayText(info.vocab_size)
+    return ReplayEngine(info, _fast("70b-4xh100"), text, num_blocks=8), text
+
+
+def _digest(*token_ids: int) -> int:
+    return PrefixReader().read(token_ids, 0).digest()
+
+
+def test_rows_are_read_through_the_block_table(info: CheckpointInfo) -> None:
+    engine, _ = _engine(info)
+    prompt = list(range(50, 50 + BLOCK_SIZE + 3))
+    table = [5, 2]
+    assert engine.step([Slice(table, 0, prompt[:10], 0)]).digests == []
+    rows = engine.step([Slice(table, 10, prompt[10:], 2)]).digests
+    assert rows == [_digest(*prompt[:-1]), _digest(*prompt)]
+    # Another sequence writes over the first block: what was read there is another text now.
+    engine.step([Slice([5], 0, [999], 1)])
+    rows = engine.step([Slice(table, len(prompt), [77], 1)]).digests
+    assert rows != [_digest(*prompt, 77)]
+
+
+def test_a_tree_sees_ancestors_and_needs_its_moves(info: CheckpointInfo) -> None:
+    engine, _ = _engine(info)
+    table = [3]
+    engine.step([Slice(table, 0, [60, 61], 0)])
+    # 62 is the last committed token; 70 and 71 are siblings, 80 follows 71.
+    piece = Slice(table, 2, [62, 70, 71, 80], 4, tree_start=3, parents=(0, 0, 2))
+    rows = engine.step([piece]).digests
+    below = (60, 61, 62)
+    assert rows == [
+        _digest(*path) for path in (below, (*below, 70), (*below, 71), (*below, 71, 80))
+    ]
+    # 71 and 80 are accepted, 90 follows.
+    wrong = engine.step([Slice(table, 5, [90], 1)]).digests
+    assert wrong != [_digest(*below, 71, 80, 90)]
+    engine.step([piece])
+    engine.move_kv(table, [(4, 3), (5, 4)])
+    right = engine.step([Slice(table, 5, [90], 1)]).digests
+    assert right == [_digest(*below, 71, 80, 90)]
+
+
+async def test_a_relay_delays_each_way(folder: Path) -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(100):
+            writer.write(data)
+        writer.close()
+
+    server = await asyncio.start_server(echo, HOST, 0)
+    port = server.sockets[0].getsockname()[1]
+    relay = Relay(f"{HOST}:{port}", LinkProfile(rtt_ms=40))
+    try:
+        host, _, near = relay.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(near))
+        began = time.perf_counter()
+        writer.write(b"ping")
+        assert await reader.readexactly(4) == b"ping"
+        assert time.perf_counter() - began >= 0.04
+        writer.close()
+        await writer.wait_closed()
+    finally:
+        relay.close()
+        server.close()
+        await server.wait_closed()
+
+
+def test_guesses_are_read_or_refused() -> None:
+    assert parse_guess("0.75/0.85/1") == Guess(0.75, 0.85, 1)
+    assert parse_guess("recorded/recorded/0") == Guess(None, None, 0)
+    for text in ("0.75", "a/b/c", "0.75/0.85"):
+        with pytest.raises(ConfigError, match="expected a guess"):
+            parse_guess(text)

@@ -1,0 +1,121 @@
+"""Latency profiles: how long a forward pass takes on a device that is not here.
+
+A profile is a TOML file beside this module. Its numbers are linear between the points of its
+table, and its `source` says where they come from.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from bisect import bisect_right
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.errors import ConfigError
+from paceline.text import did_you_mean
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PassTimes(_Closed):
+    """Milliseconds of a pass: `table[i][j]` with `batch[i]` sequences and `tokens[j]` tokens fed.
+
+    Linear in between, and beyond the last point as between the last two; before the first as there.
+    """
+
+    batch: tuple[Count, ...]
+    tokens: tuple[Count, ...]
+    table: tuple[tuple[Positive, ...], ...]
+
+    @model_validator(mode="after")
+    def _fits(self) -> PassTimes:
+        for name, points in (("batch", self.batch), ("tokens", self.tokens)):
+            if len(points) < 2 or sorted(set(points)) != list(points):
+                raise ValueError(f"{name}: expected two or more ascending numbers, got {points}")
+        if [len(row) for row in self.table] != [len(self.tokens)] * len(self.batch):
+            raise ValueError(
+                f"table: expected {len(self.batch)} rows of {len(self.tokens)}, "
+                f"got rows of {[len(row) for row in self.table]}"
+            )
+        return self
+
+    def ms(self, batch: int, tokens: int) -> float:
+        """How long one pass over so many sequences and tokens takes."""
+        row, above = _place(self.batch, batch)
+        column, right = _place(self.tokens, tokens)
+        first, second = self.table[row], self.table[row + 1]
+        low = first[column] + right * (first[column + 1] - first[column])
+        high = second[column] + right * (second[column + 1] - second[column])
+        return low + above * (high - low)
+
+
+class DeviceProfile(_Closed):
+    """A device group and the model on it. Figures made with one are emulated, and labelled so.
+
+    `gpus` and `hosts`: what it occupies.
+    """
+
+    name: str
+    role: Literal["target", "drafter"]
+    about: str
+    gpus: Count
+    hosts: Count
+    source: Annotated[str, Field(min_length=1)]
+    pass_ms: PassTimes
+
+
+class LinkProfile(_Closed):
+    """A network path: there and back takes `rtt_ms`; each way `mbit_per_second` (0: no bound)."""
+
+    rtt_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+
+    def one_way_seconds(self, num_bytes: int) -> float:
+        """From the first byte sent to the last one received."""
+        sending = num_bytes * 8e-6 / self.mbit_per_second if self.mbit_per_second else 0.0
+        return self.rtt_ms / 2000 + sending
+
+
+def profile_names() -> list[str]:
+    """The profiles that come with Paceline."""
+    return sorted(
+        entry.name.removesuffix(".toml")
+        for entry in (files("workers.emulated") / "profiles").iterdir()
+        if entry.name.endswith(".toml")
+    )
+
+
+def load_profile(name: str, *, role: Literal["target", "drafter"] | None = None) -> DeviceProfile:
+    """The profile of that name. Raises ConfigError, naming those there are."""
+    names = profile_names()
+    if name not in names:
+        raise ConfigError(
+            f"there is no latency profile {name!r}; expected one of {', '.join(names)}"
+            f"{did_you_mean(name, names)}"
+        )
+    text = (files("workers.emulated") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
+    try:
+        profile = DeviceProfile.model_validate({"name": name, **tomllib.loads(text)})
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise ConfigError(f"the latency profile {name!r} is not usable: {error}") from error
+    if role is not None and profile.role != role:
+        raise ConfigError(
+            f"the latency profile {name!r} is that of a {profile.role}, expected one of a {role}: "
+            "choose another"
+        )
+    return profile
+
+
+def _place(points: Sequence[int], value: int) -> tuple[int, float]:
+    """The interval of `points` that holds `value`, and where in it; below the first: at it."""
+    index = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
+    share = (value - points[index]) / (points[index + 1] - points[index])
+    return index, max(share, 0.0)

@@ -1,0 +1,104 @@
+"""A recording of real decoding: the target's text, and where the drafter ranked each token of it.
+
+Made by `python -m workers.emulated.record`; a small JSON file. A stand-in vocabulary takes the
+place of the real one, so token ids are folded into it; ranks are what matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.errors import ConfigError
+from paceline.rules import Rule
+from paceline.sampling import SamplingParams, SequenceSpec
+from workers.emulated.replay_text import NUM_RESERVED, RecordedToken, recorded_keys
+
+MAX_RANK = 8
+"""Ranks from this on are told as this: the drafter's best 8 guesses did not hold the token."""
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class RecordedSequence(_Closed):
+    """A prompt, what the target answered at this temperature and seed, and the drafter's ranks.
+
+    `ranks[i]`: how many of the drafter's candidates it would have tried before `output[i]`, given
+    all tokens before; 0 is a right guess.
+    """
+
+    temperature: Annotated[float, Field(ge=0)]
+    seed: Annotated[int, Field(ge=0)]
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    ranks: tuple[Annotated[int, Field(ge=0, le=MAX_RANK)], ...]
+
+    def spec(self) -> SequenceSpec:
+        """What a worker knows of it."""
+        return SequenceSpec(
+            SamplingParams(temperature=self.temperature),
+            seed=self.seed,
+            prompt_length=len(self.prompt),
+            rule=Rule.COUPLED,
+        )
+
+    def folded(self, vocab_size: int) -> RecordedSequence:
+        """The same in a vocabulary of another size."""
+
+        def fold(ids: Sequence[int]) -> tuple[int, ...]:
+            return tuple(NUM_RESERVED + one % (vocab_size - NUM_RESERVED) for one in ids)
+
+        return self.model_copy(update={"prompt": fold(self.prompt), "output": fold(self.output)})
+
+
+class Recording(_Closed):
+    """What was recorded, and of what. `long_run_acceptance`: share of right guesses over many more
+    tokens than are kept here; the kept ones are within 1 % of it.
+    """
+
+    target: str
+    drafter: str
+    made: str
+    long_run_acceptance: float
+    long_run_tokens: int
+    sequences: tuple[RecordedSequence, ...]
+
+    @property
+    def acceptance(self) -> float:
+        """Share of right guesses in the sequences kept."""
+        ranks = [rank for sequence in self.sequences for rank in sequence.ranks]
+        return ranks.count(0) / len(ranks)
+
+    def keys(self, vocab_size: int) -> dict[int, RecordedToken]:
+        """For ReplayText."""
+        found: dict[int, RecordedToken] = {}
+        for sequence in self.sequences:
+            one = sequence.folded(vocab_size)
+            found |= recorded_keys(one.prompt, one.output, one.ranks, one.spec())
+        return found
+
+
+def load_recording(path: Path) -> Recording:
+    """Read a recording. Raises ConfigError naming the file."""
+    try:
+        return Recording.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise ConfigError(f"{path} is not a recording that can be used: {error}") from error
+
+
+def acceptance_by_position(sequences: Sequence[RecordedSequence], most: int) -> list[float]:
+    """Of drafts that begin anywhere, the share whose candidate i was right, given those before."""
+    tested, right = [0] * most, [0] * most
+    for sequence in sequences:
+        for start in range(len(sequence.ranks)):
+            for depth, rank in enumerate(sequence.ranks[start : start + most]):
+                tested[depth] += 1
+                if rank:
+                    break
+                right[depth] += 1
+    return [good / all_ if all_ else 0.0 for good, all_ in zip(right, tested, strict=True)]

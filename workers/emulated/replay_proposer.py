@@ -1,0 +1,131 @@
+"""An emulated model drafter: it guesses at a set rate, in the time of its latency profile.
+
+Its trees grow as a model's do (workers/drafting/growth.py); only what a model would draw from
+logits comes from the replay text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import OverloadedError
+from paceline.rules import Rule, Stopping
+from workers.drafting.chances import RankChances, coupled_prior
+from workers.drafting.draw import Children
+from workers.drafting.growth import Growth
+from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.stopper import Stopper
+from workers.drafting.stopping import AcceptanceMap
+from workers.drafting.tree import DraftTree, Kept
+from workers.emulated.device_clock import DeviceClock
+from workers.emulated.profiles import DeviceProfile
+from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
+from workers.engine.checkpoint import CheckpointInfo
+
+_GAP = 1.0
+"""How sure it is of a guess: it cannot tell, so always the same."""
+
+
+@dataclass(slots=True)
+class _Held:
+    growth: Growth
+    reader: PrefixReader
+    num_read: int
+    num_unfed: int
+    """Committed tokens and nodes that no pass has fed yet."""
+
+
+class ReplayProposer:
+    """Guesses for the coupled rule, chains and trees. It stops for no stopping rule but `fixed`."""
+
+    def __init__(
+        self,
+        info: CheckpointInfo,
+        profile: DeviceProfile,
+        text: ReplayText,
+        guess: Guess,
+        clock: DeviceClock | None = None,
+    ) -> None:
+        """`clock`: of the device, where it serves several proposers in turns."""
+        self._checkpoint = info
+        self._profile = profile
+        self._text = text
+        self._guess = guess
+        self._clock = clock or DeviceClock()
+        self._chances = RankChances(coupled_prior)
+        self._held: dict[DraftTree, _Held] = {}
+
+    @property
+    def info(self) -> DrafterInfo:
+        return DrafterInfo(
+            kind="replay",
+            model=f"emulated {self._profile.name}",
+            vocab_size=self._checkpoint.vocab_size,
+            vocabulary_digest=self._checkpoint.vocabulary_digest,
+            max_position=self._checkpoint.max_model_len,
+            rules=frozenset({Rule.COUPLED}),
+        )
+
+    def open(self, tree: DraftTree) -> None:
+        if tree.stopping is not Stopping.FIXED:
+            raise OverloadedError(
+                f"an emulated drafter has no logits to stop by: expected the stopping rule fixed, "
+                f"got {tree.stopping.value}"
+            )
+        growth = Growth(tree, self._chances, Stopper(tree.stopping, AcceptanceMap()))
+        self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
+        self._read(tree)
+
+    def close(self, tree: DraftTree) -> None:
+        del self._held[tree]
+
+    def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
+        self._read(tree)
+        held = self._held[tree]
+        held.growth.committed(kept)
+        held.num_unfed += len(kept.token_ids) - len(kept.path)
+
+    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
+        begin = time.perf_counter()
+        result = Pass(took_part=list(trees))
+        batch = 0
+        for tree in trees:
+            held = self._held[tree]
+            nodes = held.growth.to_feed(pass_ms=pass_ms)
+            for node in nodes:
+                held.growth.expand_drawn(node, self._draw(tree, held, node))
+            if nodes:
+                batch += 1
+                fed = max(held.num_unfed, len(nodes))
+                result.tokens_fed += fed
+                held.num_unfed = 0
+            new = held.growth.harvest(nodes, pass_ms=pass_ms)
+            over = not nodes and not new.token_ids
+            if new.token_ids or over:
+                result.drafts.append(Draft(tree, new, grant_used=over))
+        if batch:
+            seconds = self._profile.pass_ms.ms(batch, result.tokens_fed) / 1000
+            self._clock.finish(begin, seconds)
+        return result
+
+    def check_integrity(self, trees: Sequence[DraftTree]) -> None:
+        assert set(self._held) == set(trees), "a sequence was leaked or lost"
+        for held in self._held.values():
+            held.growth.check_integrity()
+
+    def _draw(self, tree: DraftTree, held: _Held, node: int) -> Children:
+        reader = held.reader
+        path = tree.path_to(node)
+        if path:
+            tokens = [tree.tokens[step] for step in path]
+            reader = reader.copy().read(tokens, tree.num_committed)
+        count = tree.grant.branches
+        guesses = self._text.guesses(reader.digest(), tree.spec, self._guess, count)
+        return Children(guesses, (_GAP,) * count)
+
+    def _read(self, tree: DraftTree) -> None:
+        held = self._held[tree]
+        held.reader.read(tree.committed[held.num_read :], held.num_read)
+        held.num_read = tree.num_committed

@@ -1,0 +1,135 @@
+"""An emulated target: an engine that keeps token ids where a model keeps keys and values.
+
+It answers when the device of its latency profile would, with what follows from the token ids and
+positions that it *reads in its blocks*, as attention would: all slots below the slice, and of a
+tree the ancestors. A block that was handed out twice, a move that was forgotten or a rollback to
+the wrong place gives another text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import InvalidRequestError
+from paceline.rules import Rule
+from paceline.v1 import target_pb2
+from workers.emulated.device_clock import DeviceClock
+from workers.emulated.profiles import DeviceProfile
+from workers.emulated.replay_text import PrefixReader, ReplayText
+from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.slices import Slice, positions_of
+from workers.target_session import VerdictTask
+
+BLOCK_SIZE = 16
+_EMPTY = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRows:
+    """What a model's logits are elsewhere: of each row a digest of the tokens that it saw."""
+
+    digests: Sequence[int]
+
+
+class ReplayEngine:
+    """The target's engine, emulated. `info`: the stand-in checkpoint of its vocabulary."""
+
+    def __init__(
+        self,
+        info: CheckpointInfo,
+        profile: DeviceProfile,
+        text: ReplayText,
+        *,
+        num_blocks: int = 8192,
+    ) -> None:
+        self.info = replace(info, name=f"emulated {profile.name}")
+        self.max_model_len = info.max_model_len
+        self.block_size = BLOCK_SIZE
+        self.num_blocks = num_blocks
+        self.batch_invariant = True
+        self.forward_seconds = 0.0
+        self._profile = profile
+        self._text = text
+        self._clock = DeviceClock()
+        # Of each slot the token that was fed into it, and the position it was computed for.
+        self._slots: NDArray[np.int32] = np.full((num_blocks, BLOCK_SIZE, 2), _EMPTY, "<i4")
+
+    def step(self, slices: Sequence[Slice]) -> ReplayRows:
+        """Feed every slice; returns when the device would have the logits."""
+        begin = time.perf_counter()
+        digests: list[int] = []
+        for piece in slices:
+            digests += self._feed(piece)
+        tokens = sum(len(piece.token_ids) for piece in slices)
+        self.forward_seconds = self._profile.pass_ms.ms(len(slices), tokens) / 1000
+        self._clock.finish(begin, self.forward_seconds)
+        return ReplayRows(digests)
+
+    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy slots of a sequence, pair by pair in order."""
+        for source, target in moves:
+            pairs = self._slots[block_table[source // BLOCK_SIZE], source % BLOCK_SIZE]
+            self._slots[block_table[target // BLOCK_SIZE], target % BLOCK_SIZE] = pairs
+
+    def verdicts(self, rows: ReplayRows, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
+        """A verdict for each task: candidates are accepted while they are the true tokens.
+
+        Raises InvalidRequestError for a rule that tosses coins: a replay has no distribution.
+        """
+        found = []
+        first = 0
+        for task in tasks:
+            if task.spec.rule is not Rule.COUPLED:
+                raise InvalidRequestError(
+                    "rule", f"expected coupled, got {task.spec.rule.value}: a replay has no logits"
+                )
+            tree, path, node = task.candidates.tree, [], 0
+            while True:
+                token_id = self._text.next_token(rows.digests[first + node], task.spec)
+                child = tree.child_with(node, token_id)
+                if child is None:
+                    break
+                path.append(child)
+                node = child + 1
+            first += 1 + len(tree)
+            found.append(
+                target_pb2.Verdict(
+                    sequence_id=task.sequence_id,
+                    num_accepted=len(path),
+                    token_id=token_id,
+                    accepted=path if task.names_path else (),
+                )
+            )
+        return found
+
+    def _feed(self, piece: Slice) -> list[int]:
+        """Write the fed tokens, read back what each row with logits sees."""
+        start, end = piece.start, piece.start + len(piece.token_ids)
+        table = np.asarray(piece.block_table, dtype=np.int64)
+        slots = np.arange(start, end)
+        blocks, places = table[slots // BLOCK_SIZE], slots % BLOCK_SIZE
+        self._slots[blocks, places, 0] = piece.token_ids
+        self._slots[blocks, places, 1] = positions_of(piece)
+        if not piece.num_logits:
+            return []
+        used = table[: -(-end // BLOCK_SIZE)]
+        held = self._slots[used].reshape(-1, 2)
+        first = end - piece.num_logits
+        if piece.tree_start is None:
+            reader = PrefixReader().read_bytes(held[: first + 1].tobytes())
+            readers = [reader]
+            for slot in range(first + 1, end):
+                readers.append(readers[-1].copy().read_bytes(held[slot].tobytes()))
+        else:
+            reader = PrefixReader().read_bytes(held[: piece.tree_start].tobytes())
+            readers = [reader]
+            for node, parent in enumerate(piece.parents):
+                pair = held[piece.tree_start + node].tobytes()
+                readers.append(readers[parent].copy().read_bytes(pair))
+            readers = readers[len(readers) - piece.num_logits :]
+        return [reader.digest() for reader in readers]

@@ -1,0 +1,146 @@
+"""The text that an emulated target gives, and how well its drafter guesses it.
+
+Both are pure functions of what was read: a digest of token ids and positions. On a recorded path
+the recorded token follows, anywhere else a hash of the prefix. So a target that reads other tokens
+than those that were committed (a wrong rollback, a wrong block) goes on with another text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from paceline.sampling import SequenceSpec
+
+NUM_RESERVED = 16
+"""Token ids below this are never answered: special tokens of the stand-in checkpoint."""
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+_PAIR = struct.Struct("<ii")
+
+
+class PrefixReader:
+    """A running digest over (token id, position) pairs."""
+
+    __slots__ = ("_hasher",)
+
+    def __init__(self) -> None:
+        self._hasher = hashlib.blake2b(digest_size=8)
+
+    def copy(self) -> PrefixReader:
+        """Another one that has read the same."""
+        other = PrefixReader.__new__(PrefixReader)
+        other._hasher = self._hasher.copy()
+        return other
+
+    def read(self, token_ids: Iterable[int], position: int) -> PrefixReader:
+        """Read tokens from `position` on; returns itself."""
+        for token_id in token_ids:
+            self._hasher.update(_PAIR.pack(token_id, position))
+            position += 1
+        return self
+
+    def read_bytes(self, pairs: bytes) -> PrefixReader:
+        """Read pairs of little-endian int32; returns itself."""
+        self._hasher.update(pairs)
+        return self
+
+    def digest(self) -> int:
+        """What was read, as 64 bits."""
+        return int.from_bytes(self._hasher.digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """How a drafter guesses: its ranked guesses at a prefix hold the true token or do not.
+
+    `acceptance`: the chance that the first guess is true, independent at each prefix. `hit_rate`:
+    the chance that the second is, where the first is not. None: as recorded (prefixes off the
+    recorded paths then count as wrong). `seed`: of this drafter's luck.
+    """
+
+    acceptance: float | None = 0.75
+    hit_rate: float | None = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedToken:
+    """What follows a recorded prefix: the true token, and its rank among the drafter's guesses."""
+
+    token_id: int
+    rank: int
+
+
+class ReplayText:
+    """The true text of every sequence, for a vocabulary of `vocab_size`."""
+
+    def __init__(
+        self, vocab_size: int, recorded: Mapping[int, RecordedToken] | None = None
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._num_tokens = vocab_size - NUM_RESERVED
+        self._recorded = recorded or {}
+
+    def next_token(self, digest: int, spec: SequenceSpec) -> int:
+        """The true token after a prefix."""
+        key = prefix_key(digest, spec)
+        recorded = self._recorded.get(key)
+        return NUM_RESERVED + key % self._num_tokens if recorded is None else recorded.token_id
+
+    def guesses(self, digest: int, spec: SequenceSpec, guess: Guess, count: int) -> tuple[int, ...]:
+        """A drafter's `count` best guesses at the token after a prefix, all different."""
+        truth = self.next_token(digest, spec)
+        rank = self._rank(prefix_key(digest, spec), guess)
+        first = truth - NUM_RESERVED
+        # Wrong guesses follow the truth at odd distances that the prefix decides.
+        stride = 1 + _mix(digest + 1) % 97
+        return tuple(
+            truth
+            if place == rank
+            else NUM_RESERVED + (first + stride * (place + 1)) % self._num_tokens
+            for place in range(count)
+        )
+
+    def _rank(self, key: int, guess: Guess) -> int | None:
+        """The place of the true token among the guesses; None: it is not there."""
+        recorded = self._recorded.get(key)
+        luck = _mix(key ^ _mix(guess.seed + 0x9E3779B97F4A7C15))
+        if guess.acceptance is None:
+            right = recorded is not None and recorded.rank == 0
+        else:
+            right = (luck & 0xFFFFFFFF) < guess.acceptance * 2**32
+        if right:
+            return 0
+        if guess.hit_rate is None:
+            return recorded.rank if recorded is not None and recorded.rank > 0 else None
+        return 1 if (luck >> 32) < guess.hit_rate * 2**32 else None
+
+
+def prefix_key(digest: int, spec: SequenceSpec) -> int:
+    """A prefix under the request's seed; greedy decoding has none."""
+    if spec.sampling.greedy:
+        return _mix(digest)
+    return _mix(digest ^ _mix(spec.seed * 31 + spec.sample_index + 1))
+
+
+def recorded_keys(
+    prompt: Sequence[int], output: Sequence[int], ranks: Sequence[int], spec: SequenceSpec
+) -> dict[int, RecordedToken]:
+    """What `ReplayText` must know of one recorded sequence; `ranks` are one a token of output."""
+    reader = PrefixReader().read(prompt, 0)
+    found = {}
+    for index, (token_id, rank) in enumerate(zip(output, ranks, strict=True)):
+        found[prefix_key(reader.digest(), spec)] = RecordedToken(token_id, rank)
+        reader.read((token_id,), len(prompt) + index)
+    return found
+
+
+def _mix(value: int) -> int:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    x = (value + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

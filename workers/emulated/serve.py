@@ -1,0 +1,86 @@
+"""Emulated workers behind the servicers of the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+
+from paceline.v1 import drafting_pb2_grpc, target_pb2_grpc
+from workers.drafter import SERVICE_NAME as DRAFTING_SERVICE
+from workers.drafter import Drafter
+from workers.drafting.desk import DraftingDesk
+from workers.emulated.device_clock import DeviceClock
+from workers.emulated.profiles import DeviceProfile
+from workers.emulated.recording import Recording
+from workers.emulated.replay_proposer import ReplayProposer
+from workers.emulated.replay_target import ReplayEngine
+from workers.emulated.replay_text import Guess, ReplayText
+from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
+from workers.server import RunningServer, start_server
+from workers.target_shard import SERVICE_NAME as TARGET_SERVICE
+from workers.target_shard import TargetShard
+
+
+async def serve_replay_target(
+    folder: Path,
+    profile: DeviceProfile,
+    recording: Recording | None = None,
+    *,
+    host: str,
+    port: int = 0,
+) -> RunningServer:
+    """A target that replays. `folder`: the stand-in checkpoint. Raises CheckpointError."""
+    info, text = await asyncio.to_thread(_load, folder, recording)
+    engine = ReplayEngine(info, profile, text)
+    shard = TargetShard(engine.verdicts)
+    shard.engine = engine
+
+    def add(server: grpc.aio.Server) -> tuple[str]:
+        target_pb2_grpc.add_TargetServiceServicer_to_server(shard, server)
+        return (TARGET_SERVICE,)
+
+    return await start_server(add, host=host, port=port)
+
+
+async def serve_replay_drafter(
+    folder: Path,
+    profile: DeviceProfile,
+    guesses: Sequence[Guess],
+    recording: Recording | None = None,
+    *,
+    max_sequences: int = 256,
+    host: str,
+) -> list[RunningServer]:
+    """One emulated device that guesses in several ways: a server on a port of its own for each.
+
+    They share the device, so they are for use one after the other. Raises CheckpointError.
+    """
+    info, text = await asyncio.to_thread(_load, folder, recording)
+    clock = DeviceClock()
+    servers = []
+    for guess in guesses:
+        drafter = Drafter()
+
+        def add(server: grpc.aio.Server, drafter: Drafter = drafter) -> tuple[str]:
+            drafting_pb2_grpc.add_DraftingServiceServicer_to_server(drafter, server)
+            return (DRAFTING_SERVICE,)
+
+        server = await start_server(add, host=host)
+        server.on_stop(drafter.end)
+        proposer = ReplayProposer(info, profile, text, guess, clock)
+        drafter.begin(DraftingDesk(proposer, max_sequences=max_sequences))
+        servers.append(server)
+    return servers
+
+
+def _load(folder: Path, recording: Recording | None) -> tuple[CheckpointInfo, ReplayText]:
+    info = inspect_checkpoint(folder)
+    recorded = recording.keys(info.vocab_size) if recording is not None else None
+    # What was loaded stays: a full collection would walk all of it in the midst of a step.
+    gc.collect()
+    gc.freeze()
+    return info, ReplayText(info.vocab_size, recorded)

@@ -1,0 +1,61 @@
+"""A checkpoint for emulated models: a tokenizer and a config, and weights of no use.
+
+The driver reads a checkpoint's tokenizer and defaults; an emulated target has no other.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from workers.emulated.replay_text import NUM_RESERVED
+
+VOCAB_SIZE = 4096
+MAX_MODEL_LEN = 8192
+END_TOKEN_ID = 2
+
+
+def make_stand_in(folder: Path) -> Path:
+    """Write it into `folder`. Tokens are numbered words; token 2 ends a sequence."""
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [f"<|{number}|>" for number in range(NUM_RESERVED)]
+    words += [f"w{number} " for number in range(NUM_RESERVED, VOCAB_SIZE)]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token=words[0]))
+    raw.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    raw.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, unk_token=words[0], eos_token=words[END_TOKEN_ID]
+    )
+    tokenizer.save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_MODEL_LEN,
+        eos_token_id=END_TOKEN_ID,
+        tie_word_embeddings=True,
+        dtype=torch.float32,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    weights = {
+        name: torch.zeros(tensor.shape, dtype=torch.float32)
+        for name, tensor in model.state_dict().items()
+        if name not in (getattr(model, "all_tied_weights_keys", None) or {})
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": END_TOKEN_ID}), encoding="utf-8"
+    )
+    return folder
