@@ -82,30 +82,33 @@ class ReplayEngine:
         Raises InvalidRequestError for a rule that tosses coins: a replay has no distribution.
         """
         found = []
-        first = 0
+        end = 0
         for task in tasks:
-            if task.spec.rule is not Rule.COUPLED:
-                raise InvalidRequestError(
-                    "rule", f"expected coupled, got {task.spec.rule.value}: a replay has no logits"
-                )
-            tree, path, node = task.candidates.tree, [], 0
-            while True:
-                token_id = self._text.next_token(rows.digests[first + node], task.spec)
-                child = tree.child_with(node, token_id)
-                if child is None:
-                    break
-                path.append(child)
-                node = child + 1
-            first += 1 + len(tree)
-            found.append(
-                target_pb2.Verdict(
-                    sequence_id=task.sequence_id,
-                    num_accepted=len(path),
-                    token_id=token_id,
-                    accepted=path if task.names_path else (),
-                )
-            )
+            end += task.num_rows
+            if task.has_verdict:
+                window = 1 + len(task.candidates.tree)
+                found.append(self._verdict(rows.digests[end - window : end], task))
         return found
+
+    def _verdict(self, digests: Sequence[int], task: VerdictTask) -> target_pb2.Verdict:
+        if task.spec.rule is not Rule.COUPLED:
+            raise InvalidRequestError(
+                "rule", f"expected coupled, got {task.spec.rule.value}: a replay has no logits"
+            )
+        tree, path, node = task.candidates.tree, [], 0
+        while True:
+            token_id = self._text.next_token(digests[node], task.spec)
+            child = tree.child_with(node, token_id)
+            if child is None:
+                break
+            path.append(child)
+            node = child + 1
+        return target_pb2.Verdict(
+            sequence_id=task.sequence_id,
+            num_accepted=len(path),
+            token_id=token_id,
+            accepted=path if task.names_path else (),
+        )
 
     def _feed(self, piece: Slice) -> list[int]:
         """Write the fed tokens, read back what each row with logits sees."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,28 +148,21 @@ def test_a_tree_sees_ancestors_and_needs_its_moves(info: CheckpointInfo) -> None
     assert right == [_digest(*below, 71, 80, 90)]
 
 
-async def test_a_relay_delays_each_way(folder: Path) -> None:
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(100):
-            writer.write(data)
-        writer.close()
-
-    server = await asyncio.start_server(echo, HOST, 0)
-    port = server.sockets[0].getsockname()[1]
-    relay = Relay(f"{HOST}:{port}", LinkProfile(rtt_ms=40))
-    try:
-        host, _, near = relay.address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(near))
-        began = time.perf_counter()
-        writer.write(b"ping")
-        assert await reader.readexactly(4) == b"ping"
-        assert time.perf_counter() - began >= 0.04
-        writer.close()
-        await writer.wait_closed()
-    finally:
+def test_a_relay_delays_each_way_and_passes_the_end_on() -> None:
+    with socket.create_server((HOST, 0)) as listener:
+        relay = Relay(f"{HOST}:{listener.getsockname()[1]}", LinkProfile(rtt_ms=40))
+        host, _, port = relay.address.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=10) as near:
+            far, _ = listener.accept()
+            with far:
+                for sender, receiver in ((near, far), (far, near)):
+                    began = time.perf_counter()
+                    sender.sendall(b"ping")
+                    assert receiver.recv(100) == b"ping"
+                    assert time.perf_counter() - began >= 0.02
+                near.shutdown(socket.SHUT_WR)
+                assert far.recv(100) == b""
         relay.close()
-        server.close()
-        await server.wait_closed()
 
 
 def test_guesses_are_read_or_refused() -> None:
