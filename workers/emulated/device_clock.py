@@ -41,10 +41,14 @@ class DeviceClock:
         self._ended = 0.0
         self._late = 0.0
 
-    def finish(self, begin: float, seconds: float) -> None:
-        """Wait until a pass is over that began at `begin` (time.perf_counter). Blocks."""
+    def finish(self, begin: float, seconds: float) -> float:
+        """Wait until a pass is over that began at `begin` (time.perf_counter). Blocks.
+
+        Returns when the device was done; it may be a little later by now.
+        """
         late = self._late if begin - self._ended < _BACK_TO_BACK_SECONDS else 0.0
         deadline = begin - late + seconds
         wait_until(deadline)
         self._ended = time.perf_counter()
         self._late = min(self._ended - deadline, _MOST_MADE_GOOD)
+        return deadline

@@ -53,6 +53,8 @@ class ReplayEngine:
         self.num_blocks = num_blocks
         self.batch_invariant = True
         self.forward_seconds = 0.0
+        self.forward_end = 0.0
+        self._begin = 0.0
         self._profile = profile
         self._text = text
         self._clock = DeviceClock()
@@ -60,14 +62,13 @@ class ReplayEngine:
         self._slots: NDArray[np.int32] = np.full((num_blocks, BLOCK_SIZE, 2), _EMPTY, "<i4")
 
     def step(self, slices: Sequence[Slice]) -> ReplayRows:
-        """Feed every slice; returns when the device would have the logits."""
-        begin = time.perf_counter()
+        """Feed every slice. The device is busy with it until `verdicts` returns."""
+        self._begin = time.perf_counter()
         digests: list[int] = []
         for piece in slices:
             digests += self._feed(piece)
         tokens = sum(len(piece.token_ids) for piece in slices)
         self.forward_seconds = self._profile.pass_ms.ms(len(slices), tokens) / 1000
-        self._clock.finish(begin, self.forward_seconds)
         return ReplayRows(digests)
 
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
@@ -79,6 +80,7 @@ class ReplayEngine:
     def verdicts(self, rows: ReplayRows, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
         """A verdict for each task: candidates are accepted while they are the true tokens.
 
+        Returns when the device would be done. What it computes here, a GPU verifies on its own.
         Raises InvalidRequestError for a rule that tosses coins: a replay has no distribution.
         """
         found = []
@@ -88,6 +90,7 @@ class ReplayEngine:
             if task.has_verdict:
                 window = 1 + len(task.candidates.tree)
                 found.append(self._verdict(rows.digests[end - window : end], task))
+        self.forward_end = self._clock.finish(self._begin, self.forward_seconds)
         return found
 
     def _verdict(self, digests: Sequence[int], task: VerdictTask) -> target_pb2.Verdict:
