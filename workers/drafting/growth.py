@@ -47,6 +47,7 @@ class Growth:
         self._copies: set[int] = set()
         self._stopped: set[int] = set()
         self._longest = 0
+        self._in_step = 0
         self.as_chain = True
         """Whether it grew as a chain in the last pass."""
 
@@ -155,6 +156,7 @@ class Growth:
         self._paths = {nodes[old]: value for old, value in self._paths.items() if old in nodes}
         self._copies = {nodes[old] for old in self._copies if old in nodes}
         self._stopped = set()
+        self._in_step = len(kept.nodes)
 
     def check_integrity(self) -> None:
         """Assert that what is kept is about nodes of the tree."""
@@ -245,6 +247,10 @@ class Growth:
             while follower is not None:
                 refused.append(follower)
                 follower = self._first_child(follower)
+        if self._tree.grant.drafting_is_free:
+            # The step began with what there was at the outcome before. What was drafted meanwhile
+            # was in no window: the paper's acceptance rate is of what was verified.
+            del refused[max(1, self._in_step - len(kept.path)) :]
         self._stopper.committed(kept, refused, longest=self._longest)
 
     def _observe(self, children: Children, token_id: int) -> None:

@@ -14,6 +14,7 @@ from workers.drafting.stopping import (
     Confidence,
     CostAware,
     Prices,
+    StoppingRule,
     TokenSignal,
     signal_of,
     stopping_rule,
@@ -28,15 +29,15 @@ class Stopper:
     """
 
     def __init__(self, stopping: Stopping, acceptance: AcceptanceMap) -> None:
-        self._rule = None
+        self.rule: StoppingRule | None = None
         if stopping is not Stopping.FIXED:
-            self._rule = stopping_rule(stopping, longest=1, acceptance=acceptance)
+            self.rule = stopping_rule(stopping, longest=1, acceptance=acceptance)
         self._signals: dict[int, TokenSignal] = {}
 
     @property
     def watches(self) -> bool:
         """Whether it wants signals."""
-        return self._rule is not None
+        return self.rule is not None
 
     def signals(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> list[TokenSignal]:
         """The signals of tokens drafted from the same logits."""
@@ -60,7 +61,7 @@ class Stopper:
 
         After the root itself something always is.
         """
-        if self._rule is None or not path:
+        if self.rule is None or not path:
             return False
         # The grant bounds a draft by itself: the rule's own bound must not bind before it.
         self._set_longest(len(path) + 1)
@@ -69,26 +70,26 @@ class Stopper:
             0.0 if grant.drafting_is_free else pass_ms,
             grant.step_ms_per_candidate,
         )
-        return self._rule.should_stop([self._signals[node] for node in path], prices)
+        return self.rule.should_stop([self._signals[node] for node in path], prices)
 
     def committed(self, kept: Kept, refused: Sequence[int], *, longest: int) -> None:
-        """Learn from an outcome: `refused` are the nodes drafted after the path that agreed, of
+        """Learn from an outcome: `refused` are the verified nodes after the path that agreed, of
         which the first was tested and refused. `longest`: the longest draft that was allowed.
         """
-        if self._rule is None:
+        if self.rule is None:
             return
         drafted = [self._signals[node] for node in (*kept.path, *refused)]
         if drafted:
             self._set_longest(longest)
-            self._rule.learn(drafted, len(kept.path))
+            self.rule.learn(drafted, len(kept.path))
         self._signals = {
             number: self._signals[old] for number, old in enumerate(kept.nodes, start=1)
         }
 
     def state(self) -> Mapping[str, float]:
         """The rule's state by name; nothing for `fixed`."""
-        return self._rule.metrics() if self._rule is not None else {}
+        return self.rule.metrics() if self.rule is not None else {}
 
     def _set_longest(self, longest: int) -> None:
-        if isinstance(self._rule, AdaEdl | Confidence | CostAware):
-            self._rule.longest = longest
+        if isinstance(self.rule, AdaEdl | Confidence | CostAware):
+            self.rule.longest = longest

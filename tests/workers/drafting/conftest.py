@@ -1,0 +1,34 @@
+"""A small model that drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import make_tiny_checkpoint
+from tests.workers.drafting.mirror import (
+    BLOCK_BYTES,
+    MAX_LEN,
+    VOCAB_SIZE,
+    FreshDrafter,
+)
+from workers.engine.engine import Engine
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LEN
+    )
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path) -> Engine:
+    # Four blocks for two sequences of up to two and their trees: the pool is full at times.
+    return Engine(checkpoint, threads=1, kv_memory_bytes=4 * BLOCK_BYTES)
+
+
+@pytest.fixture(scope="module")
+def fresh(checkpoint: Path) -> FreshDrafter:
+    return FreshDrafter(Engine(checkpoint, threads=1, kv_memory_bytes=2 * BLOCK_BYTES))

@@ -1,0 +1,134 @@
+"""Trees of the model drafter in random schedules, as a driver sees them from messages alone."""
+
+from __future__ import annotations
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.rules import Rule, Stopping
+from paceline.sampling import SamplingParams, SequenceSpec
+from tests.workers.drafting.mirror import (
+    MAX_LEN,
+    MOST_BRANCHES,
+    RULES,
+    VOCAB_SIZE,
+    FreshDrafter,
+    Mirror,
+)
+from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.model import ModelProposer
+from workers.drafting.tree import Grant
+from workers.engine.engine import Engine
+
+
+def _spec(random: Random, rule: Rule, prompt_length: int) -> SequenceSpec:
+    sampling = random.choice(
+        [
+            SamplingParams(temperature=0.0),
+            SamplingParams(temperature=0.7, top_k=3),
+            SamplingParams(temperature=1.0, repetition_penalty=1.3, frequency_penalty=0.5),
+        ]
+    )
+    ends = random.choice([(), tuple(range(0, VOCAB_SIZE, 5))])
+    return SequenceSpec(sampling, random.randrange(3), prompt_length, end_token_ids=ends, rule=rule)
+
+
+ACTIONS = {"pass": 20, "outcome": 5, "grant": 5, "open": 0.4, "close": 0.2}
+
+
+def _run_schedule(engine: Engine, fresh: FreshDrafter, random: Random) -> None:
+    desk = DraftingDesk(ModelProposer(engine), max_sequences=2)
+    session = desk.open_session()
+    mirrors: dict[int, Mirror] = {}
+    for _ in range(80):
+        sequence_id = random.randrange(2)
+        mirror = mirrors.get(sequence_id)
+        (action,) = random.choices(list(ACTIONS), list(ACTIONS.values()))
+        if action == "open" or mirror is None:
+            _open(fresh, random, session, mirrors, sequence_id)
+        elif action == "outcome":
+            committed = _outcome(random, mirror)
+            session.outcome(sequence_id, len(mirror.root.prefix), committed)
+            mirror.commit(committed)
+        elif action == "grant":
+            _grant(random, session, sequence_id, mirror)
+        elif action == "close":
+            session.close(sequence_id)
+            del mirrors[sequence_id]
+        elif desk.has_work:
+            _run_pass(random, desk, mirrors)
+        desk.check_integrity()
+    for _ in range(200):
+        if desk.has_work:
+            _run_pass(random, desk, mirrors)
+            desk.check_integrity()
+    assert not desk.has_work, "passes go on for ever"
+    for mirror in mirrors.values():
+        mirror.check()
+    desk.close_session(session)
+    desk.check_integrity()
+
+
+def _open(
+    fresh: FreshDrafter,
+    random: Random,
+    session: DraftingSession,
+    mirrors: dict[int, Mirror],
+    sequence_id: int,
+) -> None:
+    length = random.choice([1, 2, 9, 33, 120, 126, MAX_LEN - 4])
+    prompt = [random.randrange(VOCAB_SIZE) for _ in range(length)]
+    spec = _spec(random, random.choice(RULES), length)
+    stopping = random.choice([Stopping.FIXED, *Stopping])
+    mirrors.pop(sequence_id, None)
+    if session.open(sequence_id, spec, prompt, stopping=stopping) is None:
+        mirrors[sequence_id] = Mirror(spec, prompt, fresh)
+
+
+def _grant(random: Random, session: DraftingSession, sequence_id: int, mirror: Mirror) -> None:
+    branches = 1 if mirror.spec.rule is Rule.REJECTION else random.randint(1, MOST_BRANCHES)
+    if mirror.max_branches > 1:
+        branches = random.choice([branches, mirror.max_branches])
+    grant = Grant(
+        until_position=len(mirror.root.prefix) + random.choice([0, 1, 3, 6, 9, 12]),
+        branches=branches,
+        nodes=random.choice([0, 1, 4, 9, 20, 40]),
+        tokens_per_ms=random.choice([0.0, 0.01, 1.0]),
+        step_ms_per_candidate=random.choice([0.0, 0.5]),
+        drafting_is_free=random.random() < 0.5,
+    )
+    mirror.grant = grant
+    mirror.told_last = False
+    mirror.max_branches = max(mirror.max_branches, branches)
+    session.grant(sequence_id, grant)
+
+
+def _outcome(random: Random, mirror: Mirror) -> list[int]:
+    """A way down the tree, then perhaps something else."""
+    node, tokens = mirror.root, []
+    while node.children and random.random() < 0.7:
+        node = random.choice(node.children)
+        tokens.append(node.token_id)
+    others = random.choice([0, 1, 1, 2]) if tokens else 1
+    return tokens + [random.randrange(VOCAB_SIZE) for _ in range(others)]
+
+
+def _run_pass(random: Random, desk: DraftingDesk, mirrors: dict[int, Mirror]) -> None:
+    for news in desk.run_pass():
+        for proposal in news.proposals:
+            mirrors[proposal.sequence_id].take(proposal)
+            mirrors[proposal.sequence_id].check()
+        for declined, reason in news.declined:
+            assert reason
+            del mirrors[declined]
+    desk.pass_took(random.random() * 10)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_trees_are_what_a_fresh_drafter_would_draw(
+    engine: Engine, fresh: FreshDrafter, seed: int
+) -> None:
+    _run_schedule(engine, fresh, Random(seed))
