@@ -166,7 +166,8 @@ class Scheduler:
         if wake_at is not None and wake_at != self._woken_for:
             out.callers.append(WakeAt(wake_at))
         self._woken_for = wake_at
-        if self._step is None:
+        if self._step is None and self._batching.wake_at is None:
+            # Waiting for a drafter is part of what tokens cost; having nothing to do is not.
             self._costs.pause()
         return self._step
 

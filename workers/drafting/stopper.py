@@ -33,6 +33,7 @@ class Stopper:
         if stopping is not Stopping.FIXED:
             self.rule = stopping_rule(stopping, longest=1, acceptance=acceptance)
         self._signals: dict[int, TokenSignal] = {}
+        self._kept = 0
 
     @property
     def watches(self) -> bool:
@@ -59,8 +60,12 @@ class Stopper:
     def stops_after(self, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
         """Whether nothing is to be drafted after these nodes, a path from the root.
 
-        After the root itself something always is.
+        After the root itself something always is. Rules that are blind to cost judge what was
+        drafted since the last outcome: as published, a draft begins anew after a verdict, so
+        run-ahead that was kept ends none.
         """
+        if not isinstance(self.rule, CostAware):
+            path = [node for node in path if node > self._kept]
         if self.rule is None or not path:
             return False
         # The grant bounds a draft by itself: the rule's own bound must not bind before it.
@@ -82,6 +87,7 @@ class Stopper:
         if drafted:
             self._set_longest(longest)
             self.rule.learn(drafted, len(kept.path))
+        self._kept = len(kept.nodes)
         self._signals = {
             number: self._signals[old] for number, old in enumerate(kept.nodes, start=1)
         }

@@ -159,6 +159,8 @@ class Confidence:
 
 _ENTROPY_EDGES = np.array([0.05, 0.2, 0.5, 1.0, 1.6, 2.4, 3.5])
 _MARGIN_EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
+_SCALE_WEIGHT = 0.5
+"""Refusals that the acceptance map's bound is taken to have predicted rightly at the start."""
 _PRIOR_ENTROPIES = np.array([0.02, 0.1, 0.35, 0.75, 1.3, 2.0, 2.9, 4.5])
 
 
@@ -167,6 +169,8 @@ class AcceptanceMap:
 
     A bin begins as AdaEDL's entropy bound, weighed as `prior_weight` observations, and what it
     has seen fades by `fading` with each new observation in it, so that the map follows the text.
+    The bound knows nothing of the pair of models: what it says of refusals is scaled, in all bins
+    alike, by the refusals seen over those that it made expect.
     """
 
     def __init__(self, *, prior_weight: float = 4.0, fading: float = 0.995) -> None:
@@ -174,7 +178,8 @@ class AcceptanceMap:
         bound = np.clip(1 - np.sqrt(0.2 * _PRIOR_ENTROPIES), 0.05, 0.95)
         self._prior_weight = prior_weight
         self._fading = fading
-        self._prior_accepted = np.broadcast_to(bound[:, None], shape) * prior_weight
+        self._prior_refusal = np.broadcast_to(1 - bound[:, None], shape)
+        self._refused = self._expected_refused = _SCALE_WEIGHT
         self._tested = np.zeros(shape)
         self._accepted = np.zeros(shape)
         self._mean_tested = prior_weight
@@ -183,7 +188,8 @@ class AcceptanceMap:
     def estimate(self, signal: TokenSignal) -> float:
         """The probability, above 0 and below 1, that a token is accepted given those before it."""
         at = self._bin(signal)
-        accepted = float(self._accepted[at] + self._prior_accepted[at])
+        refusal = min(0.95, float(self._prior_refusal[at]) * self._refused / self._expected_refused)
+        accepted = float(self._accepted[at]) + (1 - refusal) * self._prior_weight
         return accepted / float(self._tested[at] + self._prior_weight)
 
     @property
@@ -194,6 +200,10 @@ class AcceptanceMap:
     def observe(self, signal: TokenSignal, *, accepted: bool) -> None:
         """A token that was tested. Those after the first refusal were not."""
         at = self._bin(signal)
+        self._refused = self._refused * self._fading + (not accepted)
+        self._expected_refused = self._expected_refused * self._fading + float(
+            self._prior_refusal[at]
+        )
         self._tested[at] = self._tested[at] * self._fading + 1
         self._accepted[at] = self._accepted[at] * self._fading + accepted
         self._mean_tested = self._mean_tested * self._fading + 1

@@ -27,6 +27,7 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
+from paceline.rules import Stopping
 from tests.cluster.decoding.scripts import (
     PROMPT,
     proposal,
@@ -113,6 +114,21 @@ def test_lockstep_does_not_wait_for_candidates_of_the_last_token(branches: int) 
     """The drafter has no leave to draft there, so it will not say that it has no more either."""
     scheduler = started(PolicyName.LOCKSTEP, window=4, max_tokens=2, branches=branches)
     assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].window == 0
+
+
+def test_the_time_to_draft_is_part_of_what_tokens_cost() -> None:
+    scheduler = Scheduler(wait_seconds=2.0)
+    scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
+    scheduler.handle(DrafterJoined(0, "d", 1000))
+    wanted = request(1, PROMPT, policy=PolicyName.LOCKSTEP, window=1)
+    scheduler.handle(Admitted(0, dataclasses.replace(wanted, stopping=Stopping.COST)))
+    path: tuple[int, ...] = PROMPT
+    for step, now in enumerate((1.0, 1.1, 1.2, 1.3), start=1):
+        out = scheduler.handle(verdict(step, 0, 10 + step, now=now))
+        path = (*path, 10 + step)
+        scheduler.handle(proposal(path, 40))
+    (grant,) = [one for one in out if isinstance(one, Grant)]
+    assert grant.tokens_per_ms == pytest.approx(0.01), "a token each 100 ms, most of them waits"
 
 
 def test_off_wants_no_drafter() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.rules import Stopping
+from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import (
     AcceptanceMap,
     AdaEdl,
@@ -21,6 +22,7 @@ from workers.drafting.stopping import (
     signal_of,
     stopping_rule,
 )
+from workers.drafting.tree import Grant, Kept
 
 SURE = TokenSignal(entropy=0.02, margin=0.98, draft_prob=0.99)
 UNSURE = TokenSignal(entropy=3.0, margin=0.02, draft_prob=0.1)
@@ -94,11 +96,40 @@ def test_the_map_learns_what_is_accepted() -> None:
 
 def test_tokens_after_the_first_refusal_teach_nothing() -> None:
     """They were not tested."""
-    acceptance = AcceptanceMap()
-    before = acceptance.estimate(SURE)
+    acceptance, short = AcceptanceMap(), AcceptanceMap()
     CostAware(8, acceptance).learn([UNSURE, UNSURE, SURE, SURE], 1)
-    assert acceptance.estimate(SURE) == before
+    CostAware(8, short).learn([UNSURE, UNSURE], 1)
+    assert acceptance.estimate(SURE) == short.estimate(SURE)
     assert acceptance.num_observed == pytest.approx(1.995)
+
+
+def test_what_is_seen_of_some_tokens_says_something_of_the_others() -> None:
+    """A pair that agrees where the bound expects refusals agrees elsewhere too."""
+    estimates = []
+    for accepted in (True, False):
+        acceptance = AcceptanceMap()
+        estimates.append(acceptance.estimate(UNSURE))
+        for _ in range(20):
+            acceptance.observe(TokenSignal(1.8, 0.3, 0.4), accepted=accepted)
+        estimates.append(acceptance.estimate(UNSURE))
+    at_first, agreed, again, refused = estimates
+    assert at_first == again
+    assert agreed > 1 - (1 - at_first) / 4
+    assert 0 < refused < at_first
+
+
+def test_a_round_begins_with_an_outcome() -> None:
+    """Run-ahead that was kept stops nothing by its entropy; by cost it may."""
+    for stopping, stops in ((Stopping.ADAEDL, False), (Stopping.COST, True)):
+        stopper = Stopper(stopping, AcceptanceMap())
+        for node in (1, 2):
+            stopper.note(node, UNSURE)
+        grant = Grant(9, nodes=8, tokens_per_ms=1.0, step_ms_per_candidate=1.0)
+        assert stopper.stops_after([1, 2], grant, pass_ms=1.0)
+        stopper.committed(Kept((5,), (1,), (2,), agreed=True), [], longest=8)
+        assert stopper.stops_after([1], grant, pass_ms=1.0) is stops
+        stopper.note(2, UNSURE)
+        assert stopper.stops_after([1, 2], grant, pass_ms=1.0)
 
 
 _logit = st.one_of(st.floats(-20, 20, width=32), st.sampled_from([1e4, -1e4, 3e38, -math.inf]))
