@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from deploy.bench.engine_driver import measure_driver
+from deploy.bench.engine_prefix import measure_prefix
 from deploy.bench.engine_rows import EngineRow, EngineTask, with_speedups
 from deploy.bench.engine_serving import measure_serving
 from deploy.bench.engine_steps import measure_steps
@@ -11,6 +13,8 @@ from deploy.bench.engine_steps import measure_steps
 PARTS: Mapping[str, Callable[[EngineTask], list[EngineRow]]] = {
     "steps": measure_steps,
     "serving": measure_serving,
+    "prefix": measure_prefix,
+    "driver": measure_driver,
 }
 """What can be measured. A further part is a function that takes the task and gives rows."""
 USUAL_PARTS = ("steps", "serving")

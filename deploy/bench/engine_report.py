@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from deploy.bench.engine_prefix import CACHE
 from deploy.bench.engine_rows import OFF, EngineRow
 
 GOALS = ((1, 2.0), (16, 3.0))
@@ -39,6 +40,9 @@ def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
         for name in speeds:
             if name.startswith(OFF) and "hf" in speeds:
                 yield Goal(f"batch {batch}: {name} / hf", speeds[name] / speeds["hf"], aim)
+    for row in rows:
+        if (row.part, row.name) == ("prefix", CACHE) and row.speedup is not None:
+            yield Goal(f"{row.batch} prompts that begin alike: cache / off", row.speedup, 5.0)
 
 
 def engine_json(rows: Sequence[EngineRow], machine: Mapping[str, object]) -> dict[str, object]:
@@ -67,6 +71,20 @@ def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:
     console.print(LEGEND, highlight=False)
     for goal in goals(rows):
         console.print(f"{goal.name} = {goal.ratio:.2f} (aim {goal.aim:g})", highlight=False)
+    for row in rows:
+        for line in _remarks(row):
+            console.print(line, highlight=False)
+
+
+def _remarks(row: EngineRow) -> Iterator[str]:
+    """What a row has to say that is no column."""
+    if row.details.get("same_text") is False:
+        yield f"{row.part}, {row.name}: the text is NOT that of the row off"
+    if "driver_ms_p50" in row.details:
+        yield (
+            f"driver, {row.name}, batch {row.batch}: {row.details['driver_ms_p50']:.2f} ms a step "
+            f"(aim at most {row.details['aim_ms']:.2f})"
+        )
 
 
 def _cells(row: EngineRow) -> Iterator[str]:

@@ -17,6 +17,7 @@ from rich.console import Console
 from cluster.config import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
 from deploy.bench.engine import PARTS, USUAL_PARTS
+from deploy.bench.engine_driver import measure_one
 from deploy.bench.engine_load import Request, batches_of, random_tokens, seeded_requests
 from deploy.bench.engine_memory import (
     copy_bandwidth,
@@ -269,3 +270,21 @@ def test_serving_measures_every_row(tmp_path: Path) -> None:
     }
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert "off / hf" in done.stdout
+
+
+def test_the_prefix_part_compares_texts_and_counts_what_was_there(task: EngineTask) -> None:
+    off, cached = PARTS["prefix"](task)
+    assert (off.name, cached.name) == ("off", "prefix cache")
+    assert off.speedup == 1
+    assert cached.details["same_text"] is True
+    assert off.details["prefix_hit_tokens"] == 0
+    # All but the first prompt find three blocks of 128 tokens computed.
+    assert cached.details["prefix_hit_tokens"] == 7 * 3 * 128
+
+
+def test_the_drivers_time_is_measured_with_so_many_sequences_at_once(task: EngineTask) -> None:
+    row = measure_one(task, "off", 3)
+    assert (row.part, row.name, row.batch) == ("driver", "off", 3)
+    assert row.details["aim_ms"] == pytest.approx(1.15)
+    assert isinstance(row.details["driver_ms_p50"], float)
+    assert 0 < row.details["driver_ms_p50"] < 1000
