@@ -23,15 +23,17 @@ NEEDED: Mapping[str, frozenset[str]] = {
     "train-free": frozenset({"plain"}),
 }
 """The deployments that each part needs."""
+QUICK_WINDOWS = (1, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class RulesSettings:
-    """How much is measured. `parts`: some of PART_NAMES."""
+    """How much is measured. `parts`: some of PART_NAMES. `quick`: short windows in part "time"."""
 
     parts: Sequence[str]
     max_tokens: int
     repeats: int
+    quick: bool = False
 
 
 def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]:
@@ -69,7 +71,8 @@ def run_rules(
     rows: list[RuleRow] = []
     parts = [part for part in PART_NAMES if part in settings.parts]
     if "time" in parts:
-        rows += measure_time(settings.repeats, tell)
+        windows = QUICK_WINDOWS if settings.quick else WINDOWS
+        rows += measure_time(settings.repeats, tell, windows=windows)
     configs = rules_deployments(config, parts)
     if not configs:
         return rows

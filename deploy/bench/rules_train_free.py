@@ -14,7 +14,9 @@ from paceline.generation import GenerateOptions
 
 DRAFTERS = ("ngram", "recycling")
 SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))
-"""Windows and branches."""
+"""Windows and branches of both."""
+BY_COST = (16, 8)
+"""Window and branches within which Token Recycling stops by cost; n-grams have no estimates."""
 
 
 def train_free_contenders(client: Client) -> list[RequestContender]:
@@ -22,20 +24,21 @@ def train_free_contenders(client: Client) -> list[RequestContender]:
     contenders = [
         RequestContender(OFF, client, GenerateOptions(temperature=0.0, seed=0, policy=OFF))
     ]
-    for drafter in DRAFTERS:
-        for window, branches in SHAPES:
-            options = GenerateOptions(
-                temperature=0.0,
-                seed=0,
-                rule="coupled",
-                policy="lockstep",
-                window=window,
-                branches=branches,
-                stopping="fixed",
-                drafter=drafter,
-            )
-            name = f"{drafter} {candidates_shown(branches)} {window}"
-            contenders.append(RequestContender(name, client, options))
+    shapes = [(drafter, *shape, "fixed") for drafter in DRAFTERS for shape in SHAPES]
+    for drafter, window, branches, stopping in [*shapes, ("recycling", *BY_COST, "cost")]:
+        options = GenerateOptions(
+            temperature=0.0,
+            seed=0,
+            rule="coupled",
+            policy="lockstep",
+            window=window,
+            branches=branches,
+            stopping=stopping,
+            drafter=drafter,
+        )
+        name = f"{drafter} {candidates_shown(branches)} {window}"
+        name += "" if stopping == "fixed" else f" {stopping}"
+        contenders.append(RequestContender(name, client, options))
     return contenders
 
 

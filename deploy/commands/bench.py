@@ -35,6 +35,8 @@ class Amount:
 
 AMOUNTS: Mapping[str, Amount] = {"decode": Amount(8, 64, 3), "rules": Amount(4, 32, 2)}
 """What the suites that read an input measure unless told otherwise: minutes on two cores."""
+QUICK = Amount(2, 24, 1)
+"""Of suite rules with --quick."""
 SUITES = (*AMOUNTS, "engine")
 
 
@@ -84,7 +86,12 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             ),
         ] = None,
         quick: Annotated[
-            bool, typer.Option("--quick", help="engine: two minutes rather than ten.")
+            bool,
+            typer.Option(
+                "--quick",
+                help="engine: two minutes rather than ten. rules: some four rather than fifteen: "
+                "2 rows of 24 tokens, once, and short windows in part time.",
+            ),
         ] = False,
         json_path: JsonOption = None,
     ) -> None:
@@ -109,18 +116,22 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         if suite == "engine":
             report = _engine(config, part, quick=quick, home=home)
         else:
-            amount = _amount(suite, limit, max_tokens, repeats)
+            if quick and suite != "rules":
+                raise InvalidRequestError("quick", f"suite {suite} has no quick form")
+            usual = QUICK if quick else AMOUNTS[suite]
+            amount = _amount(usual, limit, max_tokens, repeats)
             task = Task(config, _read_inputs(input_path, amount.limit), amount, home)
             if suite == "decode":
                 report = _decode(task, calibrate=calibrate, gap_steps=gap_steps)
             else:
-                report = _rules(task, part)
+                report = _rules(task, part, quick=quick)
         if json_path is not None:
             write_json(json_path, report)
 
 
-def _amount(suite: str, limit: int | None, max_tokens: int | None, repeats: int | None) -> Amount:
-    usual = AMOUNTS[suite]
+def _amount(
+    usual: Amount, limit: int | None, max_tokens: int | None, repeats: int | None
+) -> Amount:
     return Amount(
         usual.limit if limit is None else limit,
         usual.max_tokens if max_tokens is None else max_tokens,
@@ -172,14 +183,15 @@ def _decode(task: Task, *, calibrate: bool, gap_steps: int) -> Mapping[str, obje
     return decode_json(result, machine)
 
 
-def _rules(task: Task, parts: Sequence[str] | None) -> Mapping[str, object]:
+def _rules(task: Task, parts: Sequence[str] | None, *, quick: bool) -> Mapping[str, object]:
     """Run the suite and print it; the document for programs."""
     from deploy.bench.machine import describe_machine
     from deploy.bench.rules import RulesSettings, run_rules
     from deploy.bench.rules_report import print_rules, rules_json
     from deploy.bench.rules_rows import PART_NAMES
 
-    settings = RulesSettings(parts or PART_NAMES, task.amount.max_tokens, task.amount.repeats)
+    amount = task.amount
+    settings = RulesSettings(parts or PART_NAMES, amount.max_tokens, amount.repeats, quick)
     machine = describe_machine()
     with teller(Console(stderr=True)) as tell:
         rows = run_rules(task.config, task.inputs, settings, home=task.home, tell=tell)

@@ -148,6 +148,7 @@ def test_times_become_rows() -> None:
     [
         (("rules", "--part", "nothing"), "part"),
         (("rules", "--limit", "0"), "limit"),
+        (("decode", "--quick"), "quick"),
         (("rules", "--json", "/nowhere/out.json"), "json"),
     ],
 )
@@ -163,7 +164,7 @@ def run_bench(served: Served, folder: Path, parts: Sequence[str]) -> list[dict[s
     done = subprocess.run(
         [
             *(sys.executable, "-m", "deploy.cli", "bench", "rules", "--config", served.config),
-            *("--input", source, "--json", found, "--max-tokens", "8", "--repeats", "1"),
+            *("--input", source, "--json", found, "--max-tokens", "8", "--quick"),
             *(flag for part in parts for flag in ("--part", part)),
         ],
         cwd=ROOT,
