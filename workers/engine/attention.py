@@ -111,8 +111,12 @@ def _attend(group: Group, rows: Tensor, layer: LayerCache, scaling: float) -> Te
     weights: list[Tensor] = []
     for run in group.runs:
         first, end = run.first_block, run.first_block + run.count
+        if run.slices_C is None:
+            run_query = query_BHRD[run.slice_index].expand(run.count, -1, -1, -1)
+        else:
+            run_query = query_BHRD.index_select(0, run.slices_C)
         part_CHRD, lse_CHR = torch._scaled_dot_product_flash_attention_for_cpu(
-            query_BHRD[run.slice_index].expand(run.count, -1, -1, -1),
+            run_query,
             layer.keys_NHBD[first:end],
             layer.values_NHBD[first:end],
             0.0,
@@ -123,18 +127,19 @@ def _attend(group: Group, rows: Tensor, layer: LayerCache, scaling: float) -> Te
         parts.append(part_CHRD)
         weights.append(lse_CHR)
     parts_CHRD = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if group.spread is not None:
+        parts_CHRD = parts_CHRD.index_select(0, group.spread)
     if group.max_chunks == 1:
         return parts_CHRD.reshape(-1, head_size)
-    lse_all = weights[0] if len(weights) == 1 else torch.cat(weights)
-    merged_BHRD = _merge(group, parts_CHRD, lse_all)
+    lse_CHR = weights[0] if len(weights) == 1 else torch.cat(weights)
+    if group.spread is not None:
+        lse_CHR = lse_CHR.index_select(0, group.spread)
+    merged_BHRD = _merge(group, parts_CHRD, lse_CHR)
     return merged_BHRD.to(rows.dtype).view(-1, head_size)
 
 
 def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:
-    """Merge the chunks of each slice in order of position: [B, H, R, D]."""
-    if group.spread is not None:
-        parts_CHRD = parts_CHRD.index_select(0, group.spread)
-        lse_CHR = lse_CHR.index_select(0, group.spread)
+    """Merge the chunks of each slice, B x max_chunks, in order of position: [B, H, R, D]."""
     shape = (group.num_slices, group.max_chunks, *lse_CHR.shape[1:])
     lse_BCHR = lse_CHR.view(shape)
     if group.absent_BC is not None:

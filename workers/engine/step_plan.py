@@ -28,11 +28,14 @@ HIDDEN = -1e30
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks of one slice: `count` blocks from `first_block` on."""
+    """Consecutive blocks, whosever they are: `count` blocks from `first_block` on."""
 
-    slice_index: int
     first_block: int
     count: int
+    slice_index: int | None
+    """The slice of all of them, if it is one."""
+    slices_C: Tensor | None
+    """The slice of each, if they are several's."""
     mask_CR: Tensor
     """[count, 1, R, 128]"""
 
@@ -48,9 +51,11 @@ class Group:
     """[B x H x R] rows of the group's queries among all heads, seen as [T x A, D]."""
     runs: tuple[Run, ...]
     spread: Tensor | None
-    """Where slices differ in chunks: for each of B x max_chunks the computed chunk, else any."""
+    """For each of B x max_chunks the computed chunk, any where a slice has no such chunk.
+
+    None where chunks are computed in that very order."""
     absent_BC: Tensor | None
-    """Beside `spread`: HIDDEN for chunks that a slice does not have, else 0."""
+    """HIDDEN for chunks that a slice does not have, else 0. None: all have as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,43 +181,73 @@ def _make_group(pieces: Sequence[Slice], rows: _Rows) -> Group:
             by_chunk = unrelated_RS.view(rows.count, max_chunks, 1, BLOCK_SIZE)
             hidden[index] |= by_chunk.permute(1, 2, 0, 3)
     mask_BC = torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
-    runs: list[Run] = []
-    for index, piece in enumerate(pieces):
-        done = 0
-        for first_block, count in _consecutive(piece.block_table, chunks[index]):
-            runs.append(Run(index, first_block, count, mask_BC[index, done : done + count]))
-            done += count
-    spread = absent_BC = None
-    if min(chunks) != max_chunks:
-        spread, absent_BC = _spread_chunks(chunks, max_chunks)
+    orders = _runs_of_blocks(
+        [piece.block_table[:n] for piece, n in zip(pieces, chunks, strict=True)]
+    )
+    spread, absent_BC = _spread_chunks([use for order in orders for use in order], chunks)
     return Group(
         num_slices=len(pieces),
         num_rows=rows.count,
         max_chunks=max_chunks,
         gather=rows.gather,
-        runs=tuple(runs),
+        runs=tuple(_make_run(order, mask_BC) for order in orders),
         spread=spread,
         absent_BC=absent_BC,
     )
 
 
-def _consecutive(block_table: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """The first `count` blocks as (first block, length) of runs of neighbours."""
-    runs: list[tuple[int, int]] = []
-    for block in block_table[:count]:
-        if runs and block == runs[-1][0] + runs[-1][1]:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block, 1))
+@dataclass(frozen=True, slots=True, order=True)
+class _Use:
+    """A block that holds a chunk of a slice."""
+
+    block: int
+    slice_index: int
+    chunk: int
+
+
+def _runs_of_blocks(tables: Sequence[Sequence[int]]) -> list[list[_Use]]:
+    """All blocks in runs of neighbours, so that few calls see them all. A shared block is in as
+    many runs as it has slices.
+    """
+    runs: list[list[_Use]] = []
+    by_last: dict[int, list[_Use]] = {}
+    for use in sorted(
+        _Use(block, index, chunk)
+        for index, table in enumerate(tables)
+        for chunk, block in enumerate(table)
+    ):
+        run = by_last.pop(use.block - 1, None)
+        if run is None:
+            run = []
+            runs.append(run)
+        run.append(use)
+        by_last[use.block] = run
     return runs
 
 
-def _spread_chunks(chunks: Sequence[int], max_chunks: int) -> tuple[Tensor, Tensor]:
-    spread: list[int] = []
-    absent: list[list[float]] = []
-    first = 0
-    for count in chunks:
-        spread.extend([*range(first, first + count), *([first] * (max_chunks - count))])
-        absent.append([0.0] * count + [HIDDEN] * (max_chunks - count))
-        first += count
+def _make_run(uses: Sequence[_Use], mask_BC: Tensor) -> Run:
+    first = uses[0]
+    owners = [use.slice_index for use in uses]
+    chunks = [use.chunk for use in uses]
+    one = owners[0] if len(set(owners)) == 1 else None
+    if one is not None and chunks == list(range(first.chunk, first.chunk + len(uses))):
+        mask_CR = mask_BC[one, first.chunk : first.chunk + len(uses)]
+    else:
+        mask_CR = mask_BC[owners, chunks]
+    slices_C = torch.tensor(owners) if one is None else None
+    return Run(first.block, len(uses), one, slices_C, mask_CR)
+
+
+def _spread_chunks(
+    computed: Sequence[_Use], chunks: Sequence[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """`spread` and `absent_BC` of a group whose slices have so many chunks each."""
+    max_chunks = max(chunks)
+    spread = [0] * (len(chunks) * max_chunks)
+    for place, use in enumerate(computed):
+        spread[use.slice_index * max_chunks + use.chunk] = place
+    in_order = spread == list(range(len(computed)))
+    if min(chunks) == max_chunks:
+        return None if in_order else torch.tensor(spread), None
+    absent = [[0.0] * count + [HIDDEN] * (max_chunks - count) for count in chunks]
     return torch.tensor(spread), torch.tensor(absent)[:, :, None, None]

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.engine import Engine, Slice
 from workers.engine.invariance import SlabActivation
+from workers.engine.step_plan import make_plan
 
 LENGTH = 300
 VOCAB = 384
@@ -114,6 +115,37 @@ def test_any_batch(
         wanted.append(expected[start:end])
     torch.set_num_threads(threads)
     assert torch.equal(engine.step(slices), torch.cat(wanted))
+
+
+@pytest.mark.parametrize(
+    ("tables", "num_runs"),
+    [
+        pytest.param(([4, 2, 7], [3, 6, 5]), 1, id="neighbours of each other, in no order"),
+        pytest.param(([4, 2, 7], [8, 0, 5]), 4, id="apart"),
+        pytest.param(([4, 5, 6], [4, 5, 7]), 2, id="a shared prefix"),
+        pytest.param(([4], [5, 6, 7]), 1, id="of one chunk and of three"),
+    ],
+)
+def test_where_blocks_lie(
+    engine: Engine,
+    token_ids: list[int],
+    expected: torch.Tensor,
+    tables: tuple[list[int], list[int]],
+    num_runs: int,
+) -> None:
+    """Blocks that are neighbours are seen in one call, whosever they are; bits stay."""
+    lengths = [min(LENGTH, 128 * len(table)) for table in tables]
+    for table, length in zip(tables, lengths, strict=True):
+        engine.step([Slice(table, 0, token_ids[: length - 1], 0)])
+    slices = [
+        Slice(table, length - 1, token_ids[length - 1 : length], 1)
+        for table, length in zip(tables, lengths, strict=True)
+    ]
+    rows = engine.step(slices)
+    for row, length in zip(rows, lengths, strict=True):
+        assert torch.equal(row, expected[length - 1])
+    (group,) = make_plan(slices, num_query_heads=6, num_kv_heads=2, min_tokens=2).groups
+    assert len(group.runs) == num_runs
 
 
 def test_rejected_candidates_leave_no_trace(
