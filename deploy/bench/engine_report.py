@@ -14,9 +14,9 @@ from deploy.bench.engine_rows import OFF, EngineRow
 GOALS = ((1, 2.0), (16, 3.0))
 """A batch, and how many times transformers' tokens a second plain decoding should reach."""
 LEGEND = """
-step: ms, as the sender of the step sees it. share: of the memory bandwidth that a
-plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's peak over its
-share of weights and its KV blocks. All sequences run to their full length.
+step: ms, as the sender of the step sees it. share: of the memory bandwidth
+that a plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's
+peak over its share of weights and its KV. Every sequence has its full length.
 """
 
 
