@@ -8,6 +8,7 @@ A token's A heads lie one after another: its queries, its keys, its values.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -210,18 +211,19 @@ def _runs_of_blocks(tables: Sequence[Sequence[int]]) -> list[list[_Use]]:
     many runs as it has slices.
     """
     runs: list[list[_Use]] = []
-    by_last: dict[int, list[_Use]] = {}
+    by_last: defaultdict[int, list[list[_Use]]] = defaultdict(list)
     for use in sorted(
         _Use(block, index, chunk)
         for index, table in enumerate(tables)
         for chunk, block in enumerate(table)
     ):
-        run = by_last.pop(use.block - 1, None)
-        if run is None:
+        if by_last[use.block - 1]:
+            run = by_last[use.block - 1].pop(0)
+        else:
             run = []
             runs.append(run)
         run.append(use)
-        by_last[use.block] = run
+        by_last[use.block].append(run)
     return runs
 
 
