@@ -101,6 +101,8 @@ class RequestFlags:
             check_branches(rule, self.branches, self.window or MAX_WINDOW)
         check_name("stopping", self.stopping, (stopping.value for stopping in Stopping))
         check_name("drafter", self.drafter, DRAFTER_KINDS)
+        if self.drafter is not None and self.verification is not None and self.policy != "off":
+            check_rule_fits(Rule(self.verification), {self.drafter})
 
     def seed_of(self, index: int) -> int:
         """Row `index` of a run uses the run's seed plus its index."""
