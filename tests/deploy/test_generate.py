@@ -154,6 +154,7 @@ def test_bad_rows_are_named_by_line_and_the_others_run(
         (("--branches", "3", "--window", "2"), "branches"),
         (("--stopping", "never"), "stopping"),
         (("--drafter", "oracle"), "drafter"),
+        (("--drafter", "ngram", "--verification", "kseq"), "'ngram'"),
         (("--input", "/nowhere/in.jsonl"), "input"),
         (("--output", "/nowhere/out.jsonl"), "output"),
         (("--output", "/"), "output"),
