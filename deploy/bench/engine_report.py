@@ -13,6 +13,10 @@ from deploy.bench.engine_rows import OFF, EngineRow
 
 GOALS = ((1, 2.0), (16, 3.0))
 """A batch, and how many times transformers' tokens a second plain decoding should reach."""
+GPU_SHARE = 0.8
+"""Of a copy's bandwidth, what plain decoding of one sequence on a GPU should reach."""
+GPU_WINDOW = 1.1
+"""A GPU's step that verifies 8 candidates, over one without: at most this."""
 LEGEND = """
 step: ms, as the sender of the step sees it. share: of the memory bandwidth
 that a plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's
@@ -43,6 +47,19 @@ def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
     for row in rows:
         if (row.part, row.name) == ("prefix", CACHE) and row.speedup is not None:
             yield Goal(f"{row.batch} prompts that begin alike: cache / off", row.speedup, 5.0)
+    yield from _gpu_goals(rows)
+
+
+def _gpu_goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
+    """Plain decoding of one sequence on a GPU against its memory, and a window against it."""
+    for part in dict.fromkeys(row.part for row in rows if row.part.startswith("gpu")):
+        alone = {row.window: row for row in rows if (row.part, row.batch) == (part, 1)}
+        off, verify = alone.get(0), alone.get(8)
+        if off is not None and off.bandwidth_share is not None:
+            yield Goal(f"{part}: share of bandwidth", off.bandwidth_share, GPU_SHARE)
+        if off is not None and verify is not None and off.step_ms and verify.step_ms:
+            ratio = verify.step_ms / off.step_ms
+            yield Goal(f"{part}: step of verify 8 / off, at most", ratio, GPU_WINDOW)
 
 
 def engine_json(rows: Sequence[EngineRow], machine: Mapping[str, object]) -> dict[str, object]:

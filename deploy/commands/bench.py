@@ -93,6 +93,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 "2 rows of 24 tokens, once, and short windows in part time.",
             ),
         ] = False,
+        device: Annotated[
+            str,
+            typer.Option(help="engine: cpu, or cuda for the GPU engine with a random 8 B model."),
+        ] = "cpu",
         json_path: JsonOption = None,
     ) -> None:
         """Measure ratios in one run: ours in turns; decode, engine: transformers beside us."""
@@ -110,10 +114,14 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ):
             check_at_least_one(name, value)
         _check_parts(suite, part)
+        if device not in ("cpu", "cuda"):
+            raise InvalidRequestError("device", f"expected cpu or cuda, got {device!r}")
         if json_path is not None:
             check_writable("json", json_path)
         config, home = load_config(config_path, environ), default_home(environ)
-        if suite == "engine":
+        if suite == "engine" and device == "cuda":
+            report = _gpu(quick=quick)
+        elif suite == "engine":
             report = _engine(config, part, quick=quick, home=home)
         else:
             if quick and suite != "rules":
@@ -212,5 +220,19 @@ def _engine(
     with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
         task = EngineTask(config, home, Path(folder), quick, tell)
         rows = run_engine(task, parts or USUAL_PARTS)
+    print_engine(Console(), rows)
+    return engine_json(rows, machine)
+
+
+def _gpu(*, quick: bool) -> Mapping[str, object]:
+    """Run the suite on a GPU and print it; the document for programs."""
+    from deploy.bench.engine_gpu import llama_8b, measure_gpu
+    from deploy.bench.engine_report import engine_json, print_engine
+    from deploy.bench.engine_rows import with_speedups
+    from deploy.bench.machine import describe_machine
+
+    machine = describe_machine()
+    with teller(Console(stderr=True)) as tell:
+        rows = with_speedups(measure_gpu(llama_8b(quick=quick), tell))
     print_engine(Console(), rows)
     return engine_json(rows, machine)

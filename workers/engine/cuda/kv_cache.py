@@ -64,6 +64,14 @@ def slot_of(block_table: Sequence[int], position: int) -> int:
     return block_table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 
 
+def kv_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    """Bytes that one position takes over all layers, keys and values."""
+    return 2 * num_layers * num_heads * head_size * dtype.itemsize
+
+
 def page_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
     """Bytes that one page takes over all layers, keys and values."""
-    return 2 * num_layers * num_heads * head_size * PAGE_SIZE * dtype.itemsize
+    position = kv_bytes(
+        num_layers=num_layers, num_heads=num_heads, head_size=head_size, dtype=dtype
+    )
+    return position * PAGE_SIZE
