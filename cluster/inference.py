@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from cluster.driver import Driver, DriverOptions
+from paceline.channel import CALLERS
 from paceline.errors import PacelineError
 from paceline.inference_wire import (
     description_to_wire,
@@ -79,7 +80,7 @@ async def serve_driver(
         return (SERVICE_NAME,)
 
     try:
-        server = await start_server(add, host=host, port=port, serving=False)
+        server = await start_server(add, host=host, port=port, serving=False, keepalive=CALLERS)
     except BaseException:
         await driver.stop()
         raise

@@ -1,21 +1,33 @@
 """gRPC options of every client and server of ours, in one place (figures: DESIGN.md section 7).
 
-Clients ping each second, so that a peer which is gone is noticed within about 2.5 s even when no
-call is running. A server with gRPC's defaults would end such a connection after five seconds
-(`too_many_pings`), therefore ours allow it.
+Between driver and workers both sides ping each second, so that a peer which is gone is noticed
+within about 2.5 s even when no call is running. A server with gRPC's defaults would end such a
+connection after five seconds (`too_many_pings`), therefore ours allow it. Callers are pinged seldom
+and waited for longer: a busy or suspended host of theirs is no reason to give their requests up.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message that either side takes or sends."""
 
-KEEPALIVE_MS = 1000
-"""Time between two pings."""
 
-PING_TIMEOUT_MS = 2000
-"""Time to wait for an answer to a ping. One second is too short: on two busy cores (load 10) a
+@dataclass(frozen=True, slots=True)
+class Keepalive:
+    """Milliseconds between two pings, and to wait for the answer to one."""
+
+    interval_ms: int
+    timeout_ms: int
+
+
+WORKERS = Keepalive(1_000, 2_000)
+"""Between driver and workers. A timeout of one second is too short: on two busy cores (load 10) a
 worker in good health was once taken for gone."""
+
+CALLERS = Keepalive(10_000, 20_000)
+"""Between a caller and the server that it asks."""
 
 CONNECT_ATTEMPT_MS = 2000
 """Time that one attempt to connect may take."""
@@ -23,10 +35,10 @@ CONNECT_ATTEMPT_MS = 2000
 Options = list[tuple[str, int]]
 
 
-def client_options() -> Options:
+def client_options(keepalive: Keepalive = WORKERS) -> Options:
     """Options of a channel."""
     return [
-        *_common_options(),
+        *_common_options(keepalive),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Bounds an attempt; the wait after one that failed is between the two others.
         ("grpc.min_reconnect_backoff_ms", CONNECT_ATTEMPT_MS),
@@ -34,24 +46,24 @@ def client_options() -> Options:
     ]
 
 
-def server_options() -> Options:
+def server_options(keepalive: Keepalive = WORKERS) -> Options:
     """Options of a server. A port that another process listens on is refused, not shared."""
     return [
-        *_common_options(),
+        *_common_options(keepalive),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
     ]
 
 
-def _common_options() -> Options:
+def _common_options(keepalive: Keepalive) -> Options:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.keepalive_time_ms", keepalive.interval_ms),
+        ("grpc.keepalive_timeout_ms", keepalive.timeout_ms),
         # Without it an unanswered ping is waited for a minute, whatever the keepalive's timeout is.
-        ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", keepalive.timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

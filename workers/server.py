@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline.channel import server_options
+from paceline.channel import WORKERS, Keepalive, server_options
 from paceline.errors import PacelineError, UnavailableError, outward
 
 AddServices = Callable[[grpc.aio.Server], Sequence[str]]
@@ -62,14 +62,19 @@ class RunningServer:
 
 
 async def start_server(
-    add: AddServices, *, host: str, port: int = 0, serving: bool = True
+    add: AddServices,
+    *,
+    host: str,
+    port: int = 0,
+    serving: bool = True,
+    keepalive: Keepalive = WORKERS,
 ) -> RunningServer:
     """Listen on `host`:`port` (0: a free port) with the services that `add` adds.
 
     Health and reflection are added. `serving=False` begins NOT_SERVING until `report_serving`.
     Raises UnavailableError, naming the port, when it cannot be bound.
     """
-    server = grpc.aio.server(options=server_options())
+    server = grpc.aio.server(options=server_options(keepalive))
     services = add(server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)

@@ -101,11 +101,16 @@ async def running_system(
 
 
 class Wire:
-    """A TCP relay to an address that can be cut: then nothing passes, and nobody is told."""
+    """A TCP relay to an address that can be cut: then nothing passes, and nobody is told.
+
+    Held, it passes everything once it is released.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._cut = False
+        self._passing = asyncio.Event()
+        self._passing.set()
         self._relays: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -117,6 +122,14 @@ class Wire:
     def cut(self) -> None:
         """Pass nothing more."""
         self._cut = True
+
+    def hold(self) -> None:
+        """Keep what comes until `release`."""
+        self._passing.clear()
+
+    def release(self) -> None:
+        """Pass on what was held and what comes."""
+        self._passing.set()
 
     async def close(self) -> None:
         self._server.close()
@@ -136,6 +149,7 @@ class Wire:
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while passed := await reader.read(65536):
+            await self._passing.wait()
             if not self._cut:
                 writer.write(passed)
         if not self._cut:

@@ -13,7 +13,16 @@ import pytest
 from cluster.driver import Driver, DriverOptions
 from cluster.inference import serve_driver
 from cluster.target_link import StepTimeout
-from paceline import Chunk, Completion, GenerateOptions, UnavailableError
+from paceline import (
+    AsyncClient,
+    Chunk,
+    Completion,
+    Finished,
+    GenerateOptions,
+    Started,
+    UnavailableError,
+)
+from paceline.channel import WORKERS
 from paceline.errors import OverloadedError, VocabularyMismatchError, WorkerLostError
 from paceline.generation import CompletionBuilder
 from tests.cluster.hostile import (
@@ -238,6 +247,25 @@ async def test_a_cut_wire_is_noticed_by_keepalive(checkpoints: Checkpoints) -> N
     finally:
         await wire.close()
         await drafter.stop()
+
+
+async def test_a_caller_that_is_silent_for_seconds_keeps_its_request(
+    checkpoints: Checkpoints,
+) -> None:
+    """Longer than workers may be: a caller's host may be suspended, or far away."""
+    async with running_system(checkpoints) as system:
+        wire = Wire(system.server.address)
+        try:
+            async with AsyncClient(await wire.open()) as caller:
+                stream = caller.stream(PROMPT, OPTIONS)
+                assert isinstance(await anext(stream), Started)
+                wire.hold()
+                await asyncio.sleep((WORKERS.interval_ms + WORKERS.timeout_ms) / 1000 + 0.5)
+                wire.release()
+                events = [event async for event in stream]
+            assert isinstance(events[-1], Finished)
+        finally:
+            await wire.close()
 
 
 async def test_a_hung_drafter_is_left(checkpoints: Checkpoints) -> None:
