@@ -17,6 +17,7 @@ from workers.verification.draws import (
     draw_chain_token,
     draw_independent,
     draw_without_replacement,
+    of_node,
     top_children,
 )
 from workers.verification.noise import gumbel_noise_of
@@ -38,40 +39,52 @@ class Children:
     paths: tuple[tuple[int, ...], ...] = ()
 
 
-def draw_one(logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int]) -> Children:
-    """The candidate of a chain."""
+def draw_one(
+    logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], *, prefix_hash: int
+) -> Children:
+    """The candidate of a chain. `prefix_hash` (paceline.prefix_hash) is that of `prefix`."""
     if spec.rule is Rule.COUPLED:
         return Children((choose_token(logits_V, spec, prefix),), (0.0,))
     kept = cut_draft_probs(logits_V, spec, prefix)
-    token_ids = (draw_chain_token(kept, spec, len(prefix)),)
+    token_ids = (draw_chain_token(kept, of_node(spec, prefix_hash), len(prefix)),)
     return Children(token_ids, _surprises(kept, token_ids), kept, ((0,),))
 
 
 def draw_children(
-    logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], num_children: int
+    logits_V: torch.Tensor,
+    spec: SequenceSpec,
+    prefix: Sequence[int],
+    num_children: int,
+    *,
+    prefix_hash: int,
 ) -> Children:
     """The children of a node of a tree, for the coupled rule and for recursive rejection."""
     if spec.rule is Rule.COUPLED:
         token_ids = top_children(logits_V, spec, prefix, num_children)
         return Children(token_ids, _gaps(logits_V, spec, len(prefix), token_ids))
     kept = cut_draft_probs(logits_V, spec, prefix)
+    own = of_node(spec, prefix_hash)
     if spec.rule is Rule.RECURSIVE:
-        token_ids = draw_without_replacement(kept, spec, len(prefix), num_children)
+        token_ids = draw_without_replacement(kept, own, len(prefix), num_children)
     else:
         assert spec.rule is Rule.MCSD, spec.rule
-        token_ids = draw_independent(kept, spec, len(prefix), range(num_children))
+        token_ids = draw_independent(kept, own, len(prefix), range(num_children))
     return Children(token_ids, _surprises(kept, token_ids), kept)
 
 
 def draw_paths(
-    logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], numbers: Sequence[int]
+    logits_V: torch.Tensor,
+    spec: SequenceSpec,
+    prefix: Sequence[int],
+    numbers: Sequence[int],
+    *,
+    prefix_hash: int,
 ) -> Children:
     """The continuations of k-SEQ's paths with these numbers, merged where equal."""
     kept = cut_draft_probs(logits_V, spec, prefix)
     through: dict[int, list[int]] = {}
-    for number, token_id in zip(
-        numbers, draw_independent(kept, spec, len(prefix), numbers), strict=True
-    ):
+    drawn = draw_independent(kept, of_node(spec, prefix_hash), len(prefix), numbers)
+    for number, token_id in zip(numbers, drawn, strict=True):
         through.setdefault(token_id, []).append(number)
     token_ids = tuple(through)
     paths = tuple(tuple(numbers) for numbers in through.values())

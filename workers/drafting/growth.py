@@ -85,12 +85,15 @@ class Growth:
         """Draw the candidates under a node that was fed. The logits are on the CPU."""
         tree = self._tree
         prefix = tree.prefix(node)
+        _, prefix_hash = tree.base(node)
         if self.as_chain:
-            children = draw_one(logits_V, tree.spec, prefix)
+            children = draw_one(logits_V, tree.spec, prefix, prefix_hash=prefix_hash)
         elif self._rule is Rule.KSEQ:
-            children = draw_paths(logits_V, tree.spec, prefix, self._numbers(node))
+            numbers = self._numbers(node)
+            children = draw_paths(logits_V, tree.spec, prefix, numbers, prefix_hash=prefix_hash)
         else:
-            children = draw_children(logits_V, tree.spec, prefix, tree.grant.branches)
+            count = tree.grant.branches
+            children = draw_children(logits_V, tree.spec, prefix, count, prefix_hash=prefix_hash)
         signals = []
         if self._stopper.watches:
             signals = self._stopper.signals(logits_V, children.token_ids)

@@ -4,13 +4,16 @@ For the rules that toss coins it draws with noise of its own (Purpose.DRAFTING),
 distribution cut to its likeliest tokens: `cut_draft_probs` gives the pairs that it draws from and
 sends. For the coupled rule it takes the target's noise, and sends nothing but tokens.
 
-Nodes at the same depth of a tree share their noise. That is harmless: of them only one lies on the
-path that verification follows, and which one was decided by the noise of earlier positions.
+Under the coupled rule all candidates of a position share its noise, as they must. Under one that
+tosses coins each prefix needs noise of its own (`of_node`): where a draft goes on, and where it
+stops, depends on what was drawn before, also at the same position after another prefix. If that
+told anything of what is drawn next, the law would be another one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -47,6 +50,14 @@ def cut_draft_probs(
     positive = np.flatnonzero(probs_M > 0)
     assert kept.token_ids is not None
     return SparseProbs(kept.token_ids[positive], probs_M[positive])
+
+
+def of_node(spec: SequenceSpec, prefix_hash: int) -> SequenceSpec:
+    """With a seed for the draws after one prefix, which its 64-bit hash names.
+
+    So a draft is a function of the request's seed and of the tokens before it, whoever repeats it.
+    """
+    return replace(spec, seed=spec.seed ^ prefix_hash)
 
 
 def draw_chain_token(draft: SparseProbs, spec: SequenceSpec, position: int) -> int:

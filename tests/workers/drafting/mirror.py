@@ -19,6 +19,7 @@ from workers.verification.draws import (
     cut_draft_probs,
     draw_independent,
     draw_without_replacement,
+    of_node,
     top_children,
 )
 from workers.verification.rules import check_proposal
@@ -140,14 +141,13 @@ class Mirror:
         assert sent is not None
         for token_id, prob in zip(sent.token_ids_M.tolist(), sent.probs_M.tolist(), strict=True):
             assert abs(kept.exact().prob_of(token_id) - prob) < 1e-3
-        position = len(node.prefix)
+        own, position = of_node(spec, hash_prefix(node.prefix)), len(node.prefix)
         if spec.rule is Rule.KSEQ:
-            drawn = draw_independent(sent, spec, position, range(self.max_branches))
+            drawn = draw_independent(sent, own, position, range(self.max_branches))
             assert set(tokens) <= set(drawn)
             for child in node.children:
                 assert child.multiplicity <= drawn.count(child.token_id)
         elif spec.rule is Rule.RECURSIVE:
-            drawn = draw_without_replacement(sent, spec, position, len(tokens))
-            assert tuple(tokens) == drawn
+            assert tuple(tokens) == draw_without_replacement(sent, own, position, len(tokens))
         else:
-            assert tuple(tokens) == draw_independent(sent, spec, position, range(len(tokens)))
+            assert tuple(tokens) == draw_independent(sent, own, position, range(len(tokens)))
