@@ -39,7 +39,7 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
             assert top_ids_TK is not None
             task.top_tokens.extend(_top_tokens(top_ids_TK[ends[i] - task.num_rows :], task.fed))
         if i in verdicts:
-            messages.append(_message(verdicts[i], task))
+            messages.append(message_of(verdicts[i], task))
             task.top_tokens.clear()
     return messages
 
@@ -54,7 +54,8 @@ def _ends(tasks: Sequence[VerdictTask]) -> list[int]:
     return ends
 
 
-def _message(verdict: Verdict, task: VerdictTask) -> target_pb2.Verdict:
+def message_of(verdict: Verdict, task: VerdictTask) -> target_pb2.Verdict:
+    """A verdict as the wire has it, with the top tokens that wait in its task."""
     message = target_pb2.Verdict(
         sequence_id=task.sequence_id,
         num_accepted=verdict.num_accepted,

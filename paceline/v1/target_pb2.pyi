@@ -59,14 +59,18 @@ class DescribeTargetResponse(_message.Message):
     block_size: _builtins.int
     """KV positions of one block."""
     num_blocks: _builtins.int
-    """Blocks that the driver may hand out: ids 0 to num_blocks - 1."""
+    """Blocks that the driver may hand out: ids 0 to num_blocks - 1. Once the shards of a group have
+    met, as many as the least of them has; likewise max_model_len.
+    """
     rank: _builtins.int
     """This shard's number and the number of shards of its group."""
     tensor_parallel: _builtins.int
     pid: _builtins.int
     """Its process id, for operators and tests."""
     batch_invariant: _builtins.bool
-    """A row's logits are bit-equal whatever the batch, window and prefill split (start-up self-test)."""
+    """A row's logits are bit-equal whatever the batch, window and prefill split (start-up self-test).
+    A group finds out when its shards first meet; false before.
+    """
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The checkpoint's end tokens."""
@@ -93,6 +97,48 @@ class DescribeTargetResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeTargetResponse: _TypeAlias = DescribeTargetResponse  # noqa: Y015
+
+@_typing.final
+class MeetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """1 to 64 characters, never used before: the name of the driver's session."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeetRequest: _TypeAlias = MeetRequest  # noqa: Y015
+
+@_typing.final
+class MeetResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def description(self) -> Global___DescribeTargetResponse:
+        """As DescribeTarget answers from now on."""
+
+    def __init__(
+        self,
+        *,
+        description: Global___DescribeTargetResponse | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeetResponse: _TypeAlias = MeetResponse  # noqa: Y015
 
 @_typing.final
 class StepRequest(_message.Message):

@@ -39,6 +39,11 @@ class TargetServiceStub:
                 request_serializer=paceline_dot_v1_dot_target__pb2.DescribeTargetRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_target__pb2.DescribeTargetResponse.FromString,
                 _registered_method=True)
+        self.Meet = channel.unary_unary(
+                '/paceline.v1.TargetService/Meet',
+                request_serializer=paceline_dot_v1_dot_target__pb2.MeetRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_target__pb2.MeetResponse.FromString,
+                _registered_method=True)
         self.Step = channel.stream_stream(
                 '/paceline.v1.TargetService/Step',
                 request_serializer=paceline_dot_v1_dot_target__pb2.StepRequest.SerializeToString,
@@ -56,11 +61,25 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Meet(self, request, context):
+        """Brings the shards of a tensor-parallel group together for one set of Step streams: called on all
+        of them at the same time, with the same name, before Step. Answered once all have met and have
+        found that they loaded the same checkpoint. Whatever went wrong in an earlier session has no
+        part in this one. UNAVAILABLE when a shard did not come in time: call all again, with a new
+        name. FAILED_PRECONDITION when the shards' checkpoints or options differ. A shard that is a
+        group of its own answers at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Step(self, request_iterator, context):
         """One long stream a driver: the stream is the session. Sequences, their token ids and their
         block tables are forgotten when it ends, the contents of KV blocks count as garbage then.
         Steps run in the order received and are answered in that order. Several may be sent ahead.
-        A malformed step ends the stream with INVALID_ARGUMENT.
+        A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
+        content of each step before they run it: where those differ, and when a shard is lost or late in
+        the midst of a step, the streams of all shards end with UNAVAILABLE.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -73,6 +92,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.DescribeTarget,
                     request_deserializer=paceline_dot_v1_dot_target__pb2.DescribeTargetRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_target__pb2.DescribeTargetResponse.SerializeToString,
+            ),
+            'Meet': grpc.unary_unary_rpc_method_handler(
+                    servicer.Meet,
+                    request_deserializer=paceline_dot_v1_dot_target__pb2.MeetRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_target__pb2.MeetResponse.SerializeToString,
             ),
             'Step': grpc.stream_stream_rpc_method_handler(
                     servicer.Step,
@@ -107,6 +131,33 @@ class TargetService:
             '/paceline.v1.TargetService/DescribeTarget',
             paceline_dot_v1_dot_target__pb2.DescribeTargetRequest.SerializeToString,
             paceline_dot_v1_dot_target__pb2.DescribeTargetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Meet(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.TargetService/Meet',
+            paceline_dot_v1_dot_target__pb2.MeetRequest.SerializeToString,
+            paceline_dot_v1_dot_target__pb2.MeetResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -33,11 +33,21 @@ class TargetServiceStub:
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     DescribeTarget: _grpc.UnaryUnaryMultiCallable[_target_pb2.DescribeTargetRequest, _target_pb2.DescribeTargetResponse]
     """What this shard is. Answered once it can step; UNAVAILABLE before."""
+    Meet: _grpc.UnaryUnaryMultiCallable[_target_pb2.MeetRequest, _target_pb2.MeetResponse]
+    """Brings the shards of a tensor-parallel group together for one set of Step streams: called on all
+    of them at the same time, with the same name, before Step. Answered once all have met and have
+    found that they loaded the same checkpoint. Whatever went wrong in an earlier session has no
+    part in this one. UNAVAILABLE when a shard did not come in time: call all again, with a new
+    name. FAILED_PRECONDITION when the shards' checkpoints or options differ. A shard that is a
+    group of its own answers at once.
+    """
     Step: _grpc.StreamStreamMultiCallable[_target_pb2.StepRequest, _target_pb2.StepResponse]
     """One long stream a driver: the stream is the session. Sequences, their token ids and their
     block tables are forgotten when it ends, the contents of KV blocks count as garbage then.
     Steps run in the order received and are answered in that order. Several may be sent ahead.
-    A malformed step ends the stream with INVALID_ARGUMENT.
+    A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
+    content of each step before they run it: where those differ, and when a shard is lost or late in
+    the midst of a step, the streams of all shards end with UNAVAILABLE.
     """
 
 @_typing.type_check_only
@@ -45,11 +55,21 @@ class TargetServiceAsyncStub(TargetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeTarget: _aio.UnaryUnaryMultiCallable[_target_pb2.DescribeTargetRequest, _target_pb2.DescribeTargetResponse]  # type: ignore[assignment]
     """What this shard is. Answered once it can step; UNAVAILABLE before."""
+    Meet: _aio.UnaryUnaryMultiCallable[_target_pb2.MeetRequest, _target_pb2.MeetResponse]  # type: ignore[assignment]
+    """Brings the shards of a tensor-parallel group together for one set of Step streams: called on all
+    of them at the same time, with the same name, before Step. Answered once all have met and have
+    found that they loaded the same checkpoint. Whatever went wrong in an earlier session has no
+    part in this one. UNAVAILABLE when a shard did not come in time: call all again, with a new
+    name. FAILED_PRECONDITION when the shards' checkpoints or options differ. A shard that is a
+    group of its own answers at once.
+    """
     Step: _aio.StreamStreamMultiCallable[_target_pb2.StepRequest, _target_pb2.StepResponse]  # type: ignore[assignment]
     """One long stream a driver: the stream is the session. Sequences, their token ids and their
     block tables are forgotten when it ends, the contents of KV blocks count as garbage then.
     Steps run in the order received and are answered in that order. Several may be sent ahead.
-    A malformed step ends the stream with INVALID_ARGUMENT.
+    A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
+    content of each step before they run it: where those differ, and when a shard is lost or late in
+    the midst of a step, the streams of all shards end with UNAVAILABLE.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -62,6 +82,20 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         """What this shard is. Answered once it can step; UNAVAILABLE before."""
 
     @_abc_1.abstractmethod
+    def Meet(
+        self,
+        request: _target_pb2.MeetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_target_pb2.MeetResponse, _abc.Awaitable[_target_pb2.MeetResponse]]:
+        """Brings the shards of a tensor-parallel group together for one set of Step streams: called on all
+        of them at the same time, with the same name, before Step. Answered once all have met and have
+        found that they loaded the same checkpoint. Whatever went wrong in an earlier session has no
+        part in this one. UNAVAILABLE when a shard did not come in time: call all again, with a new
+        name. FAILED_PRECONDITION when the shards' checkpoints or options differ. A shard that is a
+        group of its own answers at once.
+        """
+
+    @_abc_1.abstractmethod
     def Step(
         self,
         request_iterator: _MaybeAsyncIterator[_target_pb2.StepRequest],
@@ -70,7 +104,9 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         """One long stream a driver: the stream is the session. Sequences, their token ids and their
         block tables are forgotten when it ends, the contents of KV blocks count as garbage then.
         Steps run in the order received and are answered in that order. Several may be sent ahead.
-        A malformed step ends the stream with INVALID_ARGUMENT.
+        A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
+        content of each step before they run it: where those differ, and when a shard is lost or late in
+        the midst of a step, the streams of all shards end with UNAVAILABLE.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -127,17 +127,25 @@ def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
     )
 
 
+def log_weights_of(
+    logits_N: NDArray[np.float32], largest: np.float32, sampling: SamplingParams
+) -> NDArray[np.float32]:
+    """Logs of probabilities up to a constant, of all tokens or some; `largest` is of all."""
+    # Less the largest first: then no temperature, however small, overflows, and the sums with the
+    # noise keep its digits however large the logits are.
+    with np.errstate(over="ignore"):  # to -inf: such a token cannot win
+        log_weights_N = logits_N - largest
+        if sampling.temperature != 1.0:
+            log_weights_N /= np.maximum(np.float32(sampling.temperature), _FLOAT32.tiny)
+    return log_weights_N
+
+
 def distribution_of(logits_V: NDArray[np.float32], sampling: SamplingParams) -> Distribution:
     """Temperature (above 0), top-k, top-p and min-p of adjusted logits.
 
     Raises InternalError where a logit is NaN or +inf, or all are -inf.
     """
-    # Less the largest first: then no temperature, however small, overflows, and the sums with the
-    # noise keep its digits however large the logits are.
-    with np.errstate(over="ignore"):  # to -inf: such a token cannot win
-        log_weights_V = logits_V - logits_V[likeliest_token(logits_V)]
-        if sampling.temperature != 1.0:
-            log_weights_V /= np.maximum(np.float32(sampling.temperature), _FLOAT32.tiny)
+    log_weights_V = log_weights_of(logits_V, logits_V[likeliest_token(logits_V)], sampling)
     kept = Distribution(None, log_weights_V)
     if 0 < sampling.top_k < log_weights_V.size:
         kept = _top_k(kept, sampling.top_k)

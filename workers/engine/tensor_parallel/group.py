@@ -57,7 +57,7 @@ class Group:
         self.place = place
         self._rendezvous = rendezvous
         self._host = host or rendezvous[0]
-        self._device = device
+        self.device = device
         self._deadlines = deadlines or Deadlines()
         self._store: TCPStore | None = None
         self._members: Any = None
@@ -82,9 +82,9 @@ class Group:
             others = [str(rank) for rank in range(self.place.degree)]
             store.wait(others, timedelta(seconds=self._deadlines.meeting))
             self._members = _make_members(
-                store, self.place, self._host, self._device, self._deadlines.collective
+                store, self.place, self._host, self.device, self._deadlines.collective
             )
-            self.all_gather(torch.zeros(1, device=self._device))
+            self.all_gather(torch.zeros(1, device=self.device))
         except RuntimeError as error:
             self.leave()
             raise WorkerLostError(
@@ -155,7 +155,7 @@ class Group:
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """All ranks' numbers, equally many, in the order of the ranks."""
-        mine = torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         rows: list[list[int]] = torch.stack(self.all_gather(mine)).tolist()
         return rows
 
