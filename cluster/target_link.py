@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -23,8 +24,17 @@ from cluster.decoding.instructions import RunStep
 from cluster.meters import WorkerMeter
 from cluster.outbox import Outbox
 from cluster.worker_wire import step_to_wire
-from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
+from paceline.errors import (
+    CheckpointError,
+    PacelineError,
+    ProtocolError,
+    VocabularyMismatchError,
+    WorkerLostError,
+)
 from paceline.v1 import target_pb2, target_pb2_grpc
+
+MEET_SECONDS = 90.0
+"""Deadline of a meeting of shards: their own, and a test of the group at its first one."""
 
 _log = logging.getLogger(__name__)
 
@@ -93,7 +103,8 @@ class TargetLink:
         self._answer_by: float | None = None
         self._in_answer = False
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Ends with VocabularyMismatchError when the target is the wrong one."""
+        """Ends with VocabularyMismatchError when the target is the wrong one, with CheckpointError
+        when its shards do not belong together."""
 
     def send(self, step: RunStep) -> None:
         """Send a step to every shard. The target must be joined."""
@@ -116,7 +127,7 @@ class TargetLink:
             joined = self.meters[0].joins
             try:
                 await self._serve()
-            except VocabularyMismatchError as error:
+            except (VocabularyMismatchError, CheckpointError) as error:
                 self.last_error = str(error)
                 if not self.refused.done():
                     self.refused.set_exception(error)
@@ -142,13 +153,18 @@ class TargetLink:
                 )
                 for meter in self.meters
             ]
-            descriptions = [
-                await stub.DescribeTarget(
-                    target_pb2.DescribeTargetRequest(), timeout=DESCRIBE_SECONDS
-                )
-                for stub in stubs
-            ]
-            description = self._agree(descriptions)
+            descriptions = await asyncio.gather(
+                *[
+                    stub.DescribeTarget(
+                        target_pb2.DescribeTargetRequest(), timeout=DESCRIBE_SECONDS
+                    )
+                    for stub in stubs
+                ]
+            )
+            self._check(descriptions)
+            if len(stubs) > 1:
+                descriptions = await _meet(stubs)
+            description = _agree(descriptions)
             calls = [open_stream(stub.Step) for stub in stubs]
             self._outboxes = [Outbox(call.write) for call in calls]
             self._answer_by = None
@@ -173,21 +189,20 @@ class TargetLink:
                     meter.connected = False
                 self._listener.target_lost(reason)
 
-    def _agree(
-        self, descriptions: Sequence[target_pb2.DescribeTargetResponse]
-    ) -> TargetDescription:
-        for meter, shard in zip(self.meters, descriptions, strict=True):
+    def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:
+        """Raise VocabularyMismatchError, or ProtocolError for shards of another group."""
+        degree = len(self.meters)
+        for rank, (meter, shard) in enumerate(zip(self.meters, descriptions, strict=True)):
             if shard.vocabulary_digest != self._vocabulary_digest:
                 raise VocabularyMismatchError(
                     f"{meter.name} at {meter.address} serves {shard.model!r}, whose vocabulary is "
                     "not that of the driver's checkpoint; start both with the same one"
                 )
-        return TargetDescription(
-            vocab_size=descriptions[0].vocab_size,
-            max_model_len=min(shard.max_model_len for shard in descriptions),
-            block_size=descriptions[0].block_size,
-            num_blocks=min(shard.num_blocks for shard in descriptions),
-        )
+            if (shard.rank, shard.tensor_parallel) != (rank, degree):
+                raise ProtocolError(
+                    f"{meter.name} at {meter.address} is shard {shard.rank} of "
+                    f"{shard.tensor_parallel}; expected shard {rank} of {degree}"
+                )
 
     async def _read_answers(self, call: Any) -> None:
         outbox = self._outboxes[0]
@@ -221,3 +236,28 @@ class TargetLink:
             f"the target did not answer a step within {self._step_timeout.seconds:g} s and more "
             "for its tokens; it is taken for hung"
         )
+
+
+async def _meet(
+    stubs: Sequence[target_pb2_grpc.TargetServiceStub],
+) -> Sequence[target_pb2.DescribeTargetResponse]:
+    """Bring the shards of a group together. Raises CheckpointError when they do not fit."""
+    request = target_pb2.MeetRequest(session=uuid.uuid4().hex)
+    try:
+        answers = await asyncio.gather(
+            *[stub.Meet(request, timeout=MEET_SECONDS) for stub in stubs]
+        )
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+            raise CheckpointError(error.details() or "the shards do not fit") from error
+        raise
+    return [answer.description for answer in answers]
+
+
+def _agree(descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> TargetDescription:
+    return TargetDescription(
+        vocab_size=descriptions[0].vocab_size,
+        max_model_len=min(shard.max_model_len for shard in descriptions),
+        block_size=descriptions[0].block_size,
+        num_blocks=min(shard.num_blocks for shard in descriptions),
+    )

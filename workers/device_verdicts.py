@@ -55,7 +55,7 @@ def device_verdicts(
     )
     if rows:
         trees = [tasks[i].candidates.tree for i in coupled]
-        chosen = _Chosen(copies[-2].tolist(), copies[-1].tolist(), trees, logits_TV.shape[1])
+        chosen = ChosenTokens(copies[-2].tolist(), copies[-1].tolist(), trees, logits_TV.shape[1])
         verdicts.update(zip(coupled, follow(trees, chosen.tokens_after), strict=True))
     ordered = [verdicts[i] for i in range(len(tasks))]
     return ordered, None if also is None else copies[len(tossing)]
@@ -74,7 +74,7 @@ def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tenso
     return token_ids_R.to(torch.int32), largest_R
 
 
-class _Chosen:
+class ChosenTokens:
     """The tokens of the rows of some trees, on the host."""
 
     def __init__(

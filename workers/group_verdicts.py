@@ -1,4 +1,4 @@
-"""Verdicts of a tensor-parallel group, whose ranks each have the logits of a part of the vocabulary.
+"""Verdicts of a tensor-parallel group, each rank with the logits of its part of the vocabulary.
 
 Where the coupled rule alone decides (verification/vocabulary_parts.py), ranks tell each other their
 best token of each row and its score, some bytes a row. Other rows' logits are gathered at rank 0.
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from paceline.v1 import target_pb2
+from workers.device_verdicts import ChosenTokens
 from workers.engine.engine import Engine
 from workers.engine.tensor_parallel.group import Group
 from workers.target_session import VerdictTask
 from workers.verdicts import message_of, verdicts_of
 from workers.verification.coupled import follow
-from workers.verification.distribution import check_likeliest
 from workers.verification.vocabulary_parts import best_score, parts_suffice
 
 
@@ -98,22 +98,13 @@ def _by_parts(
             chosen[row] = token_id
     if group.place.rank:
         return {}
+    trees = [task.candidates.tree for task in tasks]
+    tokens = ChosenTokens(chosen, largest, trees, engine.info.vocab_size)
     verdicts = {}
-    row = 0
-    for task in tasks:
-        verdicts[task.sequence_id] = _follow(task, chosen, largest, row, engine.info.vocab_size)
-        row += task.num_rows
+    for task, verdict in zip(tasks, follow(trees, tokens.tokens_after), strict=True):
+        verdicts[task.sequence_id] = message_of(verdict, task)
+        task.top_tokens.clear()
     return verdicts
-
-
-def _follow(
-    task: VerdictTask, chosen: Sequence[int], largest: Sequence[float], first: int, vocab_size: int
-) -> target_pb2.Verdict:
-    def token_of(node: int, _accepted: Sequence[int]) -> int:
-        check_likeliest(chosen[first + node], largest[first + node], vocab_size)
-        return chosen[first + node]
-
-    return message_of(follow(task.candidates.tree, token_of), task)
 
 
 def _likeliest(part_RV: Tensor, held: range) -> tuple[Tensor, Tensor]:

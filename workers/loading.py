@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from workers.engine.cuda.loading import Dtype
+from workers.engine.model import Progress
 from workers.engine.open import AnyEngine, Device, open_engine
+from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import WeightForm
+
+Result = TypeVar("Result")
 
 
 async def load_engine(
@@ -25,6 +31,8 @@ async def load_engine(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
+    group: Group | None = None,
+    progress: Progress | None = None,
 ) -> AnyEngine:
     """Load in a thread; arguments and errors are those of open_engine."""
     load = partial(
@@ -37,15 +45,28 @@ async def load_engine(
         device=device,
         dtype=dtype,
         batch_invariant=batch_invariant,
+        group=group,
+        progress=progress,
     )
-    # The thread must end: OpenMP gives each thread that computes helpers of its own, and while
-    # there are more of them than cores they sleep between two products instead of spinning. Two
-    # threads then took 26.5 ms a step where they take 17.
-    with ThreadPoolExecutor(1, thread_name_prefix="load") as loader:
-        engine = await asyncio.get_running_loop().run_in_executor(loader, load)
-    # OpenMP keeps the number per thread, and this is the thread that steps.
-    torch.set_num_threads(threads)
+    engine = await in_own_thread(load, threads=threads)
     # What was loaded stays: without this, a full collection walks all of it in the midst of a step.
     gc.collect()
     gc.freeze()
     return engine
+
+
+async def in_own_thread(work: Callable[[], Result], *, threads: int) -> Result:
+    """Compute something, with so many threads, while the event loop goes on."""
+
+    def run() -> Result:
+        torch.set_num_threads(threads)
+        return work()
+
+    # The thread must end: OpenMP gives each thread that computes helpers of its own, and while
+    # there are more of them than cores they sleep between two products instead of spinning. Two
+    # threads then took 26.5 ms a step where they take 17.
+    with ThreadPoolExecutor(1, thread_name_prefix="load") as executor:
+        result = await asyncio.get_running_loop().run_in_executor(executor, run)
+    # OpenMP keeps the number per thread, and this is the thread that steps.
+    torch.set_num_threads(threads)
+    return result

@@ -8,34 +8,43 @@ Python, so a long pass does not look like a dead process.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import grpc
 import typer
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
-from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.cuda.loading import Dtype
+from workers.engine.engine import Engine
 from workers.engine.open import DEVICES, Device
-from workers.engine.slices import Slice
+from workers.engine.tensor_parallel.group import Address, Deadlines, Group
+from workers.engine.tensor_parallel.sharding import Place
 from workers.engine.weight_form import WeightForm
-from workers.loading import load_engine
+from workers.loading import in_own_thread, load_engine
 from workers.server import RunningServer, start_server, status_code
-from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone
-from workers.target_session import EngineLimits, TargetSession, VerdictTask
+from workers.standalone import (
+    parse_address,
+    parse_choice,
+    parse_cores,
+    parse_weights,
+    run_standalone,
+)
+from workers.target_stepper import StepEngine, Stepper, VerdictsOf
 from workers.verdicts import verdicts_of
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 TAKE_OVER_SECONDS = 0.5
 """How long a second Step stream waits for the first to end, before it is refused."""
 
+_LONGEST_SESSION = 64
+_log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -46,6 +55,7 @@ class TargetShardOptions:
     `weights`: "float32" or "int8". `kv_memory_bytes`: for KV blocks; None: by the device
     (open_engine). `max_model_len` None: the checkpoint's. `cores` None: wherever the system puts
     its threads. `device`: "cpu", "cuda" or "auto"; `dtype` and `batch_invariant`: on a GPU.
+    `place` and `rendezvous` (host, port): of a tensor-parallel shard; rank 0 listens there.
     """
 
     folder: Path
@@ -57,69 +67,59 @@ class TargetShardOptions:
     device: Device = "cpu"
     dtype: Dtype = "auto"
     batch_invariant: bool = True
-
-
-class StepEngine(Protocol):
-    """What a shard steps: an engine (workers/engine/open.py), or an emulated device in its place.
-
-    Durations are seconds; `forward_end` is time.perf_counter's.
-    """
-
-    @property
-    def info(self) -> CheckpointInfo: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def batch_invariant(self) -> bool | None: ...
-    @property
-    def forward_seconds(self) -> float: ...
-    @property
-    def forward_end(self) -> float: ...
-
-    def step(self, slices: Sequence[Slice]) -> Any:
-        """Feed every slice; the rows for which logits are wanted, in order."""
-
-    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV of one slot of a sequence to another, pair by pair in order."""
-
-
-VerdictsOf = Callable[[Any, Sequence[VerdictTask]], list[target_pb2.Verdict]]
-"""From the rows of a step to its verdicts."""
+    place: Place = field(default_factory=Place)
+    rendezvous: Address | None = None
+    deadlines: Deadlines = field(default_factory=Deadlines)
 
 
 class TargetShard(target_pb2_grpc.TargetServiceServicer):
     """Answers UNAVAILABLE until `engine` is set.
 
-    `verdicts_of` takes what the engine's `step` returns.
+    `verdicts_of` takes what the engine's `step` returns. `threads`: of the engine.
     """
 
-    def __init__(self, verdicts_of: VerdictsOf = verdicts_of) -> None:
+    def __init__(self, verdicts_of: VerdictsOf = verdicts_of, *, threads: int = 1) -> None:
         self.engine: StepEngine | None = None
         self._verdicts_of = verdicts_of
+        self._threads = threads
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
 
     async def DescribeTarget(
         self, request: target_pb2.DescribeTargetRequest, context: _Context
     ) -> target_pb2.DescribeTargetResponse:
+        return _describe(await self._loaded(context))
+
+    async def Meet(
+        self, request: target_pb2.MeetRequest, context: _Context
+    ) -> target_pb2.MeetResponse:
         engine = await self._loaded(context)
-        return target_pb2.DescribeTargetResponse(
-            model=engine.info.name,
-            vocab_size=engine.info.vocab_size,
-            vocabulary_digest=engine.info.vocabulary_digest,
-            max_model_len=engine.max_model_len,
-            block_size=engine.block_size,
-            num_blocks=engine.num_blocks,
-            rank=0,
-            tensor_parallel=1,
-            end_token_ids=engine.info.end_token_ids,
-            pid=os.getpid(),
-            batch_invariant=bool(engine.batch_invariant),
-        )
+        if not 0 < len(request.session) <= _LONGEST_SESSION:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"session: expected 1 to {_LONGEST_SESSION} characters, got {len(request.session)}",
+            )
+        if isinstance(engine, Engine) and engine.group is not None:
+            await self._take(context, else_status=grpc.StatusCode.UNAVAILABLE)
+            try:
+                await in_own_thread(
+                    lambda: _meet(engine, request.session), threads=self._threads
+                )
+            except PacelineError as error:
+                await context.abort(status_code(error), str(error))
+            finally:
+                self._live.release()
+        return target_pb2.MeetResponse(description=_describe(engine))
+
+    async def _take(self, context: _Context, *, else_status: grpc.StatusCode) -> None:
+        """Take the shard for a meeting or a stream; the caller releases it."""
+        try:
+            async with asyncio.timeout(TAKE_OVER_SECONDS):
+                await self._live.acquire()
+        except TimeoutError:
+            await context.abort(
+                else_status, "this shard is stepping for another stream; end that one first"
+            )
 
     # It writes to the context rather than yield: a generator that is cancelled at a yield is closed
     # by whoever collects it, and until then the next stream would find the shard taken.
@@ -127,21 +127,16 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
     ) -> None:
         engine = await self._loaded(context)
+        await self._take(context, else_status=grpc.StatusCode.FAILED_PRECONDITION)
         try:
-            async with asyncio.timeout(TAKE_OVER_SECONDS):
-                await self._live.acquire()
-        except TimeoutError:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                "this shard is stepping for another stream; end that one first",
-            )
-        try:
-            stepper = _Stepper(engine, self._verdicts_of)
+            stepper = Stepper(engine, self._verdicts_of)
             async for request in request_iterator:
                 await context.write(stepper.step(request))
         except PacelineError as error:
             await context.abort(status_code(error), str(error))
         finally:
+            if isinstance(engine, Engine) and engine.group is not None:
+                engine.group.leave()  # Whoever waits for this rank fails at once.
             self._live.release()
 
     async def _loaded(self, context: _Context) -> StepEngine:
@@ -153,42 +148,34 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         return self.engine
 
 
-class _Stepper:
-    """Runs the steps of one stream."""
+def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
+    place = Place()
+    if isinstance(engine, Engine) and engine.group is not None:
+        place = engine.group.place
+    return target_pb2.DescribeTargetResponse(
+        model=engine.info.name,
+        vocab_size=engine.info.vocab_size,
+        vocabulary_digest=engine.info.vocabulary_digest,
+        max_model_len=engine.max_model_len,
+        block_size=engine.block_size,
+        num_blocks=engine.num_blocks,
+        rank=place.rank,
+        tensor_parallel=place.degree,
+        end_token_ids=engine.info.end_token_ids,
+        pid=os.getpid(),
+        batch_invariant=bool(engine.batch_invariant),
+    )
 
-    def __init__(self, engine: StepEngine, verdicts_of: VerdictsOf) -> None:
-        self._engine = engine
-        self._verdicts_of = verdicts_of
-        self._session = TargetSession(
-            EngineLimits(
-                vocab_size=engine.info.vocab_size,
-                max_model_len=engine.max_model_len,
-                block_size=engine.block_size,
-                num_blocks=engine.num_blocks,
-            )
-        )
-        self._forward_end: float | None = None
 
-    def step(self, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
-        """Run one step. Raises ProtocolError naming the field that is wrong."""
-        begin = time.perf_counter()
-        work = self._session.begin_step(request)
-        response = target_pb2.StepResponse(step=request.step)
-        for block_table, moves in work.kv_moves:
-            self._engine.move_kv(block_table, moves)
-        if work.slices:
-            rows = self._engine.step(work.slices)
-            response.verdicts.extend(self._verdicts_of(rows, work.tasks))
-            # Not before the verdicts: until then a GPU is still computing.
-            response.forward_seconds = self._engine.forward_seconds
-            # What the engine does around its forward pass counts as gap, so we look from its end.
-            end = self._engine.forward_end
-            if self._forward_end is not None:
-                gap = end - self._engine.forward_seconds - self._forward_end
-                response.gap_seconds = max(gap, 0.0)
-            self._forward_end = end
-        response.step_seconds = time.perf_counter() - begin
-        return response
+def _meet(engine: Engine, session: str) -> None:
+    """Raises WorkerLostError; CheckpointError where the ranks loaded different things."""
+    assert engine.group is not None
+    engine.group.meet(session)
+    try:
+        engine.agree()
+    except PacelineError:
+        engine.group.leave()
+        raise
 
 
 async def serve_target_shard(
@@ -201,12 +188,13 @@ async def serve_target_shard(
     """
     if options.cores is not None:
         pin_cores(options.cores)
-    shard = TargetShard()
+    shard = TargetShard(threads=options.threads)
 
     def add(server: grpc.aio.Server) -> tuple[str]:
         target_pb2_grpc.add_TargetServiceServicer_to_server(shard, server)
         return (SERVICE_NAME,)
 
+    group = _group_of(options, host)
     server = await start_server(add, host=host, port=port, serving=False)
     try:
         shard.engine = await load_engine(
@@ -218,12 +206,45 @@ async def serve_target_shard(
             device=options.device,
             dtype=options.dtype,
             batch_invariant=options.batch_invariant,
+            group=group,
+            progress=_LoggedProgress(options.place),
         )
         await server.report_serving()
     except BaseException:
         await server.stop()
         raise
     return server
+
+
+def _group_of(options: TargetShardOptions, host: str) -> Group | None:
+    place = options.place
+    if not 0 <= place.rank < place.degree:
+        raise ConfigError(f"rank: expected 0 to {place.degree - 1}, got {place.rank}")
+    if place.degree == 1:
+        return None
+    if options.rendezvous is None:
+        raise ConfigError(f"rendezvous: expected host:port for {place.degree} shards, got none")
+    return Group(place, rendezvous=options.rendezvous, host=host, deadlines=options.deadlines)
+
+
+class _LoggedProgress:
+    """Says how much of a shard's share is loaded, at each tenth."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._tenths = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        tenths = 10 * done // max(total, 1)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            _log.info(
+                "shard %d of %d: %d of %d MiB loaded",
+                self._place.rank,
+                self._place.degree,
+                done >> 20,
+                total >> 20,
+            )
 
 
 def main(
@@ -236,11 +257,17 @@ def main(
     max_model_len: int | None = None,
     cores: str | None = None,
     device: str = "cpu",
+    rank: int = 0,
+    degree: int = 1,
+    rendezvous: str | None = None,
+    collective_seconds: float = 30.0,
 ) -> None:
     """Serve a target shard from this process, without Ray: for tests and for looking into faults.
 
     FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once it serves. DEVICE
-    is cpu, cuda or auto.
+    is cpu, cuda or auto. Several shards of one target: DEGREE of them, RANK from 0 on, all with the
+    same RENDEZVOUS host:port, at which rank 0 listens; COLLECTIVE_SECONDS is how long one waits for
+    the others in a step.
     """
     options = TargetShardOptions(
         folder=folder,
@@ -250,6 +277,9 @@ def main(
         max_model_len=max_model_len,
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
+        place=Place(rank, degree),
+        rendezvous=parse_address(rendezvous),
+        deadlines=Deadlines(collective=collective_seconds),
     )
     run_standalone(lambda: serve_target_shard(options, host=host, port=port))
 

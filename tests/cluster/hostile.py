@@ -143,6 +143,7 @@ class HungTarget(target_pb2_grpc.TargetServiceServicer):
             max_model_len=512,
             block_size=128,
             num_blocks=8,
+            tensor_parallel=1,
         )
 
     async def Step(

@@ -12,6 +12,8 @@ from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.loading import Dtype, dtype_of, load_on_device
 from workers.engine.engine import Engine
+from workers.engine.model import Progress
+from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import WeightForm
 
 AnyEngine = Engine | CudaEngine
@@ -32,13 +34,16 @@ def open_engine(
     device: Device = "auto",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
+    group: Group | None = None,
+    progress: Progress | None = None,
 ) -> AnyEngine:
     """Load a checkpoint. "auto": on a GPU where this process sees one.
 
     `weights` and `threads` are a CPU's; `dtype` and `batch_invariant` a GPU's (a CPU is always
-    invariant, and the forms of weights are for its kernels). `kv_memory_bytes` None: 1 GiB on a
-    CPU, what a profile run leaves on a GPU. Raises what Engine raises; ConfigError also where a GPU
-    is asked for and none is seen, or its memory does not suffice.
+    invariant, and the forms of weights are for its kernels). `group` and `progress` are those of
+    Engine. `kv_memory_bytes` None: 1 GiB on a CPU, what a profile run leaves on a GPU. Raises what
+    Engine raises; ConfigError also where a GPU is asked for and none is seen, or its memory does
+    not suffice.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
@@ -53,6 +58,13 @@ def open_engine(
             threads=threads,
             kv_memory_bytes=CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes,
             max_model_len=max_model_len,
+            group=group,
+            progress=progress,
+        )
+    if group is not None:
+        raise ConfigError(
+            f"tensor_parallel is {group.place.degree} on GPUs, which this version cannot: use "
+            "tensor_parallel = 1, or CPUs"
         )
     info = inspect_checkpoint(folder)
     model = load_on_device(folder, torch.device("cuda", 0), dtype_of(dtype, info))

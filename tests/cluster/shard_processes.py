@@ -1,0 +1,62 @@
+"""The shards of a tensor-parallel target, each a process as it is without Ray."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.workers.engine.tensor_parallel.ranks import free_port
+
+
+class ShardProcesses:
+    """`degree` processes of `python -m workers.target_shard`. Use as a context manager."""
+
+    def __init__(self, folders: Sequence[Path], *, collective_seconds: float = 10.0) -> None:
+        """A rank for each folder; usually all the same."""
+        self._folders = folders
+        self._collective_seconds = collective_seconds
+        self._rendezvous = f"127.0.0.1:{free_port()}"
+        self.ports = [free_port() for _ in folders]
+        self.processes = [self._start(rank) for rank in range(len(folders))]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return tuple(f"127.0.0.1:{port}" for port in self.ports)
+
+    def __enter__(self) -> ShardProcesses:
+        for rank in range(len(self.processes)):
+            self.wait_until_serving(rank)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.communicate()
+
+    def wait_until_serving(self, rank: int) -> None:
+        process = self.processes[rank]
+        assert process.stdout is not None
+        if not process.stdout.readline():
+            raise AssertionError(f"rank {rank} did not start: {process.communicate()[1]}")
+
+    def kill(self, rank: int) -> None:
+        self.processes[rank].send_signal(signal.SIGKILL)
+        self.processes[rank].communicate()
+
+    def restart(self, rank: int) -> None:
+        self.processes[rank] = self._start(rank)
+        self.wait_until_serving(rank)
+
+    def _start(self, rank: int) -> subprocess.Popen[str]:
+        command = [
+            *(sys.executable, "-m", "workers.target_shard", str(self._folders[rank])),
+            *("--port", str(self.ports[rank]), "--kv-memory-mib", "4"),
+            *("--rank", str(rank), "--degree", str(len(self._folders))),
+            *("--rendezvous", self._rendezvous),
+            *("--collective-seconds", str(self._collective_seconds)),
+        ]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

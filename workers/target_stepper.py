@@ -1,0 +1,99 @@
+"""The steps of one Step stream: checked, run by the engine, answered with verdicts."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from paceline.v1 import target_pb2
+from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.engine import Engine
+from workers.engine.slices import Slice
+from workers.group_verdicts import group_verdicts
+from workers.target_session import EngineLimits, StepWork, TargetSession, VerdictTask
+
+
+class StepEngine(Protocol):
+    """What a shard steps: an engine (workers/engine/open.py), or an emulated device in its place.
+
+    Durations are seconds; `forward_end` is time.perf_counter's.
+    """
+
+    @property
+    def info(self) -> CheckpointInfo: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def batch_invariant(self) -> bool | None: ...
+    @property
+    def forward_seconds(self) -> float: ...
+    @property
+    def forward_end(self) -> float: ...
+
+    def step(self, slices: Sequence[Slice]) -> Any:
+        """Feed every slice; the rows for which logits are wanted, in order."""
+
+    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy KV of one slot of a sequence to another, pair by pair in order."""
+
+
+VerdictsOf = Callable[[Any, Sequence[VerdictTask]], list[target_pb2.Verdict]]
+"""From the rows of a step to its verdicts."""
+
+
+class Stepper:
+    """Runs the steps of one stream."""
+
+    def __init__(self, engine: StepEngine, verdicts_of: VerdictsOf) -> None:
+        self._engine = engine
+        self._verdicts_of = verdicts_of
+        self._group = engine.group if isinstance(engine, Engine) else None
+        self._session = TargetSession(
+            EngineLimits(
+                vocab_size=engine.info.vocab_size,
+                max_model_len=engine.max_model_len,
+                block_size=engine.block_size,
+                num_blocks=engine.num_blocks,
+            )
+        )
+        self._forward_end: float | None = None
+
+    def step(self, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
+        """Run one step.
+
+        Raises ProtocolError naming the field that is wrong; WorkerLostError when a rank of the
+        group is lost, or got another step.
+        """
+        begin = time.perf_counter()
+        if self._group is not None:
+            content = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=7)
+            numbers = [request.step, int.from_bytes(content.digest(), "big")]
+            self._group.compare("(step number, hash of its content)", numbers)
+        work = self._session.begin_step(request)
+        response = target_pb2.StepResponse(step=request.step)
+        for block_table, moves in work.kv_moves:
+            self._engine.move_kv(block_table, moves)
+        if work.slices:
+            response.verdicts.extend(self._verdicts(work))
+            # Not before the verdicts: until then a GPU is still computing.
+            response.forward_seconds = self._engine.forward_seconds
+            # What the engine does around its forward pass counts as gap, so we look from its end.
+            end = self._engine.forward_end
+            if self._forward_end is not None:
+                gap = end - self._engine.forward_seconds - self._forward_end
+                response.gap_seconds = max(gap, 0.0)
+            self._forward_end = end
+        response.step_seconds = time.perf_counter() - begin
+        return response
+
+    def _verdicts(self, work: StepWork) -> list[target_pb2.Verdict]:
+        engine = self._engine
+        if isinstance(engine, Engine) and engine.group is not None:
+            return group_verdicts(engine, engine.step_part(work.slices), work.tasks)
+        return self._verdicts_of(engine.step(work.slices), work.tasks)
