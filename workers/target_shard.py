@@ -102,9 +102,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         if isinstance(engine, Engine) and engine.group is not None:
             await self._take(context, else_status=grpc.StatusCode.UNAVAILABLE)
             try:
-                await in_own_thread(
-                    lambda: _meet(engine, request.session), threads=self._threads
-                )
+                await in_own_thread(lambda: _meet(engine, request.session), threads=self._threads)
             except PacelineError as error:
                 await context.abort(status_code(error), str(error))
             finally:
