@@ -153,14 +153,7 @@ class TargetLink:
                 )
                 for meter in self.meters
             ]
-            descriptions = await asyncio.gather(
-                *[
-                    stub.DescribeTarget(
-                        target_pb2.DescribeTargetRequest(), timeout=DESCRIBE_SECONDS
-                    )
-                    for stub in stubs
-                ]
-            )
+            descriptions = await _describe(stubs)
             self._check(descriptions)
             if len(stubs) > 1:
                 descriptions = await _meet(stubs)
@@ -238,20 +231,36 @@ class TargetLink:
         )
 
 
+async def _describe(
+    stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub],
+) -> list[target_pb2.DescribeTargetResponse]:
+    async def describe(
+        stub: target_pb2_grpc.TargetServiceAsyncStub,
+    ) -> target_pb2.DescribeTargetResponse:
+        return await stub.DescribeTarget(
+            target_pb2.DescribeTargetRequest(), timeout=DESCRIBE_SECONDS
+        )
+
+    return await asyncio.gather(*[describe(stub) for stub in stubs])
+
+
 async def _meet(
-    stubs: Sequence[target_pb2_grpc.TargetServiceStub],
-) -> Sequence[target_pb2.DescribeTargetResponse]:
+    stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub],
+) -> list[target_pb2.DescribeTargetResponse]:
     """Bring the shards of a group together. Raises CheckpointError when they do not fit."""
     request = target_pb2.MeetRequest(session=uuid.uuid4().hex)
+
+    async def meet(
+        stub: target_pb2_grpc.TargetServiceAsyncStub,
+    ) -> target_pb2.DescribeTargetResponse:
+        return (await stub.Meet(request, timeout=MEET_SECONDS)).description
+
     try:
-        answers = await asyncio.gather(
-            *[stub.Meet(request, timeout=MEET_SECONDS) for stub in stubs]
-        )
+        return await asyncio.gather(*[meet(stub) for stub in stubs])
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
             raise CheckpointError(error.details() or "the shards do not fit") from error
         raise
-    return [answer.description for answer in answers]
 
 
 def _agree(descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> TargetDescription:

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from paceline import Chunk, Completion, GenerateOptions, Message, Started
+from paceline.errors import UnavailableError
 from paceline.generation import CompletionBuilder
 from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system, start_target
 
@@ -195,18 +196,14 @@ async def test_a_reader_who_does_not_read_stalls_nobody(system: System) -> None:
     assert len(answer.build().token_ids) == 400
 
 
-async def test_every_shard_gets_every_step(checkpoints: Checkpoints, system: System) -> None:
-    """Two shards that compute the same: what a tensor-parallel group does, less the collectives."""
-    options = GenerateOptions(max_tokens=32, temperature=1.0, seed=8, ignore_eos=True)
-    alone = await system.client.generate("The fox", options)
+async def test_shards_that_are_no_group_are_not_stepped(checkpoints: Checkpoints) -> None:
     second = await start_target(checkpoints.target)
     try:
-        async with running_system(checkpoints, more_targets=(second.address,)) as pair:
-            answer = await pair.client.generate("The fox", options)
-            assert answer.token_ids == alone.token_ids
-            shards = pair.driver.stats().workers
-            assert [shard.name for shard in shards] == ["shard-0", "shard-1"]
-            assert shards[0].passes == shards[1].passes > 0
+        with pytest.raises(UnavailableError, match="is shard 0 of 1; expected shard 0 of 2"):
+            async with running_system(
+                checkpoints, more_targets=(second.address,), connect_seconds=1.0
+            ):
+                pass
     finally:
         await second.stop()
 

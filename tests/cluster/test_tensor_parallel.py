@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from cluster.connections import open_stream
 from cluster.driver import DriverOptions
 from cluster.inference import serve_driver
 from paceline import AsyncClient, Chunk, GenerateOptions
@@ -102,7 +103,7 @@ async def test_shards_that_get_different_steps_end_their_streams(shards: ShardPr
         stubs = [target_pb2_grpc.TargetServiceStub(channel) for channel in (first, two)]
         meeting = target_pb2.MeetRequest(session="out of step")
         await asyncio.gather(*[stub.Meet(meeting, timeout=DEADLINE) for stub in stubs])
-        calls = [stub.Step(timeout=DEADLINE) for stub in stubs]
+        calls = [open_stream(stub.Step) for stub in stubs]
         await calls[0].write(target_pb2.StepRequest(step=1))
         await calls[1].write(target_pb2.StepRequest(step=1, close=[5]))
         for call in calls:
@@ -114,7 +115,7 @@ async def test_shards_that_get_different_steps_end_their_streams(shards: ShardPr
 
 async def test_a_step_without_a_meeting_is_refused(shards: ShardProcesses) -> None:
     async with open_channel(shards.addresses[1]) as channel:
-        call = target_pb2_grpc.TargetServiceStub(channel).Step(timeout=DEADLINE)
+        call = open_stream(target_pb2_grpc.TargetServiceStub(channel).Step)
         await call.write(target_pb2.StepRequest(step=1))
         with pytest.raises(grpc.aio.AioRpcError, match="have not met"):
             await call.read()
