@@ -193,8 +193,9 @@ class Dispatch:
             except ProtocolError as error:
                 malformed += 1
                 _log.info("a proposal of %s is dropped: %s", name, error)
-        if proposals:
-            self._handle(Proposed(time.monotonic(), name, tuple(proposals)))
+        self._handle(
+            Proposed(time.monotonic(), name, tuple(proposals), pass_seconds=batch.pass_seconds)
+        )
         for _ in range(malformed):
             self._handle(MalformedProposal(time.monotonic(), name))
         return malformed

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -169,13 +169,15 @@ class Driver:
     def stats(self) -> Stats:
         """Counters since the driver was made. Raises UnavailableError before the start."""
         running = self._started()
-        totals = self.scheduler.totals
+        totals, shares = self.scheduler.totals, self.scheduler.shares
+        counts = totals.counts
         return Stats(
             uptime_seconds=time.monotonic() - self._began,
             steps=totals.steps,
-            committed_tokens=totals.committed,
-            drafted=totals.drafted,
-            accepted=totals.accepted,
+            committed_tokens=counts.committed,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            verdicts=counts.verdicts,
             requests_finished=totals.finished,
             sequences_running=self.scheduler.num_running,
             sequences_waiting=self.scheduler.num_waiting,
@@ -184,6 +186,12 @@ class Driver:
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             preemptions=self.scheduler.num_preemptions,
             driver_ms_p50=self._dispatch.driver_time.median_ms,
+            speculation=replace(
+                counts.speculation(),
+                target_idle=shares.target_idle,
+                drafter_idle=shares.drafter_idle,
+                efficiency=shares.efficiency,
+            ),
             workers=tuple(
                 meter.stats() for meter in (*running.target.meters, *running.drafters.meters)
             ),

@@ -102,5 +102,6 @@ def _finished(finish: Finish) -> Finished:
             seconds=stats.seconds,
             ttft_seconds=stats.ttft_seconds or 0.0,
             stopping_state=dict(stats.stopping_state),
+            speculation=stats.speculation,
         ),
     )

@@ -13,8 +13,8 @@ from paceline.inference_wire import (
     description_to_wire,
     event_to_wire,
     request_from_wire,
-    stats_to_wire,
 )
+from paceline.stats_wire import stats_to_wire
 from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from workers.server import RunningServer, start_server

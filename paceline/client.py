@@ -38,9 +38,9 @@ from paceline.inference_wire import (
     description_from_wire,
     event_from_wire,
     request_to_wire,
-    stats_from_wire,
 )
 from paceline.options import OptionFields, options_with
+from paceline.stats_wire import stats_from_wire
 from paceline.status import error_of, unreachable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 

@@ -83,6 +83,50 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """How drafting went; inference.proto, SpeculationStats, says what each field counts."""
+
+    drafted_at: tuple[int, ...] = ()
+    tried_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
+    proposed: int = 0
+    used: int = 0
+    wasted_steps: int = 0
+    diverged: int = 0
+    branch_hits: int = 0
+    target_idle: float | None = None
+    drafter_idle: float | None = None
+    efficiency: float | None = None
+
+    @property
+    def acceptance(self) -> float | None:
+        """The chance of a candidate given those before it; None: none was tried."""
+        return _ratio(sum(self.accepted_at), sum(self.tried_at))
+
+    @property
+    def acceptance_at(self) -> tuple[float, ...]:
+        """The same by position of the window."""
+        accepted_at = (*self.accepted_at, *(0,) * len(self.tried_at))
+        return tuple(
+            accepted / tried for accepted, tried in zip(accepted_at, self.tried_at, strict=False)
+        )
+
+    @property
+    def used_share(self) -> float | None:
+        """The share of draft work that was used; None: there was no draft work."""
+        return _ratio(self.used, self.proposed)
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Of verdicts that diverged from the first candidate, those that hit another branch."""
+        return _ratio(self.branch_hits, self.diverged)
+
+
+def _ratio(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
+
+
+@dataclass(frozen=True, slots=True)
 class RequestStats:
     """Counts of one request; durations are seconds from admission.
 
@@ -96,6 +140,7 @@ class RequestStats:
     seconds: float
     ttft_seconds: float
     stopping_state: Mapping[str, float] = field(default_factory=dict)
+    speculation: SpeculationStats = SpeculationStats()
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +254,13 @@ class Stats:
     prefix_hit_tokens: int = 0
     preemptions: int = 0
     driver_ms_p50: float = 0.0
+    verdicts: int = 0
+    speculation: SpeculationStats = SpeculationStats()
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Committed tokens a verdict; None: there was no verdict yet."""
+        return _ratio(self.committed_tokens, self.verdicts)
 
 
 @dataclass(frozen=True, slots=True)

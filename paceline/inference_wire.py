@@ -21,12 +21,10 @@ from paceline.generation import (
     Message,
     ModelDescription,
     Origin,
-    RequestStats,
     Started,
-    Stats,
-    WorkerStats,
 )
 from paceline.rules import Rule, Stopping
+from paceline.stats_wire import request_stats_from_wire, request_stats_to_wire
 from paceline.v1 import inference_pb2, types_pb2
 
 _SAMPLING_FIELDS = (
@@ -139,16 +137,9 @@ def event_to_wire(event: GenerateEvent) -> inference_pb2.GenerateResponse:
             )
             return inference_pb2.GenerateResponse(started=started)
         case Finished():
-            stats = inference_pb2.RequestStats(
-                steps=event.stats.steps,
-                drafted=event.stats.drafted,
-                accepted=event.stats.accepted,
-                acceptance_length=event.stats.acceptance_length,
-                seconds=event.stats.seconds,
-                ttft_seconds=event.stats.ttft_seconds,
-                stopping_state=event.stats.stopping_state,
+            finished = inference_pb2.Finished(
+                reason=_REASONS[event.reason], stats=request_stats_to_wire(event.stats)
             )
-            finished = inference_pb2.Finished(reason=_REASONS[event.reason], stats=stats)
             return inference_pb2.GenerateResponse(finished=finished)
 
 
@@ -168,45 +159,12 @@ def event_from_wire(response: inference_pb2.GenerateResponse) -> GenerateEvent:
             started = response.started
             return Started(started.request_id, started.seed, tuple(started.prompt_token_ids))
         case "finished":
-            stats = response.finished.stats
             return Finished(
                 reason=_REASON_NAMES.get(response.finished.reason, "stop"),
-                stats=RequestStats(
-                    steps=stats.steps,
-                    drafted=stats.drafted,
-                    accepted=stats.accepted,
-                    acceptance_length=stats.acceptance_length,
-                    seconds=stats.seconds,
-                    ttft_seconds=stats.ttft_seconds,
-                    stopping_state=dict(stats.stopping_state),
-                ),
+                stats=request_stats_from_wire(response.finished.stats),
             )
         case other:
             raise InternalError(f"expected started, chunk or finished from the server, got {other}")
-
-
-def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:
-    """The message of the server's counters."""
-    response = inference_pb2.StatsResponse()
-    for name in Stats.__dataclass_fields__.keys() - {"workers"}:
-        setattr(response, name, getattr(stats, name))
-    for worker in stats.workers:
-        message = response.workers.add()
-        for name in WorkerStats.__dataclass_fields__:
-            setattr(message, name, getattr(worker, name))
-    return response
-
-
-def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
-    """The server's counters of a message."""
-    counters = {
-        name: getattr(response, name) for name in Stats.__dataclass_fields__ if name != "workers"
-    }
-    workers = tuple(
-        WorkerStats(**{name: getattr(worker, name) for name in WorkerStats.__dataclass_fields__})
-        for worker in response.workers
-    )
-    return Stats(**counters, workers=workers)
 
 
 def description_to_wire(description: ModelDescription) -> inference_pb2.DescribeModelResponse:

@@ -68,6 +68,11 @@ class Batching:
         self._closes: list[int] = []
         self._last_step = 0
 
+    @property
+    def has_work(self) -> bool:
+        """There are sequences, and a target for them."""
+        return self.target is not None and bool(self.running or self.waiting)
+
     def join_target(self, target: Target) -> None:
         """A fresh target: nothing is known to it."""
         self.target = target

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from cluster.decoding.events import DrafterJoined, TopTokens
@@ -58,6 +58,11 @@ class Drafters:
             sequence.declined_by.discard(drafter)
             if sequence.drafter == drafter:
                 _forget(sequence)
+
+    @property
+    def names(self) -> Collection[str]:
+        """Those that can be used."""
+        return self._drafters.keys()
 
     def known(self, drafter: str) -> bool:
         """Whether it can be used."""

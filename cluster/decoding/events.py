@@ -89,11 +89,12 @@ class MalformedProposal:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """One message of a drafter."""
+    """One message of a drafter, after a pass of `pass_seconds`; without proposals: a prefill."""
 
     now: float
     drafter: str
     proposals: tuple[Proposal, ...]
+    pass_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

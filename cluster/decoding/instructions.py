@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.events import TopTokens
 from paceline.errors import PromptTooLongError
+from paceline.generation import SpeculationStats
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.verification.draft_probs import SparseProbs
@@ -122,7 +123,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
-    """Counts of one sequence. Times are seconds from admission; None: it never had a token."""
+    """Counts of one sequence (counts.py). Times are seconds from admission; None: no token."""
 
     steps: int
     drafted: int
@@ -131,6 +132,7 @@ class SequenceStats:
     seconds: float
     ttft_seconds: float | None
     stopping_state: Mapping[str, float] = field(default_factory=dict)
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from cluster.decoding.batching import Batching, Target
+from cluster.decoding.counts import CountedVerdict, counted
 from cluster.decoding.drafters import Drafters
 from cluster.decoding.events import (
     Admitted,
@@ -42,6 +43,7 @@ from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.step_costs import StepCosts
 from cluster.decoding.totals import Totals
+from cluster.decoding.utilisation import Shares, Utilisation
 from cluster.decoding.verdicts import accepted_path, check_verdicts, cut_at_end, gives_up_bonus
 from paceline.errors import PromptTooLongError, ProtocolError
 from paceline.rules import Rule
@@ -76,6 +78,7 @@ class Scheduler:
         self._step: RunStep | None = None
         self._woken_for: float | None = None
         self.totals = Totals()
+        self.utilisation = Utilisation()
 
     @property
     def num_waiting(self) -> int:
@@ -96,6 +99,11 @@ class Scheduler:
     def prefix_hit_tokens(self) -> int:
         """Tokens that did not need to be prefilled, since their KV was there already."""
         return self._batching.hit_tokens
+
+    @property
+    def shares(self) -> Shares:
+        """How busy the devices were, of all time with work at hand."""
+        return self.utilisation.of_all(self._drafters.names)
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
         """Raise PromptTooLongError when such a sequence could never be held by the target."""
@@ -136,6 +144,7 @@ class Scheduler:
             case Tick():
                 self._woken_for = None
         step = self._next_step(event.now, out)
+        self.utilisation.observe(event.now, at_work=self._batching.has_work)
         return [*([step] if step else []), *out.drafters, *out.callers]
 
     def check_integrity(self) -> None:
@@ -218,10 +227,18 @@ class Scheduler:
             self._drafters.decline(event.drafter, sequence, out.drafters)
 
     def _propose(self, event: Proposed) -> None:
+        self.utilisation.drafted(event.drafter, event.pass_seconds)
         for proposal in event.proposals:
             sequence = self._find(proposal.sequence_id)
-            if sequence is not None and not self._attach(event.drafter, sequence, proposal):
+            if sequence is None:
+                continue
+            repeats = sequence.tree.repeats
+            if not self._attach(event.drafter, sequence, proposal):
                 self.totals.dropped_proposals += 1
+            new = len(proposal.token_ids) - (sequence.tree.repeats - repeats)
+            sequence.drafted_by.add(event.drafter)
+            sequence.counts.proposed += new
+            self.totals.counts.proposed += new
 
     def _attach(self, drafter: str, sequence: Sequence, proposal: Proposal) -> bool:
         target = self._batching.target
@@ -248,7 +265,8 @@ class Scheduler:
         check_verdicts(step, event.verdicts, self._batching.running, target.vocab_size)
         self._step = None
         self.totals.steps += 1
-        committed_before = self.totals.committed
+        self.utilisation.stepped(event.step_seconds)
+        committed_before = self.totals.counts.committed
         verdicts = iter(event.verdicts)
         for part in step.slices:
             sequence = self._batching.running[part.sequence_id]
@@ -270,7 +288,7 @@ class Scheduler:
                 event.now,
                 candidates=sum(part.window for part in step.slices),
                 step_seconds=event.step_seconds,
-                tokens=self.totals.committed - committed_before,
+                tokens=self.totals.counts.committed - committed_before,
             )
 
     def _commit(
@@ -281,9 +299,14 @@ class Scheduler:
         verdict: SequenceVerdict,
         out: _Outbox,
     ) -> None:
-        tree, offset, position = sequence.tree, sequence.output, sequence.tree.num_committed
+        tree, offset, position = (
+            sequence.tree,
+            sequence.counts.committed,
+            sequence.tree.num_committed,
+        )
         accepted = accepted_path(verdict)
         token_id = None if gives_up_bonus(sequence, accepted) else verdict.token_id
+        foresight = tree.foresight(accepted, token_id)
         committed = tree.commit(accepted, token_id)
         sequence.kv_length = tree.num_committed - 1
         sequence.kv_moves = tuple(
@@ -296,8 +319,15 @@ class Scheduler:
             sequence.plain_until = min(sequence.plain_until, position)
         self._batching.keep(sequence)
         kept, reason = cut_at_end(sequence, offset, committed)
-        num_drafted = min(len(accepted), len(kept))
-        self._count(now, sequence, part.window, len(kept), num_drafted)
+        counted_verdict = counted(
+            part,
+            accepted=len(accepted),
+            kept=len(kept),
+            committed=len(committed),
+            foresight=foresight,
+        )
+        self._count(now, sequence, counted_verdict)
+        num_drafted = counted_verdict.accepted
         out.callers.append(Emit(sequence.sequence_id, offset, kept, num_drafted))
         if reason is not None:
             self._finish(now, sequence, reason, out)
@@ -306,21 +336,18 @@ class Scheduler:
         sequence.draft_exhausted = False
         self._drafters.outcome(sequence, position, committed, verdict.top_tokens, out.drafters)
 
-    def _count(
-        self, now: float, sequence: Sequence, window: int, committed: int, accepted: int
-    ) -> None:
+    def _count(self, now: float, sequence: Sequence, verdict: CountedVerdict) -> None:
+        sequence.counts.add(verdict)
+        self.totals.counts.add(verdict)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
-        sequence.steps += 1
-        sequence.output += committed
-        sequence.drafted += window
-        sequence.accepted += accepted
-        self.totals.committed += committed
-        self.totals.drafted += window
-        self.totals.accepted += accepted
+            sequence.first_tokens = verdict.committed
+            sequence.since_first_token = self.utilisation.mark(now)
 
     def _finish(self, now: float, sequence: Sequence, reason: FinishReason, out: _Outbox) -> None:
         self._batching.remove(sequence)
         self._drafters.release(sequence, out.drafters)
         self.totals.finished += 1
-        out.callers.append(Finish(sequence.sequence_id, reason, sequence.stats(now)))
+        out.callers.append(
+            Finish(sequence.sequence_id, reason, sequence.stats(now, self.utilisation))
+        )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import SequenceStats, Slice
 from cluster.decoding.policies import DraftView, LookaheadPolicy, policy_named
 from cluster.decoding.token_tree import TokenTree
+from cluster.decoding.utilisation import Mark, Shares, Utilisation
 from paceline.rules import Rule
 
 
@@ -45,10 +47,10 @@ class Sequence:
     ready_since: float = 0.0
     # Counts.
     first_token_at: float | None = None
-    steps: int = 0
-    output: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    counts: Counts = field(default_factory=Counts)
+    first_tokens: int = 0
+    since_first_token: Mark | None = None
+    drafted_by: set[str] = field(default_factory=set)
     stopping_state: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -111,15 +113,30 @@ class Sequence:
         self.plain_until = math.inf
         self.tree.unpin()
 
-    def stats(self, now: float) -> SequenceStats:
-        """Its counts as of `now`."""
-        first = self.first_token_at
+    def stats(self, now: float, utilisation: Utilisation) -> SequenceStats:
+        """Its counts as of `now`, when it ends."""
+        first, counts = self.first_token_at, self.counts
+        shares = Shares()
+        if self.since_first_token is not None:
+            shares = utilisation.of_request(
+                self.since_first_token,
+                now,
+                drafters=self.drafted_by,
+                tokens=counts.committed - self.first_tokens,
+                acceptance=counts.acceptance,
+            )
         return SequenceStats(
-            steps=self.steps,
-            drafted=self.drafted,
-            accepted=self.accepted,
-            output_tokens=self.output,
+            steps=counts.verdicts,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            output_tokens=counts.committed,
             seconds=now - self.admitted_at,
             ttft_seconds=None if first is None else first - self.admitted_at,
             stopping_state=self.stopping_state,
+            speculation=replace(
+                counts.speculation(),
+                target_idle=shares.target_idle,
+                drafter_idle=shares.drafter_idle,
+                efficiency=shares.efficiency,
+            ),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cluster.decoding.counts import Foresight
 from cluster.decoding.events import Proposal
 from paceline.prefix_hash import extend_hash, hash_prefix
 from workers.verification.draft_probs import SparseProbs
@@ -50,11 +51,22 @@ class TokenTree:
     drafter goes on from, but for those that are being verified.
     """
 
-    __slots__ = ("_by_hash", "_hashes", "_nodes", "_pinned", "chain", "root", "token_ids")
+    __slots__ = (
+        "_by_hash",
+        "_hashes",
+        "_nodes",
+        "_pinned",
+        "chain",
+        "repeats",
+        "root",
+        "token_ids",
+    )
 
     def __init__(self, prompt_token_ids: Sequence[int], *, chain: bool = True) -> None:
         self.chain = chain
         self.token_ids: list[int] = []
+        self.repeats = 0
+        """Tokens of proposals that were held already as candidates."""
         self._hashes = [hash_prefix(())]
         self._nodes: list[Node] = []
         self._pinned: list[Node] = []
@@ -154,6 +166,19 @@ class TokenTree:
         pinned = {id(node) for node in self._pinned}
         return bool(leaf.children) and not any(id(child) in pinned for child in leaf.children)
 
+    def foresight(self, accepted: Sequence[int], token_id: int | None) -> Foresight:
+        """What is held for the place after this path of pinned candidates, where `token_id` comes.
+
+        `token_id` None: nothing comes there yet.
+        """
+        leaf = self._pinned[accepted[-1]] if accepted else self.root
+        if token_id is None or not leaf.children:
+            return Foresight.NOTHING
+        if leaf.children[0].token_id == token_id:
+            return Foresight.FIRST
+        held = any(child.token_id == token_id for child in leaf.children)
+        return Foresight.BRANCH if held else Foresight.OTHERS
+
     def commit(self, accepted: Sequence[int], token_id: int | None) -> tuple[int, ...]:
         """Commit a path of pinned candidates and the token after them; returns the new tokens.
 
@@ -233,6 +258,7 @@ class TokenTree:
         """The child with this token that `used` lacks, made where there is none and room for it."""
         for child in parent.children:
             if child.token_id == token_id and id(child) not in used:
+                self.repeats += 1
                 return child
         if self.chain and parent.children:
             if any(node.parent is parent for node in self._pinned):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from cluster.decoding.counts import Counts
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the scheduler began."""
+    """Counts since the scheduler began; `counts` are those of all sequences together."""
 
     steps: int = 0
-    committed: int = 0
-    drafted: int = 0
-    accepted: int = 0
     finished: int = 0
     prefilled: int = 0
     dropped_proposals: int = 0
     malformed_proposals: int = 0
+    counts: Counts = field(default_factory=Counts)

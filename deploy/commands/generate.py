@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -68,7 +68,8 @@ class Totals:
 def output_row(answer: Answer) -> dict[str, object]:
     """The row of DESIGN.md section 11; a failed one has an `error` and no tokens.
 
-    `stopping_state` is there where the stopping rule has one.
+    `stopping_state` is there where the stopping rule has one. `speculation` holds the fields
+    of inference.proto, SpeculationStats, and what follows from them.
     """
     row: dict[str, object] = {}
     if answer.row.id is not None:
@@ -87,9 +88,10 @@ def output_row(answer: Answer) -> dict[str, object]:
             "acceptance_length": None,
             "seconds": 0.0,
             "ttft_seconds": None,
+            "speculation": None,
             "error": outcome.message,
         }
-    stats = outcome.stats
+    stats, drafting = outcome.stats, outcome.stats.speculation
     if stats.stopping_state:
         row["stopping_state"] = dict(stats.stopping_state)
     return row | {
@@ -103,6 +105,13 @@ def output_row(answer: Answer) -> dict[str, object]:
         "acceptance_length": stats.acceptance_length,
         "seconds": stats.seconds,
         "ttft_seconds": stats.ttft_seconds,
+        "speculation": {
+            "acceptance": drafting.acceptance,
+            "acceptance_at": drafting.acceptance_at,
+            "used_share": drafting.used_share,
+            "hit_rate": drafting.hit_rate,
+            **asdict(drafting),
+        },
     }
 
 

@@ -57,8 +57,11 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 def summary(stats: Stats) -> dict[str, float | None]:
     """Figures that follow from the counters; None where there is nothing to count yet."""
     return {
-        "acceptance_length": stats.committed_tokens / stats.steps if stats.steps else None,
+        "acceptance_length": stats.acceptance_length,
         "accepted_share": stats.accepted / stats.drafted if stats.drafted else None,
+        "acceptance": stats.speculation.acceptance,
+        "used_share": stats.speculation.used_share,
+        "hit_rate": stats.speculation.hit_rate,
     }
 
 
@@ -69,19 +72,19 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
         console = Console(highlight=False, width=_WIDTH_OF_A_FILE)
     figures = summary(stats)
     length = figures["acceptance_length"]
-    share = figures["accepted_share"]
     console.print(
         f"{model.model} at {address}, up {stats.uptime_seconds:.0f} s: "
         f"{stats.sequences_running} running, {stats.sequences_waiting} waiting, "
         f"{stats.requests_finished} finished; {stats.committed_tokens} tokens in {stats.steps} "
         f"steps, acceptance length {'none' if length is None else f'{length:.2f}'}, "
-        f"accepted {'none' if share is None else f'{share:.0%}'}, "
+        f"accepted {_percent(figures['accepted_share'])}, "
         f"gap {stats.gap_ms_p50:.2f} ms, driver {stats.driver_ms_p50:.2f} ms a step; "
         f"prefilled {stats.prefilled_tokens} tokens, {stats.prefix_hit_tokens} were there already, "
         f"{stats.preemptions} preemptions",
         markup=False,
         soft_wrap=True,
     )
+    console.print(_speculation_line(stats), markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for title in ("worker", "kind", "address", "pid", "state"):
         table.add_column(title, no_wrap=True)
@@ -102,3 +105,21 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
             "" if worker.kind == "target" else str(worker.malformed),
         )
     console.print(table)
+
+
+def _speculation_line(stats: Stats) -> str:
+    """How drafting went."""
+    drafting = stats.speculation
+    by_position = " ".join(f"{share:.0%}" for share in drafting.acceptance_at) or "none"
+    efficiency = "none" if drafting.efficiency is None else f"{drafting.efficiency:.2f}"
+    return (
+        f"drafting: acceptance by position {by_position}; used {_percent(drafting.used_share)} of "
+        f"{drafting.proposed} proposed tokens, wasted {drafting.wasted_steps} of {stats.verdicts} "
+        f"verdicts, branches hit {_percent(drafting.hit_rate)}; with work at hand target idle "
+        f"{_percent(drafting.target_idle)}, drafters idle {_percent(drafting.drafter_idle)}; "
+        f"efficiency {efficiency}"
+    )
+
+
+def _percent(share: float | None) -> str:
+    return "none" if share is None else f"{share:.0%}"

@@ -506,6 +506,7 @@ class RequestStats(_message.Message):
     SECONDS_FIELD_NUMBER: _builtins.int
     TTFT_SECONDS_FIELD_NUMBER: _builtins.int
     STOPPING_STATE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
     """Verdicts, those of steps without candidates included."""
     drafted: _builtins.int
@@ -522,6 +523,10 @@ class RequestStats(_message.Message):
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The stopping rule's last state by name; empty for `fixed`."""
 
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationStats:
+        """Shares of time are those between its first token and its last."""
+
     def __init__(
         self,
         *,
@@ -532,14 +537,107 @@ class RequestStats(_message.Message):
         seconds: _builtins.float = ...,
         ttft_seconds: _builtins.float = ...,
         stopping_state: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        speculation: Global___SpeculationStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "drafted", b"drafted", "seconds", b"seconds", "steps", b"steps", "stopping_state", b"stopping_state", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acceptance_length", b"acceptance_length", "accepted", b"accepted", "drafted", b"drafted", "seconds", b"seconds", "speculation", b"speculation", "steps", b"steps", "stopping_state", b"stopping_state", "ttft_seconds", b"ttft_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestStats: _TypeAlias = RequestStats  # noqa: Y015
+
+@_typing.final
+class SpeculationStats(_message.Message):
+    """How drafting went: of one request, or of all since the server began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTED_AT_FIELD_NUMBER: _builtins.int
+    TRIED_AT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_AT_FIELD_NUMBER: _builtins.int
+    PROPOSED_FIELD_NUMBER: _builtins.int
+    USED_FIELD_NUMBER: _builtins.int
+    WASTED_STEPS_FIELD_NUMBER: _builtins.int
+    DIVERGED_FIELD_NUMBER: _builtins.int
+    BRANCH_HITS_FIELD_NUMBER: _builtins.int
+    TARGET_IDLE_FIELD_NUMBER: _builtins.int
+    DRAFTER_IDLE_FIELD_NUMBER: _builtins.int
+    EFFICIENCY_FIELD_NUMBER: _builtins.int
+    proposed: _builtins.int
+    """Tokens that drafters sent, in time or not; a token told again counts once."""
+    used: _builtins.int
+    """Of them, those that were accepted, and those that a verdict's own token turned out to be, since
+    what was drafted after them stays.
+    """
+    wasted_steps: _builtins.int
+    """Verdicts on candidates of which none was accepted."""
+    diverged: _builtins.int
+    """Verdicts whose own token was another than the first candidate held for its place,"""
+    branch_hits: _builtins.int
+    """and of them those where another branch held it: what fan-out hit."""
+    target_idle: _builtins.float
+    """Share of time in which no forward pass of the target ran, 0 to 1. Of all requests together: of
+    the time with work at hand. Missing: no time passed.
+    """
+    drafter_idle: _builtins.float
+    """As target_idle, of the drafters that drafted for the request, or of all that can be used; their
+    mean. Missing: there was none.
+    """
+    efficiency: _builtins.float
+    """Tokens in the time of a step, over the most that could be if every outcome had been foreseen:
+    min(1 / (1 - acceptance), step time / pass time + 1), with the acceptance and the times of this
+    request. Of all: the mean of finished requests, by their time. Missing: nothing to compare.
+    """
+    @_builtins.property
+    def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Entry i - 1 is about position i of windows, the i-th candidate on a path. In how many verdicts
+        a candidate was there,
+        """
+
+    @_builtins.property
+    def tried_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in how many besides all before it were accepted,"""
+
+    @_builtins.property
+    def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """and in how many one there was accepted. Accepted over tried is the chance of a candidate given
+        those before it. Later positions, where there was none, are left out.
+        """
+
+    def __init__(
+        self,
+        *,
+        drafted_at: _abc.Iterable[_builtins.int] | None = ...,
+        tried_at: _abc.Iterable[_builtins.int] | None = ...,
+        accepted_at: _abc.Iterable[_builtins.int] | None = ...,
+        proposed: _builtins.int = ...,
+        used: _builtins.int = ...,
+        wasted_steps: _builtins.int = ...,
+        diverged: _builtins.int = ...,
+        branch_hits: _builtins.int = ...,
+        target_idle: _builtins.float | None = ...,
+        drafter_idle: _builtins.float | None = ...,
+        efficiency: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter_idle", b"_drafter_idle", "_efficiency", b"_efficiency", "_target_idle", b"_target_idle", "drafter_idle", b"drafter_idle", "efficiency", b"efficiency", "target_idle", b"target_idle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_idle", b"_drafter_idle", "_efficiency", b"_efficiency", "_target_idle", b"_target_idle", "accepted_at", b"accepted_at", "branch_hits", b"branch_hits", "diverged", b"diverged", "drafted_at", b"drafted_at", "drafter_idle", b"drafter_idle", "efficiency", b"efficiency", "proposed", b"proposed", "target_idle", b"target_idle", "tried_at", b"tried_at", "used", b"used", "wasted_steps", b"wasted_steps"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drafter_idle: _TypeAlias = _typing.Literal["drafter_idle"]  # noqa: Y015
+    _WhichOneofArgType__drafter_idle: _TypeAlias = _typing.Literal["_drafter_idle", b"_drafter_idle"]  # noqa: Y015
+    _WhichOneofReturnType__efficiency: _TypeAlias = _typing.Literal["efficiency"]  # noqa: Y015
+    _WhichOneofArgType__efficiency: _TypeAlias = _typing.Literal["_efficiency", b"_efficiency"]  # noqa: Y015
+    _WhichOneofReturnType__target_idle: _TypeAlias = _typing.Literal["target_idle"]  # noqa: Y015
+    _WhichOneofArgType__target_idle: _TypeAlias = _typing.Literal["_target_idle", b"_target_idle"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drafter_idle) -> _WhichOneofReturnType__drafter_idle | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__efficiency) -> _WhichOneofReturnType__efficiency | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__target_idle) -> _WhichOneofReturnType__target_idle | None: ...
+
+Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
 
 @_typing.final
 class DescribeModelRequest(_message.Message):
@@ -636,6 +734,8 @@ class StatsResponse(_message.Message):
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRIVER_MS_P50_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     uptime_seconds: _builtins.float
     """Monotonic seconds since the driver began; two calls give rates."""
     steps: _builtins.int
@@ -657,8 +757,14 @@ class StatsResponse(_message.Message):
     """Median over the last 1,000 steps, with work at hand, of the processor time that the driver's
     event loop spent from one answer of the target to the next.
     """
+    verdicts: _builtins.int
+    """Verdicts: a step gives one to each sequence that it decodes, so they are the steps of acceptance
+    length, which is committed_tokens / verdicts.
+    """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationStats: ...
     def __init__(
         self,
         *,
@@ -676,10 +782,12 @@ class StatsResponse(_message.Message):
         prefix_hit_tokens: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         driver_ms_p50: _builtins.float = ...,
+        verdicts: _builtins.int = ...,
+        speculation: Global___SpeculationStats | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "drafted", b"drafted", "driver_ms_p50", b"driver_ms_p50", "gap_ms_p50", b"gap_ms_p50", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "requests_finished", b"requests_finished", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "steps", b"steps", "uptime_seconds", b"uptime_seconds", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "drafted", b"drafted", "driver_ms_p50", b"driver_ms_p50", "gap_ms_p50", b"gap_ms_p50", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "requests_finished", b"requests_finished", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "speculation", b"speculation", "steps", b"steps", "uptime_seconds", b"uptime_seconds", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

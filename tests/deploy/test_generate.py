@@ -33,6 +33,7 @@ FIELDS = {
     "acceptance_length",
     "seconds",
     "ttft_seconds",
+    "speculation",
 }
 
 
@@ -77,6 +78,11 @@ def test_rows_come_back_in_order_with_their_ids(
     assert tuple(rows[2]["prompt_token_ids"]) == alone.prompt_token_ids
     assert rows[2]["text"] == alone.text
     assert rows[2]["acceptance_length"] == len(rows[2]["token_ids"]) / rows[2]["steps"]
+    drafting = rows[2]["speculation"]
+    assert sum(drafting["accepted_at"]) == rows[2]["accepted"]
+    assert drafting["proposed"] >= drafting["used"] >= rows[2]["accepted"]
+    assert 0 <= drafting["target_idle"] <= 1
+    assert drafting["efficiency"] > 0
 
 
 def test_a_rule_that_does_not_fit_fails_the_rows_with_both_names(

@@ -25,6 +25,7 @@ from paceline import (
     PromptTooLongError,
     RequestStats,
     SamplingParams,
+    SpeculationStats,
     Started,
     Stats,
     UnavailableError,
@@ -35,14 +36,18 @@ from paceline.inference_wire import (
     description_to_wire,
     event_to_wire,
     request_from_wire,
-    stats_to_wire,
 )
 from paceline.options import OptionFields
+from paceline.stats_wire import stats_to_wire
 from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
 STATS = Stats(2.5, 10, 40, 32, 30, 3, 1, 0, 0.5,
-              (WorkerStats("d", "ngram", "h:1", 7, True, 1.5, 10, 60, 2, 3, True),))  # fmt: skip
+              (WorkerStats("d", "ngram", "h:1", 7, True, 1.5, 10, 60, 2, 3, True),),
+              verdicts=20,
+              speculation=SpeculationStats((9, 8), (9, 5), (5,), 40, 7, 4, 3, 2, target_idle=0.25),
+              )  # fmt: skip
+DRAFTING = SpeculationStats((4, 2), (4, 2), (2, 1), 9, 4, 2, 0, 0, 0.5, 0.0, 0.75)
 DESCRIPTION = ModelDescription(
     "tiny", 384, 512, (2, 0), SamplingParams(temperature=0.5, logit_bias={3: 1.0}),
     ("off", "lockstep", "chain"), "chain", 8,
@@ -51,7 +56,7 @@ EVENTS = (
     Started("mine", 2**64 - 1, (5, 6)),
     Chunk(0, (7, 8), ("draft", "target"), "hé", ("h", "é")),
     Chunk(2, (9,), ("target",), "!", ("!",)),
-    Finished("stop", RequestStats(2, 4, 1, 1.5, 0.25, 0.125, {"entropy": 0.5})),
+    Finished("stop", RequestStats(2, 4, 1, 1.5, 0.25, 0.125, {"entropy": 0.5}, DRAFTING)),
 )
 
 
@@ -114,7 +119,10 @@ def test_a_completion(address: str, scripted: Scripted) -> None:
     assert completion.origins == ("draft", "target", "target")
     assert (completion.seed, completion.request_id) == (2**64 - 1, "mine")
     assert (completion.finish_reason, completion.prompt_token_ids) == ("stop", (5, 6))
-    assert completion.stats == RequestStats(2, 4, 1, 1.5, 0.25, 0.125, {"entropy": 0.5})
+    assert completion.stats == EVENTS[-1].stats
+    drafting = completion.stats.speculation
+    assert (drafting.acceptance, drafting.acceptance_at) == (3 / 6, (2 / 4, 1 / 2))
+    assert (drafting.used_share, drafting.hit_rate) == (4 / 9, None)
     chat, sent = request_from_wire(scripted.requests[0])
     assert chat == (Message("user", "hello"),)
     assert (sent.temperature, sent.seed, sent.stop) == (0.5, 3, ("x",))
@@ -135,6 +143,9 @@ async def test_a_completion_async(address: str) -> None:
 def test_stats_and_description(address: str) -> None:
     with Client(address) as client:
         assert client.stats() == STATS
+        assert client.stats().acceptance_length == 40 / 20
+        assert client.stats().speculation.acceptance_at == (5 / 9, 0)
+        assert client.stats().speculation.hit_rate == 2 / 3
         assert client.describe() == DESCRIPTION
 
 

@@ -1,0 +1,48 @@
+"""What `paceline status` makes of the counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy.commands.status import show, summary
+from paceline import ModelDescription, SamplingParams, SpeculationStats, Stats
+
+MODEL = ModelDescription("tiny", 384, 512, (2,), SamplingParams(), ("chain",), "chain", 8)
+DRAFTING = SpeculationStats(
+    drafted_at=(8, 4),
+    tried_at=(8, 4),
+    accepted_at=(6, 1),
+    proposed=20,
+    used=9,
+    wasted_steps=2,
+    diverged=4,
+    branch_hits=3,
+    target_idle=0.04,
+    efficiency=0.75,
+)
+
+
+def test_figures_of_drafting_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = Stats(9.0, 5, 30, 12, 7, 1, 0, 0, 0.4, (), verdicts=10, speculation=DRAFTING)
+    assert summary(stats) == {
+        "acceptance_length": 3.0,
+        "accepted_share": 7 / 12,
+        "acceptance": 7 / 12,
+        "used_share": 9 / 20,
+        "hit_rate": 3 / 4,
+    }
+    show("here:1", MODEL, stats)
+    shown = capsys.readouterr().out
+    assert "acceptance length 3.00" in shown
+    assert (
+        "drafting: acceptance by position 75% 25%; used 45% of 20 proposed tokens, wasted 2 of 10 "
+        "verdicts, branches hit 75%; with work at hand target idle 4%, drafters idle none; "
+        "efficiency 0.75" in shown
+    )
+
+
+def test_nothing_counted_yet_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    stats = Stats(0.0, 0, 0, 0, 0, 0, 0, 0, 0.0, ())
+    assert set(summary(stats).values()) == {None}
+    show("here:1", MODEL, stats)
+    assert "acceptance by position none; used none of 0" in capsys.readouterr().out
