@@ -14,7 +14,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from cluster.fitting import check_branches, check_deployed, check_rule_fits
+from cluster.decoding.policies import PolicyName
+from cluster.fitting import (
+    check_branches,
+    check_deployed,
+    check_policy_fits,
+    check_rule_fits,
+)
 from paceline.errors import InvalidRequestError
 from paceline.rules import (
     DRAFTER_KINDS,
@@ -152,9 +158,10 @@ class SpeculationConfig(_Closed):
     """What a request gets that does not say; none of it belongs to the deployment."""
 
     policy: Annotated[
-        Literal["off", "lockstep", "chain"],
+        str,
         _choice(
-            "off", "lockstep", "chain", later=("pearl", "fanout", "spread", "replicas", "auto")
+            *(policy.value for policy in PolicyName),
+            later=("fanout", "spread", "replicas", "auto"),
         ),
     ] = "chain"
     verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
@@ -166,7 +173,7 @@ class SpeculationConfig(_Closed):
     stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
     # The kind that drafts, where several are deployed and fit.
     drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
-    # Longest time that a step of policy "lockstep" waits for its drafter.
+    # Longest time that a step of a policy that waits ("lockstep", "pearl") waits for its drafter.
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
 
 
@@ -204,6 +211,7 @@ class Config(_Closed):
         kinds = {drafter.kind for drafter in self.drafters}
         try:
             check_branches(rule, chosen.branches, chosen.window)
+            check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
             if chosen.drafter != "any":
                 check_deployed(chosen.drafter, kinds)
                 kinds = {chosen.drafter}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
 from paceline.rules import MAX_BRANCHES, Rule
 from workers.verification.rules import FACTS, CandidateKind
@@ -50,6 +51,30 @@ def check_deployed(wanted: str, deployed: Collection[str]) -> None:
             "drafter",
             f"no drafter of the kind {wanted!r} is deployed (there are: {there}); choose another, "
             "or add one to the configuration",
+        )
+
+
+def most_branches(policy: PolicyName, rule: Rule) -> int:
+    """How many candidates a position the policy and the rule take."""
+    only_chains = FACTS[rule].chain_only or policy_named(policy).needs.chains_only
+    return 1 if only_chains else MAX_BRANCHES
+
+
+def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
+    """Raise InvalidRequestError unless the policy can be had with this rule and such candidates."""
+    needs = policy_named(policy).needs
+    if branches > 1 and needs.chains_only:
+        raise InvalidRequestError(
+            "branches",
+            f"expected 1 for the policy {policy.value!r}, which drafts chains alone, got "
+            f"{branches}; choose another policy for trees",
+        )
+    if rule not in needs.rules:
+        served = " or ".join(sorted(repr(one.value) for one in needs.rules))
+        raise InvalidRequestError(
+            "policy",
+            f"the policy {policy.value!r} needs the rule {served}, whose verdicts a drafter can "
+            f"foresee, got {rule.value!r}; choose another policy or rule",
         )
 
 

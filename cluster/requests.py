@@ -10,14 +10,19 @@ from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
 from cluster.decoding.policies import PolicyName
-from cluster.fitting import check_branches, check_deployed, check_rule_fits
+from cluster.fitting import (
+    check_branches,
+    check_deployed,
+    check_policy_fits,
+    check_rule_fits,
+    most_branches,
+)
 from cluster.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, GenerateOptions, Message
 from paceline.rules import DRAFTER_KINDS, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.checkpoint import CheckpointInfo
-from workers.verification.rules import FACTS
 
 MAX_STOP_STRINGS = 16
 MAX_REQUEST_ID_LENGTH = 128
@@ -143,17 +148,19 @@ class RequestResolver:
     def _speculation(self, options: GenerateOptions) -> Speculation:
         defaults = self._defaults
         rule = _named(Rule, "rule", options.rule, defaults.rule)
+        policy = _named(PolicyName, "policy", options.policy, defaults.policy)
         window = _in_range("window", _given(options.window, defaults.window), 1, MAX_WINDOW)
         # What the caller left out gives way to what was asked for.
-        most = 1 if FACTS[rule].chain_only else window
+        most = min(window, most_branches(policy, rule))
         branches = _given(options.branches, min(defaults.branches, most))
         check_branches(rule, branches, window)
+        check_policy_fits(policy, rule, branches)
         drafter = _given(options.drafter, defaults.drafter)
         if drafter is not None and drafter not in DRAFTER_KINDS:
             known = ", ".join(DRAFTER_KINDS)
             raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
         return Speculation(
-            policy=_named(PolicyName, "policy", options.policy, defaults.policy),
+            policy=policy,
             window=window,
             rule=rule,
             branches=branches,

@@ -8,7 +8,12 @@ from typing import TypeVar
 
 from cluster.config_model import Config
 from cluster.decoding.policies import PolicyName
-from cluster.fitting import check_branches, check_deployed, check_rule_fits
+from cluster.fitting import (
+    check_branches,
+    check_deployed,
+    check_policy_fits,
+    check_rule_fits,
+)
 from paceline.errors import InvalidRequestError
 from paceline.rules import DRAFTER_KINDS, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams
@@ -99,6 +104,9 @@ class RequestFlags:
         if self.branches is not None:
             rule = Rule(self.verification or Rule.COUPLED)
             check_branches(rule, self.branches, self.window or MAX_WINDOW)
+        if self.policy is not None:
+            rule = Rule(self.verification or Rule.COUPLED)
+            check_policy_fits(PolicyName(self.policy), rule, self.branches or 1)
         check_name("stopping", self.stopping, (stopping.value for stopping in Stopping))
         check_name("drafter", self.drafter, DRAFTER_KINDS)
         if self.drafter is not None and self.verification is not None and self.policy != "off":

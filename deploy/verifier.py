@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.decoding.policies import PolicyName
+from cluster.fitting import most_branches
 from deploy.batch import Answer, Failure, answers_in_order
 from deploy.comparison import (
     REFERENCE,
@@ -25,6 +27,7 @@ from deploy.peers import Departure, TransformersPeer
 from deploy.request_flags import RequestFlags, check_text
 from deploy.row_progress import RowProgress
 from paceline.client import Client
+from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 
 Rows = Sequence[InputRow | BadRow]
@@ -132,6 +135,9 @@ class Verifier:
         branches = self._flags.branches
         if branches is not None and variant.window is not None:
             branches = min(branches, variant.window)
+        if branches is not None:
+            rule = Rule(self._flags.verification or Rule.COUPLED)
+            branches = min(branches, most_branches(PolicyName(variant.policy), rule))
         flags = replace(
             self._flags,
             temperature=temperature,

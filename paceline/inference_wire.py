@@ -42,6 +42,7 @@ _POLICIES: dict[str, Any] = {
     "off": inference_pb2.LOOKAHEAD_POLICY_OFF,
     "lockstep": inference_pb2.LOOKAHEAD_POLICY_LOCKSTEP,
     "chain": inference_pb2.LOOKAHEAD_POLICY_CHAIN,
+    "pearl": inference_pb2.LOOKAHEAD_POLICY_PEARL,
 }
 _POLICY_NAMES: dict[int, str] = {number: name for name, number in _POLICIES.items()}
 _RULES: dict[str, Any] = {rule.value: rule_to_wire(rule) for rule in Rule}

@@ -18,6 +18,9 @@ from cluster.decoding.sequence import Sequence
 from cluster.decoding.step_costs import StepCosts
 from paceline.rules import Rule, Stopping
 
+_SLOW_CHANGE = 0.9
+"""Of the duration of a pass, so much is remembered from one to the next."""
+
 MALFORMED_LIMIT = 3
 """So many malformed proposals make a drafter suspect."""
 
@@ -26,6 +29,7 @@ MALFORMED_LIMIT = 3
 class _Drafter:
     joined: DrafterJoined
     load: int = 0
+    pass_ms: float = 0.0
     malformed: int = 0
 
     def fits(self, sequence: Sequence) -> bool:
@@ -63,6 +67,13 @@ class Drafters:
     def names(self) -> Collection[str]:
         """Those that can be used."""
         return self._drafters.keys()
+
+    def drafted(self, drafter: str, pass_seconds: float) -> None:
+        """A pass of the drafter that gave candidates took so long."""
+        known = self._drafters.get(drafter)
+        if known is not None and pass_seconds > 0:
+            kept = _SLOW_CHANGE if known.pass_ms else 0.0
+            known.pass_ms = kept * known.pass_ms + (1 - kept) * 1000 * pass_seconds
 
     def known(self, drafter: str) -> bool:
         """Whether it can be used."""
@@ -113,6 +124,8 @@ class Drafters:
         if sequence.drafter is None:
             return
         request = sequence.request
+        pass_ms = self._drafters[sequence.drafter].pass_ms
+        sequence.pace = self._costs.step_ms / pass_ms if pass_ms else 0.0
         nodes = sequence.policy.granted_candidates(sequence.draft_view())
         depth = min(nodes // (sequence.num_paths or 1), sequence.useful_candidates)
         until = sequence.tree.num_committed + depth
@@ -179,4 +192,5 @@ def _forget(sequence: Sequence) -> None:
     sequence.wants_top_tokens = False
     sequence.granted_until = 0
     sequence.granted_nodes = 0
+    sequence.pace = 0.0
     sequence.draft_exhausted = False

@@ -10,12 +10,15 @@ import enum
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.rules import Rule
+
 
 class PolicyName(enum.Enum):
     """The policies of this version."""
 
     OFF = "off"
     LOCKSTEP = "lockstep"
+    PEARL = "pearl"
     CHAIN = "chain"
 
 
@@ -24,16 +27,27 @@ class DraftView:
     """What a policy may look at. Counts are tokens, `ready_since` is the driver's clock.
 
     `window` bounds the candidates of a step; no more than `useful_candidates` on one path can be
-    of use.
+    of use. `in_flight` of the candidates are being verified; the last verdict left `kept` of them.
+    `is_coupled`: drafts are compared with the target's own tokens, else coins are tossed for them.
+    `pace`: passes of the drafter in the time of a step; 0: not known yet.
     """
 
     num_candidates: int
+    in_flight: int
+    kept: int
     window: int
     is_tree: bool
     useful_candidates: int
     has_drafter: bool
     draft_exhausted: bool
     ready_since: float
+    is_coupled: bool
+    pace: float
+
+    @property
+    def waits_in_vain(self) -> bool:
+        """Nothing more will come before the next verdict."""
+        return self.draft_exhausted or not self.has_drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +57,31 @@ class Wait:
     until: float
 
 
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a policy asks of a request and of the layout. `drafters`: the fewest."""
+
+    chains_only: bool = False
+    rules: frozenset[Rule] = frozenset(Rule)
+    drafters: int = 0
+
+
 class LookaheadPolicy(Protocol):
     """One way to use the time while the target or the drafter works."""
+
+    needs: Needs
 
     drafts: bool
     """Whether a drafter is wanted at all."""
 
     drafting_is_free: bool
     """Whether the drafter works while the target is busy anyway."""
+
+    waits: bool
+    """Whether a sequence may be held back from a step for its drafter's sake."""
+
+    grants_by_step: bool
+    """Whether a grant depends on what is being verified, so that each step brings a new one."""
 
     def granted_candidates(self, view: DraftView) -> int:
         """How many candidates beyond the committed tokens there may be."""
@@ -62,8 +93,11 @@ class LookaheadPolicy(Protocol):
 class Off:
     """Plain decoding."""
 
+    needs = Needs()
     drafts = False
     drafting_is_free = False
+    waits = False
+    grants_by_step = False
 
     def granted_candidates(self, view: DraftView) -> int:
         """None."""
@@ -81,8 +115,11 @@ class Lockstep:
     `wait_seconds`.
     """
 
+    needs = Needs()
     drafts = True
     drafting_is_free = False
+    waits = True
+    grants_by_step = False
 
     def granted_candidates(self, view: DraftView) -> int:
         """One window, which is spent once it is drafted."""
@@ -93,22 +130,58 @@ class Lockstep:
         full = min(view.window, view.useful_candidates)
         if view.is_tree and full > 0:
             full = view.window  # Beside one another, more than fit on a path are of use.
-        give_up_at = view.ready_since + wait_seconds
-        if (
-            view.num_candidates >= full
-            or view.draft_exhausted
-            or not view.has_drafter
-            or now >= give_up_at
-        ):
+        return _await_candidates(view, full, now, wait_seconds)
+
+
+class Pearl:
+    """Draft the next window while this one is verified (PEARL, Liu et al. 2024).
+
+    Phases of a step and as many drafts as fit beside it. Post-verify: a whole window is verified
+    while the next is drafted, the first token of which is compared with the one that the target
+    adds. Pre-verify, where nothing is left of what was drafted: the target steps with the first
+    token alone while the rest of the window is drafted. Under the coupled rule the first token need
+    not be there to be compared, so that step begins at once; under rules that toss coins it must be
+    drafted before its coin can be tossed, so that step waits for it.
+
+    Exact by what the scheduler does with the token that a verdict adds: under the coupled rule it
+    is always taken and the run-ahead stays where it agrees; under the others it is given up where
+    run-ahead is pending, whose first token is then verified with a coin of its own (verdicts.py).
+    """
+
+    needs = Needs(chains_only=True)
+    drafts = True
+    drafting_is_free = True
+    waits = True
+    grants_by_step = True
+
+    def granted_candidates(self, view: DraftView) -> int:
+        """The window being verified, the token after it, and the window of the next step."""
+        return view.in_flight + 1 + self._full(view)
+
+    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
+        """A whole window after a verdict that left run-ahead, else the first token."""
+        full = min(self._full(view), view.useful_candidates)
+        if view.kept:
+            return _await_candidates(view, full, now, wait_seconds)
+        if view.is_coupled:
             return min(view.num_candidates, full)
-        return Wait(give_up_at)
+        return _await_candidates(view, min(1, full), now, wait_seconds)
+
+    def _full(self, view: DraftView) -> int:
+        """The candidates of a window: with the token after it, as many as are drafted in a step."""
+        if not view.pace:
+            return view.window
+        return max(1, min(view.window, round(view.pace) - 1))
 
 
 class Chain:
     """The drafter keeps drafting; the target takes what has arrived and never waits."""
 
+    needs = Needs()
     drafts = True
     drafting_is_free = True
+    waits = False
+    grants_by_step = False
 
     def granted_candidates(self, view: DraftView) -> int:
         """The window being verified, the token after it, and one window more."""
@@ -119,9 +192,18 @@ class Chain:
         return min(view.num_candidates, view.window)
 
 
+def _await_candidates(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
+    """`full` candidates, or what is there when no more will come or the wait is over."""
+    give_up_at = view.ready_since + wait_seconds
+    if view.num_candidates >= full or view.waits_in_vain or now >= give_up_at:
+        return min(view.num_candidates, full)
+    return Wait(give_up_at)
+
+
 _POLICIES: dict[PolicyName, LookaheadPolicy] = {
     PolicyName.OFF: Off(),
     PolicyName.LOCKSTEP: Lockstep(),
+    PolicyName.PEARL: Pearl(),
     PolicyName.CHAIN: Chain(),
 }
 

@@ -171,6 +171,10 @@ class Scheduler:
         for sequence in self._batching.admit():
             self._drafters.assign(sequence, out.drafters)
         self._step = self._batching.plan(now)
+        for part in self._step.slices if self._step else ():
+            sequence = self._batching.running[part.sequence_id]
+            if sequence.policy.grants_by_step:
+                self._drafters.grant(sequence, out.drafters)
         wake_at = self._batching.wake_at
         if wake_at is not None and wake_at != self._woken_for:
             out.callers.append(WakeAt(wake_at))
@@ -228,6 +232,8 @@ class Scheduler:
 
     def _propose(self, event: Proposed) -> None:
         self.utilisation.drafted(event.drafter, event.pass_seconds)
+        if any(proposal.token_ids for proposal in event.proposals):
+            self._drafters.drafted(event.drafter, event.pass_seconds)
         for proposal in event.proposals:
             sequence = self._find(proposal.sequence_id)
             if sequence is None:
@@ -334,6 +340,7 @@ class Scheduler:
             return
         sequence.ready_since = now
         sequence.draft_exhausted = False
+        sequence.kept = tree.num_candidates
         self._drafters.outcome(sequence, position, committed, verdict.top_tokens, out.drafters)
 
     def _count(self, now: float, sequence: Sequence, verdict: CountedVerdict) -> None:

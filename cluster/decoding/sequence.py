@@ -45,6 +45,9 @@ class Sequence:
     draft_exhausted: bool = False
     declined_by: set[str] = field(default_factory=set)
     ready_since: float = 0.0
+    # How many candidates the last verdict left; passes of its drafter in the time of a step.
+    kept: int = 0
+    pace: float = 0.0
     # Counts.
     first_token_at: float | None = None
     counts: Counts = field(default_factory=Counts)
@@ -88,12 +91,16 @@ class Sequence:
         """What a policy may look at."""
         return DraftView(
             num_candidates=self.tree.num_candidates,
+            in_flight=self.tree.num_pinned,
+            kept=self.kept,
             window=self.request.window,
             is_tree=self.request.branches > 1,
             useful_candidates=self.useful_candidates,
             has_drafter=self.drafter is not None,
             draft_exhausted=self.draft_exhausted,
             ready_since=self.ready_since,
+            is_coupled=self.request.spec.rule is Rule.COUPLED,
+            pace=self.pace,
         )
 
     @property

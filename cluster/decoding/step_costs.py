@@ -43,6 +43,11 @@ class StepCosts:
         return self._tokens / self._elapsed_ms if self._elapsed_ms > 0 else 0.0
 
     @property
+    def step_ms(self) -> float:
+        """The mean; 0: not known yet."""
+        return self._ms / self._weight if self._weight else 0.0
+
+    @property
     def ms_per_candidate(self) -> float:
         """What one more candidate adds to a step, at least 0 (least squares)."""
         spread = self._weight * self._candidates_squared - self._candidates**2

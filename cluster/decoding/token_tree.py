@@ -85,6 +85,11 @@ class TokenTree:
         """Candidates held, those that are being verified included."""
         return len(self._nodes)
 
+    @property
+    def num_pinned(self) -> int:
+        """Candidates that are being verified."""
+        return len(self._pinned)
+
     def attach(self, proposal: Proposal, *, until_position: int, max_nodes: int) -> bool:
         """Place a proposal: skip what is held already, take the rest.
 

@@ -12,7 +12,8 @@ import typer
 from rich.console import Console
 
 from cluster.config_model import Config
-from cluster.fitting import check_branches
+from cluster.decoding.policies import PolicyName
+from cluster.fitting import check_branches, check_policy_fits
 from deploy.commands.options import (
     BranchesOption,
     ConfigOption,
@@ -80,6 +81,8 @@ def check_matrix(matrix: Matrix, flags: RequestFlags, config: Config, branches: 
     for temperature in matrix.temperatures:
         if temperature is not None:
             check_text(flags.verification, temperature)
+    for variant in matrix.variants:
+        check_policy_fits(PolicyName(variant.policy), Rule(flags.verification), branches or 1)
     if branches is None:
         return
     for variant in matrix.variants:

@@ -34,6 +34,10 @@ class _LookaheadPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Looka
     """Draft a window, verify it, repeat. The target waits for the drafter, a bounded time."""
     LOOKAHEAD_POLICY_CHAIN: _LookaheadPolicy.ValueType  # 3
     """The drafter keeps drafting; the target takes what has arrived and never waits."""
+    LOOKAHEAD_POLICY_PEARL: _LookaheadPolicy.ValueType  # 4
+    """A window is verified while the next is drafted; both wait for each other, a bounded time.
+    Chains alone.
+    """
 
 class LookaheadPolicy(_LookaheadPolicy, metaclass=_LookaheadPolicyEnumTypeWrapper):
     """Lookahead policies: what a drafter does while a step runs."""
@@ -46,6 +50,10 @@ LOOKAHEAD_POLICY_LOCKSTEP: LookaheadPolicy.ValueType  # 2
 """Draft a window, verify it, repeat. The target waits for the drafter, a bounded time."""
 LOOKAHEAD_POLICY_CHAIN: LookaheadPolicy.ValueType  # 3
 """The drafter keeps drafting; the target takes what has arrived and never waits."""
+LOOKAHEAD_POLICY_PEARL: LookaheadPolicy.ValueType  # 4
+"""A window is verified while the next is drafted; both wait for each other, a bounded time.
+Chains alone.
+"""
 Global___LookaheadPolicy: _TypeAlias = LookaheadPolicy  # noqa: Y015
 
 class _FinishReason:

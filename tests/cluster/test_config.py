@@ -97,7 +97,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[target]\ndtype = 'bfloat16'", "target.dtype: 'bfloat16' is not in this version"),
         (
             "[speculation]\npolicy = 'fanout'",
-            "not in this version; available: off, lockstep, chain",
+            "not in this version; available: off, lockstep, pearl, chain",
         ),
         ("[speculation]\npolicy = 'chian'", "got 'chian'; did you mean chain?"),
         ("[speculation]\nverification = 'ksek'", "got 'ksek'; did you mean kseq?"),

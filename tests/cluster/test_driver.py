@@ -14,6 +14,7 @@ from paceline.errors import UnavailableError
 from paceline.generation import CompletionBuilder
 from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system, start_target
 
+POLICIES = ("lockstep", "pearl", "chain")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = ("The quick brown fox", "def add(left", "Übung macht den Meister", "sea sea sea sea sea")
@@ -68,7 +69,7 @@ async def test_equal_text(
     chosen = system if kind == "model" else ngram_system
     plain = await _answers(chosen, temperature, concurrency=1, policy="off")
     accepted = 0
-    for policy, window, concurrency in product(("lockstep", "chain"), (1, 2, 4, 8), (1, 4)):
+    for policy, window, concurrency in product(POLICIES, (1, 2, 4, 8), (1, 4)):
         answers = await _answers(
             chosen, temperature, concurrency=concurrency, policy=policy, window=window
         )
@@ -234,4 +235,4 @@ async def test_description(system: System) -> None:
     assert description.end_token_ids == (2, 0)
     assert description.default_sampling.greedy
     assert description.default_policy == "chain"
-    assert description.policies == ("off", "lockstep", "chain")
+    assert description.policies == ("off", *POLICIES)

@@ -87,7 +87,7 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-@pytest.mark.parametrize("policy", ["chain", "lockstep"])
+@pytest.mark.parametrize("policy", ["chain", "lockstep", "pearl"])
 async def test_a_drafter_that_ends_half_way_and_comes_back(
     checkpoints: Checkpoints, policy: str
 ) -> None:

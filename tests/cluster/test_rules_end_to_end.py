@@ -20,7 +20,7 @@ from tests.cluster.system import Checkpoints, System, make_checkpoints, running_
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KINDS = ("model", "ngram", "recycling")
-POLICIES = ("lockstep", "chain")
+POLICIES = ("lockstep", "chain", "pearl")
 BRANCHES = (1, 2, 4)
 PROMPTS = ("The quick brown fox jumps over", "sea wind sea wind sea")
 MAX_TOKENS = 24
@@ -56,6 +56,7 @@ def combinations(kind: str, temperature: float) -> list[GenerateOptions]:
             window=8,
         )
         for seed, (policy, branches, stopping) in enumerate(product(POLICIES, BRANCHES, Stopping))
+        if branches == 1 or policy != "pearl"
     ]
 
 

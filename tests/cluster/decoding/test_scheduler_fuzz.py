@@ -18,7 +18,7 @@ from cluster.decoding.events import (
     TargetLost,
     Tick,
 )
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
@@ -58,13 +58,14 @@ class Fuzz:
                 # Whole blocks in common with others, of the same tenant or of another.
                 stem = STEMS[self.draw(0, 1)][: self.draw(0, 10)]
                 prompt = (*stem, *(1 + self.draw(0, 5) for _ in range(self.draw(1, 12))))
-                policy = list(PolicyName)[self.draw(0, 2)]
+                policies = list(PolicyName)
+                policy = policies[self.draw(0, len(policies) - 1)]
                 asked = request(
                     self.next_id,
                     prompt,
                     policy=policy,
                     window=self.draw(1, 8),
-                    branches=self.draw(1, 3),
+                    branches=1 if policy_named(policy).needs.chains_only else self.draw(1, 3),
                     tenant="ab"[self.draw(0, 1)],
                 )
                 self.next_id += 1

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cluster.decoding.events import Admitted, Cancelled, DrafterJoined, TargetLost, Tick
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.sequence import Sequence
@@ -58,13 +58,14 @@ class Soak:
             prompt = (*stem, *draw.choices(range(1, 50), k=draw.randrange(1, 8)))
             if draw.random() < 0.02:
                 prompt *= 3  # too long for what memory there will be at the end
+            policy = draw.choice(list(PolicyName))
             asked = request(
                 self.next_id,
                 prompt,
-                policy=draw.choice(list(PolicyName)),
+                policy=policy,
                 max_tokens=draw.randrange(1, 16),
                 window=draw.randrange(1, 7),
-                branches=draw.choice((1, 1, 2)),
+                branches=1 if policy_named(policy).needs.chains_only else draw.choice((1, 1, 2)),
                 tenant=draw.choice(TENANTS),
             )
             self.next_id += 1

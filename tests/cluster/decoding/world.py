@@ -35,7 +35,7 @@ from cluster.decoding.instructions import (
     Suspect,
     WakeAt,
 )
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.scheduler import Scheduler
 from paceline.prefix_hash import extend_hash, hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
@@ -279,9 +279,9 @@ class World:
         self.scheduler.check_integrity()
         if self.step is None and self.target_joined:
             batching = self.scheduler._batching
-            policies = {self.requests[i].policy for i in batching.running}
+            policies = {policy_named(self.requests[i].policy) for i in batching.running}
             # A policy that waits by its nature may hold the last blocks for its bounded time.
-            assert not policies or PolicyName.LOCKSTEP in policies, "the target idles"
+            assert not policies or any(one.waits for one in policies), "the target idles"
             assert batching.running or not batching.waiting, "nobody is let in"
 
     @property
