@@ -32,7 +32,7 @@ class DriverOptions:
 
     `folder`: the checkpoint, of which the driver reads the tokenizer and the defaults.
     `drafter_addresses`: by name. `speculation`: of requests that do not say. `wait_ms`: most that
-    policy lockstep waits in a step. `prefix_cache`: whether requests of one tenant share KV.
+    policies which wait do so in a step. `prefix_cache`: whether requests of one tenant share KV.
     `max_waiting`: requests beyond the running ones before callers are turned away.
     `drafter_timeout`: seconds in which a drafter must answer a question about itself.
     `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long

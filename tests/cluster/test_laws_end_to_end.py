@@ -1,7 +1,7 @@
 """Rules that toss coins, through drafter, driver and shard: the served law is the target's own.
 
 A bias leaves a random checkpoint with three tokens, so what may come can be enumerated. Each case
-serves NUM_REQUESTS requests with the seeds 0, 1, ... under policy lockstep, which waits for drafts.
+serves NUM_REQUESTS requests with the seeds 0, 1, ... under a policy that waits for drafts.
 Pearson's test with 26 degrees of freedom then wrongly fails once in a million choices of those
 seeds (chi_square.bound).
 """
@@ -47,9 +47,10 @@ class Case:
     rule: str
     drafter: str
     branches: int
+    policy: str = "lockstep"
 
     def __str__(self) -> str:
-        return f"{self.rule}-{self.drafter}-{self.branches}"
+        return f"{self.rule}-{self.drafter}-{self.branches}-{self.policy}"
 
     def options(self, seed: int) -> GenerateOptions:
         return GenerateOptions(
@@ -57,7 +58,7 @@ class Case:
             logit_bias=dict.fromkeys(TOKENS, 200.0),
             seed=seed,
             max_tokens=NUM_SEEN,
-            policy="lockstep",
+            policy=self.policy,
             rule=self.rule,
             branches=self.branches,
             window=6,
@@ -84,6 +85,7 @@ class Served:
 
 CASES = (
     Case("rejection", "model", 1),
+    Case("rejection", "model", 1, policy="pearl"),
     Case("kseq", "model", 3),
     Case("recursive", "model", 2),
     Case("mcsd", "model", 2),
