@@ -17,14 +17,13 @@ from cluster.decoding.instructions import (
 )
 from paceline.convert import rule_from_wire, spec_to_wire, stopping_to_wire
 from paceline.errors import InvalidRequestError, ProtocolError
-from paceline.rules import Rule
+from paceline.rules import MAX_PROPOSED, Rule
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
 from workers.draft_probs_wire import distributions_from_wire, distributions_to_wire
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
 from workers.verification.rules import check_proposal
 
-MAX_PROPOSED_TOKENS = 1024
 MAX_STOPPING_VALUES = 16
 
 DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
@@ -162,7 +161,7 @@ def _is_sound_chain(
     """
     return (
         rule is Rule.COUPLED
-        and len(token_ids) <= MAX_PROPOSED_TOKENS
+        and len(token_ids) <= MAX_PROPOSED
         and not (message.parents or message.multiplicities or message.distributions)
         and max(token_ids, default=0) < vocab_size
     )
@@ -179,7 +178,7 @@ def _check_candidates(
     parents = tuple(message.parents) or tuple(range(len(token_ids)))
     tree = CandidateTree(token_ids, parents, tuple(message.multiplicities))
     draft_probs = distributions_from_wire(message.distributions)
-    check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED_TOKENS)
+    check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED)
     widest = max(len(tree.copies(node)) for node in range(len(tree) + 1))
     if widest > branches:
         raise ProtocolError(

@@ -11,6 +11,8 @@ MAX_WINDOW = 64
 """Most candidates of a sequence in a step; the least is 1."""
 MAX_BRANCHES = 8
 """Most candidates of a position."""
+MAX_PROPOSED = 1024
+"""Most candidates of a proposal, and so of a slice (drafting.proto, Proposal)."""
 
 
 class Rule(enum.Enum):

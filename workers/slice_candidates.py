@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.errors import ProtocolError
-from paceline.rules import Rule
+from paceline.rules import MAX_PROPOSED, Rule
 from paceline.v1 import target_pb2
 from workers.draft_probs_wire import distributions_from_wire
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
 from workers.verification.rules import FACTS, check_proposal
-
-MAX_CANDIDATES = 1024
-"""Most candidates of a slice, as many as a proposal may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ def read_candidates(
         with _naming("distributions"):
             draft_probs = distributions_from_wire(message.distributions)
     try:
-        check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_CANDIDATES)
+        check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED)
     except ProtocolError as error:
         name = _wrong_field(rule, tree, vocab_size)
         raise ProtocolError(f"{name}: {error}") from None
@@ -70,14 +67,12 @@ def _wrong_field(rule: Rule, tree: CandidateTree, vocab_size: int) -> str:
     def passes(tree: CandidateTree) -> bool:
         equal_siblings = FACTS[rule].equal_siblings
         try:
-            tree.check(
-                vocab_size=vocab_size, max_nodes=MAX_CANDIDATES, equal_siblings=equal_siblings
-            )
+            tree.check(vocab_size=vocab_size, max_nodes=MAX_PROPOSED, equal_siblings=equal_siblings)
         except ProtocolError:
             return False
         return True
 
-    if len(tree) > MAX_CANDIDATES:
+    if len(tree) > MAX_PROPOSED:
         return "window"
     once_each = CandidateTree(tree.token_ids, tree.parents)
     if not passes(once_each) or (FACTS[rule].chain_only and not once_each.is_chain):

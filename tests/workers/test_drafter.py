@@ -14,7 +14,6 @@ from paceline.errors import ConfigError
 from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, DraftStream, Stepper, open_channel
 from workers.drafter import DrafterOptions, serve_drafter
 from workers.server import RunningServer
@@ -27,11 +26,6 @@ BLOCK_BYTES = 2 * 2 * 2 * 128 * 8 * 4  # layers, keys and values, heads, positio
 
 def batch_of(*requests: drafting_pb2.DraftRequest) -> drafting_pb2.DraftRequest:
     return drafting_pb2.DraftRequest(batch=drafting_pb2.DraftRequestBatch(requests=requests))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def model_options(checkpoint: Path, **changes: int) -> DrafterOptions:

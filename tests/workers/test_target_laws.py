@@ -18,7 +18,6 @@ from paceline.convert import spec_to_wire
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
-from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import Stepper, open_channel
 from tests.workers.verification import chi_square
 from tests.workers.verification.drafters import DRAFTERS, Drafted, pretends_to_be_uniform
@@ -38,11 +37,6 @@ KV_BYTES = (
     BATCH * 2 * 2 * 2 * 128 * 8 * 4
 )  # layers, keys and values, heads, positions, size, float32
 DRAFT_MODEL = TableModel(NUM_TOKENS, seed=4)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

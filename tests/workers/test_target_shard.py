@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -14,7 +14,6 @@ from paceline.convert import spec_to_wire
 from paceline.errors import CheckpointError, UnavailableError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, target_pb2_grpc
-from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, Stepper, open_channel
 from workers.server import RunningServer
 from workers.target_shard import TargetShardOptions, serve_target_shard
@@ -40,19 +39,6 @@ SPECS = (
         end_token_ids=(0, 2),
     ),
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-async def shard(checkpoint: Path) -> AsyncIterator[RunningServer]:
-    options = TargetShardOptions(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
-    server = await serve_target_shard(options, host="127.0.0.1")
-    yield server
-    await server.stop()
 
 
 async def decode_plainly(channel: grpc.aio.Channel, spec: SequenceSpec) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,11 +12,9 @@ import pytest
 from paceline.convert import spec_to_wire
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
-from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers.engine.engine import Engine, Slice
 from workers.server import RunningServer
-from workers.target_shard import TargetShardOptions, serve_target_shard
 from workers.verification.candidates import CandidateTree
 
 VOCAB_SIZE = 384
@@ -42,19 +40,6 @@ SPECS = (
         end_token_ids=(0, 2),
     ),
 )
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-async def shard(checkpoint: Path) -> AsyncIterator[RunningServer]:
-    options = TargetShardOptions(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
-    server = await serve_target_shard(options, host="127.0.0.1")
-    yield server
-    await server.stop()
 
 
 def random_tree(random: Random, right: Sequence[int], num_nodes: int) -> CandidateTree:

@@ -1,10 +1,12 @@
 """What proposes: sequences with the trees drafted after them, and the kinds that grow them.
 
-tree.py       one sequence: committed tokens, drafted nodes, grant
+nodes.py      committed tokens and the nodes drafted after them: their shape
+tree.py       one sequence: its nodes, and what may be drafted for it now
 proposer.py   the interface of a kind
 model.py, ngram.py, recycling.py   the kinds
-branches.py   several guesses as one tree
+branches.py   guesses made without a draw, as one tree
 stopping.py   when to draft no further
+acceptance_map.py   how likely a drafted token is to be accepted, for that
 desk.py       the open sequences of all streams, and passes over them
 excerpt.py    what of a tree a proposal shows
 

@@ -1,11 +1,12 @@
-"""Several guesses of how a sequence goes on, as one tree within a budget of nodes."""
+"""Guesses of how a sequence goes on, made without a draw: as one tree, within a grant."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
 
-from workers.drafting.tree import ROOT
+from workers.drafting.nodes import ROOT, NewNodes
+from workers.drafting.tree import DraftTree
 
 _NEXT_BRANCH = 0.5
 """How much less likely a guess is taken to be than the one before it."""
@@ -44,3 +45,32 @@ def merge_branches(
         if depth + 1 < len(chosen[rank]):
             heapq.heappush(edge, (worth * _NEXT_TOKEN, rank, depth + 1, node))
     return token_ids, parents
+
+
+def unknown_part(tree: DraftTree, token_ids: Sequence[int], parents: Sequence[int]) -> NewNodes:
+    """Of a tree under the root (parents as on the wire), what `tree` does not hold yet.
+
+    Cut to what the grant allows: nodes beyond it or under an end are left out with all that
+    follows them. For drafters that draft by no draw, and propose a whole tree every time.
+    """
+    number_of = {ROOT: ROOT}
+    new_tokens: list[int] = []
+    new_parents: list[int] = []
+    room = {ROOT: tree.room(ROOT)}
+    for index, (token_id, parent) in enumerate(zip(token_ids, parents, strict=True)):
+        under = number_of.get(parent)
+        if under is None:
+            continue
+        known = tree.child_with(under, token_id) if under <= tree.end else None
+        if known is None:
+            if room[under] == 0 or len(new_tokens) == tree.nodes_left:
+                continue
+            new_tokens.append(token_id)
+            new_parents.append(under)
+            known = tree.end + len(new_tokens)
+            ended = token_id in tree.spec.end_token_ids
+            room[known] = 0 if ended else room[under] - 1
+        else:
+            room[known] = tree.room(known)
+        number_of[index + 1] = known
+    return NewNodes(new_tokens, new_parents)

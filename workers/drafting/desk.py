@@ -13,8 +13,9 @@ from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.excerpt import excerpt_of
+from workers.drafting.nodes import NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
-from workers.drafting.tree import DraftTree, Grant, NewNodes
+from workers.drafting.tree import DraftTree, Grant
 from workers.verification.draft_probs import SparseProbs
 
 _SLOW_CHANGE = 0.8
@@ -105,7 +106,7 @@ class DraftingSession:
         _check_vocabulary("outcome", token_ids, self._desk.info)
         tree = self.trees.get(sequence_id)
         if tree is not None:
-            kept = tree.commit(position, token_ids)
+            kept = tree.outcome(position, token_ids)
             self._desk.proposer.committed(tree, kept, top_tokens)
 
     def grant(self, sequence_id: int, grant: Grant) -> None:

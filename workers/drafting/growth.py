@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 
 from paceline.rules import Rule
+from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.allocation import Allocation, Place, allocate
 from workers.drafting.chances import RankChances
 from workers.drafting.draw import Children, draw_children, draw_one, draw_paths
+from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import TokenSignal
-from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+from workers.drafting.tree import DraftTree
 
 
 @dataclass(slots=True)

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from paceline.errors import OverloadedError
 from paceline.rules import Rule
+from workers.drafting.acceptance_map import AcceptanceMap
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.device_rows import expand_on_device
 from workers.drafting.draw import MODEL_RULES
 from workers.drafting.growth import Growth
+from workers.drafting.nodes import ROOT, Kept
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import AcceptanceMap
-from workers.drafting.tree import ROOT, DraftTree, Kept
+from workers.drafting.tree import DraftTree
 from workers.drafting.tree_kv import TreeKv
 from workers.engine.engine import Slice
 from workers.engine.local_cache import LocalCache

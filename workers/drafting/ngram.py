@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
 
-from paceline.rules import Rule
-from workers.drafting.branches import merge_branches
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+from paceline.rules import MAX_PROPOSED, Rule
+from workers.drafting.branches import merge_branches, unknown_part
+from workers.drafting.nodes import ROOT, Kept, NewNodes
+from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.tree import DraftTree
 
 MAX_SUFFIX = 4
-MAX_PROPOSED = 1024
 MAX_REMEMBERED = 16
 """Of the places where a run occurred, so many are remembered, the newest."""
-ANY_POSITION = (1 << 32) - 1
 
 
 class NgramProposer:
@@ -99,7 +98,7 @@ def _copy_branches(tree: DraftTree, index: _SuffixIndex) -> Draft:
     positions = dict.fromkeys(index.followers(text[-MAX_SUFFIX:]))
     paths = (_copy(tree, text, position, room) for position in positions)
     nodes = merge_branches(paths, branches=tree.grant.branches, max_nodes=tree.nodes_left)
-    new = tree.unknown_part(*nodes)
+    new = unknown_part(tree, *nodes)
     return Draft(tree, new, last=not positions, grant_used=True)
 
 

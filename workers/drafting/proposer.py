@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.rules import Rule
-from workers.drafting.tree import DraftTree, Kept, NewNodes
+from workers.drafting.nodes import Kept, NewNodes
+from workers.drafting.tree import DraftTree
+
+ANY_POSITION = (1 << 32) - 1
+"""The `max_position` of a drafter without memory of positions."""
 
 
 @dataclass(frozen=True, slots=True)

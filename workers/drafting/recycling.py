@@ -13,11 +13,12 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from paceline.rules import Rule, Stopping
+from paceline.rules import MAX_PROPOSED, Rule, Stopping
+from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances
-from workers.drafting.ngram import ANY_POSITION, MAX_PROPOSED
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+from workers.drafting.nodes import ROOT, Kept, NewNodes
+from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.tree import DraftTree
 
 ROW_LENGTH = 8
 MAX_TREE_NODES = 80
@@ -120,7 +121,7 @@ def _follow_best(
         token_ids.append(child)
         parents.append(parent)
         push_row(len(token_ids), child, last, 0 if child in tree.spec.end_token_ids else room)
-    return tree.unknown_part(token_ids, parents), last
+    return unknown_part(tree, token_ids, parents), last
 
 
 def _follow_first(

@@ -8,18 +8,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from paceline.rules import Stopping
-from workers.drafting.stopping import (
-    AcceptanceMap,
-    AdaEdl,
-    Confidence,
-    CostAware,
-    Prices,
-    StoppingRule,
-    TokenSignal,
-    signal_of,
-    stopping_rule,
-)
-from workers.drafting.tree import Grant, Kept
+from workers.drafting.acceptance_map import AcceptanceMap, TokenSignal, signal_of
+from workers.drafting.nodes import Kept
+from workers.drafting.stopping import CostAware, Prices, stopping_rule
+from workers.drafting.tree import Grant
 
 
 class Stopper:
@@ -29,9 +21,7 @@ class Stopper:
     """
 
     def __init__(self, stopping: Stopping, acceptance: AcceptanceMap) -> None:
-        self.rule: StoppingRule | None = None
-        if stopping is not Stopping.FIXED:
-            self.rule = stopping_rule(stopping, longest=1, acceptance=acceptance)
+        self.rule = stopping_rule(stopping, acceptance)
         self._signals: dict[int, TokenSignal] = {}
         self._kept = 0
 
@@ -68,8 +58,6 @@ class Stopper:
             path = [node for node in path if node > self._kept]
         if self.rule is None or not path:
             return False
-        # The grant bounds a draft by itself: the rule's own bound must not bind before it.
-        self._set_longest(len(path) + 1)
         prices = Prices(
             grant.tokens_per_ms,
             0.0 if grant.drafting_is_free else pass_ms,
@@ -85,8 +73,7 @@ class Stopper:
             return
         drafted = [self._signals[node] for node in (*kept.path, *refused)]
         if drafted:
-            self._set_longest(longest)
-            self.rule.learn(drafted, len(kept.path))
+            self.rule.learn(drafted, len(kept.path), longest=longest)
         self._kept = len(kept.nodes)
         self._signals = {
             number: self._signals[old] for number, old in enumerate(kept.nodes, start=1)
@@ -95,7 +82,3 @@ class Stopper:
     def state(self) -> Mapping[str, float]:
         """The rule's state by name; nothing for `fixed`."""
         return self.rule.metrics() if self.rule is not None else {}
-
-    def _set_longest(self, longest: int) -> None:
-        if isinstance(self.rule, AdaEdl | Confidence | CostAware):
-            self.rule.longest = longest

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from paceline.errors import OverloadedError
 from paceline.rules import Rule, Stopping
+from workers.drafting.acceptance_map import AcceptanceMap
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.draw import Children
 from workers.drafting.growth import Growth
+from workers.drafting.nodes import Kept
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import AcceptanceMap
-from workers.drafting.tree import DraftTree, Kept
+from workers.drafting.tree import DraftTree
 from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText

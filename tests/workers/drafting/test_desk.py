@@ -13,21 +13,17 @@ from hypothesis import strategies as st
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
-from tests.tiny import make_tiny_checkpoint
+from tests.workers.drafting.mirror import BLOCK_BYTES, MAX_LEN, VOCAB_SIZE, FreshDrafter
 from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
 from workers.drafting.model import ModelProposer
 from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
 from workers.drafting.tree import Grant
-from workers.engine.engine import Engine, Slice
+from workers.engine.engine import Engine
 from workers.verification.coupled import choose_token
 
 Draft = Callable[[SequenceSpec, Sequence[int]], int | None]
 """The token that must follow a prefix of committed tokens and run-ahead, or None: nothing may."""
-
-VOCAB_SIZE = 320
-MAX_LEN = 160
-BLOCK_BYTES = 2 * 2 * 2 * 128 * 8 * 4  # layers, keys and values, heads, positions, size, float32
 
 SPECS = (
     SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=1),
@@ -77,30 +73,17 @@ class _Mirror:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        tmp_path_factory.mktemp("tiny"), vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LEN
-    )
-
-
-@pytest.fixture(scope="module")
 def engine(checkpoint: Path) -> Engine:
     # Three blocks and two needed for the longest sequence: the pool is often full.
     return Engine(checkpoint, threads=1, kv_memory_bytes=3 * BLOCK_BYTES)
 
 
 @pytest.fixture(scope="module")
-def fresh_draft(checkpoint: Path) -> Draft:
+def fresh_draft(fresh: FreshDrafter) -> Draft:
     """What a drafter without any history proposes."""
-    engine = Engine(checkpoint, threads=1, kv_memory_bytes=2 * BLOCK_BYTES)
-    known: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def draft(spec: SequenceSpec, prefix: Sequence[int]) -> int:
-        key = (spec.seed, tuple(prefix))
-        if key not in known:
-            logits_1V = engine.step([Slice((0, 1), 0, list(prefix), 1)])
-            known[key] = choose_token(logits_1V[0], spec, prefix)
-        return known[key]
+        return choose_token(fresh.logits(tuple(prefix)), spec, prefix)
 
     return draft
 

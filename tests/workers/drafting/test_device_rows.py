@@ -12,13 +12,14 @@ from paceline.rules import Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
+from workers.drafting.acceptance_map import AcceptanceMap
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.device_rows import expand_on_device
 from workers.drafting.growth import Growth
 from workers.drafting.model import ModelProposer
+from workers.drafting.nodes import ROOT
 from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import AcceptanceMap
-from workers.drafting.tree import ROOT, DraftTree, Grant
+from workers.drafting.tree import DraftTree, Grant
 from workers.engine.engine import Engine
 from workers.engine.open import AnyEngine
 

@@ -10,56 +10,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.rules import Stopping
+from workers.drafting.acceptance_map import AcceptanceMap, TokenSignal, signal_of
+from workers.drafting.nodes import Kept
 from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import (
-    AcceptanceMap,
-    AdaEdl,
-    Confidence,
-    CostAware,
-    FixedLength,
-    Prices,
-    TokenSignal,
-    signal_of,
-    stopping_rule,
-)
-from workers.drafting.tree import Grant, Kept
+from workers.drafting.stopping import AdaEdl, Confidence, CostAware, Prices, stopping_rule
+from workers.drafting.tree import Grant
 
 SURE = TokenSignal(entropy=0.02, margin=0.98, draft_prob=0.99)
 UNSURE = TokenSignal(entropy=3.0, margin=0.02, draft_prob=0.1)
 FREE = Prices(tokens_per_ms=0.1, draft_ms=0.0, step_ms_per_candidate=0.0)
 
 
-def test_fixed() -> None:
-    rule = FixedLength(3)
-    assert [rule.should_stop([UNSURE] * n, FREE) for n in range(5)] == [False] * 3 + [True] * 2
-    assert rule.metrics() == {"length": 3}
+def test_fixed_is_no_rule() -> None:
+    """The grant bounds a draft: nothing is asked of the distribution."""
+    stopper = Stopper(Stopping.FIXED, AcceptanceMap())
+    assert not stopper.watches
+    assert not stopper.stops_after([1, 2, 3], Grant(9, nodes=8), pass_ms=1.0)
+    assert stopper.state() == {}
 
 
 def test_adaedl_stops_by_entropy() -> None:
     """1 - sqrt(0.2 H) < threshold: at 0.4 from H = 1.8 on."""
-    rule = AdaEdl(5, threshold=0.4)
+    rule = AdaEdl(threshold=0.4)
     assert not rule.should_stop([TokenSignal(1.79, 0.1, 0.1)], FREE)
     assert rule.should_stop([TokenSignal(1.81, 0.1, 0.1)], FREE)
     assert not rule.should_stop([UNSURE, SURE], FREE), "the last token's distribution decides"
-    assert rule.should_stop([SURE] * 5, FREE)
 
 
 def test_adaedl_updates_as_published() -> None:
     """By hand: rate 0.9; then 0.5 * 0.9 + 0.5 * 1 = 0.95; and so on."""
-    rule = AdaEdl(4, threshold=0.4)
-    rule.learn([SURE] * 2, 2)  # above the wanted rate, not the longest: 0.4 - 0.1 * 0.01
+    rule = AdaEdl(threshold=0.4)
+    rule.learn([SURE] * 2, 2, longest=4)  # above the wanted rate, not the longest: 0.4 - 0.1 * 0.01
     assert rule.metrics() == pytest.approx({"threshold": 0.399, "acceptance_rate": 0.95})
-    rule.learn([SURE] * 4, 4)  # the longest: as it was
+    rule.learn([SURE] * 4, 4, longest=4)  # the longest: as it was
     assert rule.metrics() == pytest.approx({"threshold": 0.399, "acceptance_rate": 0.975})
-    rule.learn([SURE] * 4, 0)  # below: up
-    assert rule.metrics() == pytest.approx({"threshold": 0.4, "acceptance_rate": 0.4875})
-    rule.learn([], 0)
+    rule.learn([SURE] * 4, 0, longest=4)  # below: up
     assert rule.metrics() == pytest.approx({"threshold": 0.4, "acceptance_rate": 0.4875})
 
 
 def test_confidence_is_the_product() -> None:
     """0.7 * 0.5 = 0.35 goes on at 0.3; with 0.8 more it is 0.28."""
-    rule = Confidence(9, threshold=0.3)
+    rule = Confidence(threshold=0.3)
     drafted = [TokenSignal(1, 0.1, prob) for prob in (0.7, 0.5, 0.8)]
     assert not rule.should_stop(drafted[:2], FREE)
     assert rule.metrics()["confidence"] == pytest.approx(0.35)
@@ -69,9 +60,8 @@ def test_confidence_is_the_product() -> None:
 
 def test_cost_goes_on_while_the_gain_is_worth_its_price() -> None:
     """Free tokens are always worth it; a dear one only after sure ones."""
-    rule = CostAware(8, AcceptanceMap())
+    rule = CostAware(AcceptanceMap())
     assert not rule.should_stop([UNSURE] * 7, FREE)
-    assert rule.should_stop([UNSURE] * 8, FREE)
     dear = Prices(tokens_per_ms=0.1, draft_ms=4.0, step_ms_per_candidate=0.5)
     assert not rule.should_stop([SURE], dear)
     assert rule.should_stop([SURE, UNSURE], dear)
@@ -83,11 +73,11 @@ def test_the_map_learns_what_is_accepted() -> None:
     """2,000 verdicts: 90 % of the sure tokens, 20 % of the unsure; a swap is followed too."""
     rng = np.random.default_rng(4)
     acceptance = AcceptanceMap()
-    rule = CostAware(8, acceptance)
+    rule = CostAware(acceptance)
     for sure_rate, unsure_rate in ((0.9, 0.2), (0.3, 0.8)):
         for _ in range(2_000):
             for signal, rate in ((SURE, sure_rate), (UNSURE, unsure_rate)):
-                rule.learn([signal], int(rng.random() < rate))
+                rule.learn([signal], int(rng.random() < rate), longest=8)
         # Some 200 observations have not faded: a standard deviation of 0.03.
         assert acceptance.estimate(SURE) == pytest.approx(sure_rate, abs=0.12)
         assert acceptance.estimate(UNSURE) == pytest.approx(unsure_rate, abs=0.12)
@@ -97,8 +87,8 @@ def test_the_map_learns_what_is_accepted() -> None:
 def test_tokens_after_the_first_refusal_teach_nothing() -> None:
     """They were not tested."""
     acceptance, short = AcceptanceMap(), AcceptanceMap()
-    CostAware(8, acceptance).learn([UNSURE, UNSURE, SURE, SURE], 1)
-    CostAware(8, short).learn([UNSURE, UNSURE], 1)
+    CostAware(acceptance).learn([UNSURE, UNSURE, SURE, SURE], 1, longest=8)
+    CostAware(short).learn([UNSURE, UNSURE], 1, longest=8)
     assert acceptance.estimate(SURE) == short.estimate(SURE)
     assert acceptance.num_observed == pytest.approx(1.995)
 
@@ -149,10 +139,9 @@ def test_signals_are_those_of_the_softmax(logits: list[float], at: int) -> None:
     assert signal.draft_prob == pytest.approx(exact_V[token_id], abs=1e-5)
     first, second = np.sort(exact_V)[::-1][:2]
     assert signal.margin == pytest.approx(first - second, abs=1e-5)
-    for name in Stopping:
-        rule = stopping_rule(name, longest=4)
-        assert not rule.should_stop([], FREE), "at least one token is drafted"
+    for name in set(Stopping) - {Stopping.FIXED}:
+        rule = stopping_rule(name, AcceptanceMap())
+        assert rule is not None
         rule.should_stop([signal], FREE)
-        assert rule.should_stop([signal] * 4, FREE)
-        rule.learn([signal] * 4, 2)
+        rule.learn([signal] * 4, 2, longest=4)
         assert all(math.isfinite(value) for value in rule.metrics().values())

@@ -13,8 +13,9 @@ from tests.workers.drafting.mirror import (
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
 from workers.drafting.model import ModelProposer
+from workers.drafting.nodes import ROOT
 from workers.drafting.stopping import AdaEdl
-from workers.drafting.tree import ROOT, Grant
+from workers.drafting.tree import Grant
 from workers.engine.engine import Engine
 from workers.verification.draws import (
     top_children,

@@ -1,0 +1,186 @@
+"""The shape of what is drafted after a sequence's committed tokens: nodes, parents, hashes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.prefix_hash import EMPTY_PREFIX_HASH, extend_hash, hash_prefix
+from workers.verification.draft_probs import SparseProbs
+
+ROOT = 0
+"""The number of the last committed token among the nodes; the drafted ones follow from 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewNodes:
+    """Nodes that a pass adds to a tree, numbered on from its `num_nodes` + 1.
+
+    `parents` are numbers in the whole tree, those of new nodes included; None: a chain that
+    continues `tree.end`. `distributions`: what the children of a node were drawn from, by the
+    node's number, for rules that need it. `multiplicities` as in drafting.proto.
+    """
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+    distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
+    multiplicities: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an outcome (its `token_ids`) left of a tree, in the numbers from before it.
+
+    `path`: the nodes that were committed, in order. `nodes`: those that stayed; nodes[i] is now
+    node i + 1. `agreed`: all committed tokens were nodes, so the last of `path` is the root now.
+    """
+
+    token_ids: tuple[int, ...]
+    path: tuple[int, ...]
+    nodes: tuple[int, ...]
+    agreed: bool
+
+
+class NodeTree:
+    """Committed tokens and the nodes drafted after them; a chain is a tree without forks.
+
+    Node 0 is the last committed token. Parents have smaller numbers than their children.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.committed = list(token_ids)
+        self.distributions: dict[int, SparseProbs] = {}
+        # By node number, the root's entry first.
+        self.tokens = [self.committed[-1]]
+        self.parents = [ROOT]
+        self.multiplicities = [1]
+        self._depths = [0]
+        self._hashes = [hash_prefix(self.committed)]
+        self._children: list[list[int]] = [[]]
+
+    @property
+    def num_committed(self) -> int:
+        """Committed tokens, prompt included."""
+        return len(self.committed)
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted nodes."""
+        return len(self.tokens) - 1
+
+    @property
+    def end(self) -> int:
+        """The newest node: of a chain, its end."""
+        return len(self.tokens) - 1
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each node continues the one before."""
+        return self._depths[-1] == self.num_nodes
+
+    def depth(self, node: int) -> int:
+        """How many nodes lead to this one, itself included."""
+        return self._depths[node]
+
+    def children(self, node: int) -> Sequence[int]:
+        """The children of a node in the order in which they were drawn."""
+        return self._children[node]
+
+    def child_with(self, node: int, token_id: int) -> int | None:
+        """The first child of a node that is this token."""
+        return next(
+            (child for child in self._children[node] if self.tokens[child] == token_id), None
+        )
+
+    def path_to(self, node: int) -> list[int]:
+        """The nodes from a child of the root to this one."""
+        path = []
+        while node != ROOT:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    def prefix(self, node: int) -> list[int]:
+        """All token ids up to and including a node."""
+        return self.committed + [self.tokens[step] for step in self.path_to(node)]
+
+    def base(self, node: int) -> tuple[int, int]:
+        """The length and hash of the prefix that ends with a node."""
+        return self.num_committed + self._depths[node], self._hashes[node]
+
+    def extend(self, new: NewNodes) -> None:
+        """Add drafted nodes."""
+        first = self.end + 1
+        for index, token_id in enumerate(new.token_ids):
+            parent = new.parents[index] if new.parents is not None else first + index - 1
+            assert 0 <= parent < first + index, "a child before its parent"
+            self._children[parent].append(first + index)
+            self._children.append([])
+            self.tokens.append(token_id)
+            self.parents.append(parent)
+            self.multiplicities.append(new.multiplicities[index] if new.multiplicities else 1)
+            self._depths.append(self._depths[parent] + 1)
+            self._hashes.append(extend_hash(self._hashes[parent], token_id))
+        self.distributions.update(new.distributions)
+
+    def commit(self, token_ids: Sequence[int]) -> Kept:
+        """Add committed tokens. The subtree that agrees with all of them stays, the rest goes."""
+        node = ROOT
+        path: list[int] = []
+        for token_id in token_ids:
+            child = self.child_with(node, token_id)
+            if child is None:
+                break
+            path.append(child)
+            node = child
+        agreed = len(path) == len(token_ids)
+        running = self._hashes[node]
+        for token_id in token_ids[len(path) :]:
+            running = extend_hash(running, token_id)
+        nodes = self._below(node) if agreed else []
+        self.committed.extend(token_ids)
+        self._keep(node, nodes, running)
+        return Kept(tuple(token_ids), tuple(path), tuple(nodes), agreed)
+
+    def _below(self, top: int) -> list[int]:
+        inside = {top}
+        below = []
+        for node in range(top + 1, len(self.tokens)):
+            if self.parents[node] in inside:
+                inside.add(node)
+                below.append(node)
+        return below
+
+    def _keep(self, root: int, nodes: Sequence[int], root_hash: int) -> None:
+        """Make `root` (or what was committed beside the tree) node 0, and `nodes` the rest."""
+        number_of = {root: ROOT} | {node: index for index, node in enumerate(nodes, start=1)}
+        rise = self._depths[root]
+        self.distributions = {
+            number_of[node]: pairs
+            for node, pairs in self.distributions.items()
+            if nodes and node in number_of
+        }
+        self.parents = [ROOT, *(number_of[self.parents[node]] for node in nodes)]
+        self.multiplicities = [1, *(self.multiplicities[node] for node in nodes)]
+        self._depths = [0, *(self._depths[node] - rise for node in nodes)]
+        self._hashes = [root_hash, *(self._hashes[node] for node in nodes)]
+        self.tokens = [self.committed[-1], *(self.tokens[node] for node in nodes)]
+        self._children = [[] for _ in self.tokens]
+        for node in range(1, len(self.tokens)):
+            self._children[self.parents[node]].append(node)
+
+    def check_integrity(self) -> None:
+        """Assert that tokens, parents, hashes and depths belong together."""
+        running = EMPTY_PREFIX_HASH
+        for token_id in self.committed:
+            running = extend_hash(running, token_id)
+        assert self._hashes[ROOT] == running, "the hash of the committed tokens is stale"
+        assert self.tokens[ROOT] == self.committed[-1]
+        for node in range(1, len(self.tokens)):
+            parent = self.parents[node]
+            assert parent < node, "a child before its parent"
+            assert node in self._children[parent]
+            assert self._depths[node] == self._depths[parent] + 1
+            assert self._hashes[node] == extend_hash(self._hashes[parent], self.tokens[node])
+        assert sum(map(len, self._children)) == self.num_nodes == len(self._hashes) - 1
+        assert all(self._children[node] for node in self.distributions), "pairs without children"
