@@ -1,6 +1,6 @@
 """A recording of real decoding: the target's text, and where the drafter ranked each token of it.
 
-Made by `python -m workers.emulated.record`; a small JSON file. A stand-in vocabulary takes the
+Made by `python -m deploy.bench.record_replay`; a small JSON file. A stand-in vocabulary takes the
 place of the real one, so token ids are folded into it; ranks are what matters.
 """
 

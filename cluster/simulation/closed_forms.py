@@ -1,0 +1,48 @@
+"""What theory says of each way to overlap (ALGORITHMS.md section 5): speed-ups over plain decoding.
+
+`alpha`: the chance that a drafted token is right, given those before it; independent by position.
+Times are milliseconds: `step_ms` of the target, `draft_ms` of a draft pass. Plain decoding commits
+1 token a step.
+"""
+
+from __future__ import annotations
+
+LONGEST_WINDOW = 32
+
+
+def expected_tokens(alpha: float, window: int) -> float:
+    """Tokens that a step commits which verifies `window` right-or-wrong candidates and a bonus."""
+    if alpha >= 1:
+        return window + 1
+    return float((1 - alpha ** (window + 1)) / (1 - alpha))
+
+
+def lockstep(alpha: float, window: int, *, step_ms: float, draft_ms: float, rtt_ms: float) -> float:
+    """Draft a window, verify it, repeat (Leviathan et al. 2023)."""
+    round_ms = window * draft_ms + step_ms + rtt_ms
+    return expected_tokens(alpha, window) * step_ms / round_ms
+
+
+def best_lockstep_window(alpha: float, *, step_ms: float, draft_ms: float, rtt_ms: float) -> int:
+    """The window with which lockstep is fastest."""
+    return max(
+        range(1, LONGEST_WINDOW + 1),
+        key=lambda window: lockstep(
+            alpha, window, step_ms=step_ms, draft_ms=draft_ms, rtt_ms=rtt_ms
+        ),
+    )
+
+
+def pearl(alpha: float, *, step_ms: float, draft_ms: float) -> float:
+    """PEARL with the window that fills a step, no round trip (Liu et al. 2024)."""
+    window = max(1, round(step_ms / draft_ms))
+    if alpha >= 1:
+        return float(window)
+    reached = alpha**window
+    return float((1 - reached) / ((1 - alpha) * (1 + alpha - reached)))
+
+
+def ideal_overlap(alpha: float, *, step_ms: float, draft_ms: float) -> float:
+    """Every outcome foreseen and drafted for: bounded by acceptance, or by the drafter's pace."""
+    pace = step_ms / draft_ms + 1
+    return pace if alpha >= 1 else min(1 / (1 - alpha), pace)
