@@ -46,9 +46,13 @@ WARM_UP_TOKENS = 12
 class LookaheadSettings:
     """How much is measured. `max_tokens`: a request; `repeats`: rounds over all cells."""
 
-    max_tokens: int = 400
-    repeats: int = 2
-    quick: bool = False
+    max_tokens: int
+    repeats: int
+    quick: bool
+
+
+FULL = LookaheadSettings(400, 2, quick=False)
+QUICK = LookaheadSettings(200, 1, quick=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +37,7 @@ AMOUNTS: Mapping[str, Amount] = {"decode": Amount(8, 64, 3), "rules": Amount(4, 
 """What the suites that read an input measure unless told otherwise: minutes on two cores."""
 QUICK = Amount(2, 24, 1)
 """Of suite rules with --quick."""
-SUITES = (*AMOUNTS, "engine")
+SUITES = (*AMOUNTS, "engine", "lookahead")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
     @app.command()
     def bench(
-        suite: Annotated[str, typer.Argument(help="decode, rules or engine.")],
+        suite: Annotated[str, typer.Argument(help="decode, rules, engine or lookahead.")],
         config_path: ConfigOption = None,
         input_path: Annotated[
             Path, typer.Option("--input", help="JSON lines. Default: our own prompts.")
@@ -64,10 +64,12 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             int | None, typer.Option(help="First N rows only. Default: 8; rules 4.")
         ] = None,
         max_tokens: Annotated[
-            int | None, typer.Option(help="Most tokens a row. Default: 64; rules 32.")
+            int | None,
+            typer.Option(help="Most tokens a row. Default: 64; rules 32; lookahead 400."),
         ] = None,
         repeats: Annotated[
-            int | None, typer.Option(help="How often a row is decoded. Default: 3; rules 2.")
+            int | None,
+            typer.Option(help="How often a row is decoded. Default: 3; rules, lookahead 2."),
         ] = None,
         calibrate: Annotated[
             bool,
@@ -89,7 +91,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             bool,
             typer.Option(
                 "--quick",
-                help="engine: two minutes rather than ten. rules: some four rather than fifteen: "
+                help="engine: two minutes rather than ten. lookahead: at most two minutes rather "
+                "than twenty, a cell of each policy. rules: some four rather than fifteen: "
                 "2 rows of 24 tokens, once, and short windows in part time.",
             ),
         ] = False,
@@ -123,6 +126,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             report = _gpu(quick=quick)
         elif suite == "engine":
             report = _engine(config, part, quick=quick, home=home)
+        elif suite == "lookahead":
+            report = _lookahead(max_tokens, repeats, quick=quick)
         else:
             if quick and suite != "rules":
                 raise InvalidRequestError("quick", f"suite {suite} has no quick form")
@@ -236,3 +241,22 @@ def _gpu(*, quick: bool) -> Mapping[str, object]:
         rows = with_speedups(measure_gpu(llama_8b(quick=quick), tell))
     print_engine(Console(), rows)
     return engine_json(rows, machine)
+
+
+def _lookahead(max_tokens: int | None, repeats: int | None, *, quick: bool) -> Mapping[str, object]:
+    """Run the suite and print it; the document for programs."""
+    from deploy.bench.lookahead import FULL, QUICK, run_lookahead
+    from deploy.bench.lookahead_report import lookahead_json, print_lookahead
+    from deploy.bench.machine import describe_machine
+
+    usual = QUICK if quick else FULL
+    settings = replace(
+        usual,
+        max_tokens=usual.max_tokens if max_tokens is None else max_tokens,
+        repeats=usual.repeats if repeats is None else repeats,
+    )
+    machine = describe_machine()
+    with teller(Console(stderr=True)) as tell:
+        result = run_lookahead(settings, tell=tell)
+    print_lookahead(Console(), result)
+    return lookahead_json(result, machine)
