@@ -30,6 +30,15 @@ class LoadRequest:
     seed: int
     max_tokens: int
 
+    def spec(self) -> SequenceSpec:
+        """What a worker knows of it."""
+        return SequenceSpec(
+            SamplingParams(temperature=self.temperature),
+            seed=self.seed,
+            prompt_length=len(self.prompt),
+            rule=Rule.COUPLED,
+        )
+
 
 def set_load(batch: int, max_tokens: int) -> list[LoadRequest]:
     """`batch` requests at each temperature, of `max_tokens` tokens."""
@@ -62,7 +71,7 @@ def pinned_guess(acceptance: float, hit_rate: float, load: Sequence[LoadRequest]
         guess = Guess(acceptance, hit_rate, seed)
         tested = right = runs = 0
         for path, request in zip(digests, load, strict=True):
-            spec = _spec(request)
+            spec = request.spec()
             hits = [
                 text.guesses(digest, spec, guess, 1)[0] == text.next_token(digest, spec)
                 for digest in path
@@ -89,18 +98,9 @@ def _prompt(number: int, temperature: float) -> tuple[int, ...]:
     )
 
 
-def _spec(request: LoadRequest) -> SequenceSpec:
-    return SequenceSpec(
-        SamplingParams(temperature=request.temperature),
-        seed=request.seed,
-        prompt_length=len(request.prompt),
-        rule=Rule.COUPLED,
-    )
-
-
 def _path(text: ReplayText, request: LoadRequest) -> list[int]:
     """The digest of every prefix that is continued."""
-    spec, reader = _spec(request), PrefixReader().read(request.prompt, 0)
+    spec, reader = request.spec(), PrefixReader().read(request.prompt, 0)
     found = []
     for index in range(request.max_tokens):
         found.append(reader.digest())

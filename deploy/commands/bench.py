@@ -153,6 +153,8 @@ def _amount(
 
 
 def _check_parts(suite: str, parts: Sequence[str] | None) -> None:
+    if parts and suite == "lookahead":
+        raise InvalidRequestError("part", f"the suite {suite} has no parts; leave it out")
     if suite == "engine":
         from deploy.bench.engine import PARTS
 

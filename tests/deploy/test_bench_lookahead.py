@@ -1,0 +1,90 @@
+"""`bench lookahead`: its cells, its luck, and a whole run over emulated workers."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from cluster.decoding.policies import PolicyName
+from deploy.bench.lookahead import LookaheadSettings, run_lookahead
+from deploy.bench.lookahead_cells import cells
+from deploy.bench.lookahead_load import pinned_guess, set_load
+from deploy.bench.lookahead_report import lookahead_json
+from deploy.bench.record_replay import pinned
+from workers.emulated.profiles import load_profile
+from workers.emulated.recording import RecordedSequence
+from workers.emulated.replay_text import PrefixReader, ReplayText
+from workers.emulated.stand_in import VOCAB_SIZE
+
+TARGET, DRAFTER = load_profile("70b-4xh100"), load_profile("1b-h100")
+FIELDS = {
+    "policy",
+    "rtt_ms",
+    "acceptance",
+    "hit_rate",
+    "batch",
+    "speedup",
+    "tokens_per_second",
+    "tokens_per_second_per_gpu",
+    "acceptance_length",
+    "target_idle",
+    "target_gap_ms",
+    "efficiency",
+    "same_text",
+}
+
+
+def test_every_policy_meets_every_link_and_acceptance() -> None:
+    found = cells(TARGET, DRAFTER, quick=False)
+    assert len({cell.name for cell in found}) == len(found)
+    one = Counter(
+        cell.policy for cell in found if cell.batch == 1 and cell.hit_rate in (None, 0.85)
+    )
+    drafting = set(PolicyName) - {PolicyName.OFF}
+    assert {policy for policy, count in one.items() if count == 9} >= {
+        PolicyName.LOCKSTEP,
+        PolicyName.CHAIN,
+    }
+    assert {cell.policy for cell in cells(TARGET, DRAFTER, quick=True)} <= drafting
+
+
+def test_pinned_luck_is_that_of_the_long_run() -> None:
+    load = set_load(1, 150)
+    guess = pinned_guess(0.75, 0.0, load)
+    text = ReplayText(VOCAB_SIZE)
+    right = tested = 0
+    for request in load:
+        reader = PrefixReader().read(request.prompt, 0)
+        spec = request.spec()
+        for index in range(request.max_tokens):
+            digest = reader.digest()
+            truth = text.next_token(digest, spec)
+            right += text.guesses(digest, spec, guess, 1) == (truth,)
+            tested += 1
+            reader.read((truth,), len(request.prompt) + index)
+    assert right / tested == pytest.approx(0.75, rel=0.01)
+
+
+def test_kept_recordings_are_those_nearest_to_all() -> None:
+    def sequence(ranks: tuple[int, ...]) -> RecordedSequence:
+        output = tuple(range(len(ranks)))
+        return RecordedSequence(temperature=0.0, seed=0, prompt=(1,), output=output, ranks=ranks)
+
+    good, bad, usual = sequence((0, 0, 0, 0)), sequence((1, 1, 1, 1)), sequence((0, 1, 0, 1))
+    assert pinned([good, bad, usual], 1) == (usual,)
+    assert set(pinned([good, bad, usual], 2)) == {good, bad}
+
+
+@pytest.mark.slow
+def test_a_whole_run_gives_the_text_of_plain_decoding() -> None:
+    result = run_lookahead(LookaheadSettings(24, 1, quick=True), tell=lambda line: None)
+    document = lookahead_json(result, {})
+    assert document["emulated"] is True
+    rows = document["rows"]
+    assert isinstance(rows, list)
+    assert {"off", "lockstep", "chain"} <= {row["policy"] for row in rows}
+    for row in rows:
+        assert row.keys() >= FIELDS
+        assert row["same_text"] is True
+        assert row["tokens_per_second"] > row["tokens_per_second_per_gpu"] > 0
