@@ -1,70 +1,67 @@
 """`paceline bench lookahead`: policies on an emulated 70B pair, over real gRPC and the real driver.
 
-Workers are processes that replay (workers/emulated); the driver runs in this one. Plain decoding
-is measured in the same run, and every cell's text must equal its.
+Emulated workers are processes that replay (workers/emulated); the driver runs in this one. Plain
+decoding is measured in the same run, and every cell's text must equal its. The demo pair, which
+computes, is measured beside them on real processor time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 
 from cluster.decoding.policies import PolicyName
-from cluster.driver import Driver, DriverOptions
-from deploy.bench.emulated_pair import EmulatedPair, PairLayout
 from deploy.bench.lookahead_cells import (
     ACCEPTANCES,
     HIT_RATES,
-    NEEDS_BRANCHES,
+    NATURAL,
     RTTS_MS,
     Cell,
+    Load,
     cells,
     plain_cell,
 )
 from deploy.bench.lookahead_load import LoadRequest, pinned_guess, recorded_load, set_load
-from paceline.generation import Chunk, CompletionBuilder, GenerateOptions
+from deploy.bench.lookahead_measure import CellRun, measure_cell
+from deploy.bench.lookahead_pairs import EmulatedPair, NaturalPair, Pair, PairLayout
+from deploy.bench.record_replay import demo_recording, recording_path
 from workers.emulated.profiles import DeviceProfile, load_profile
-from workers.emulated.recording import Recording, load_recording
+from workers.emulated.recording import Recording
 from workers.emulated.replay_text import Guess
 from workers.emulated.stand_in import make_stand_in
+from workers.models import resolve_model
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"
 BATCHED_TOKENS = 64
 """Tokens a request where many are decoded at once."""
-WARM_UP_TOKENS = 12
+AS_IT_DOES = Guess(None, None)
+"""As recorded, or as a drafter that computes does."""
+
+Rates = tuple[float | None, float | None]
+"""The acceptance and hit rate of a cell."""
 
 
 @dataclass(frozen=True, slots=True)
 class LookaheadSettings:
-    """How much is measured. `max_tokens`: a request; `repeats`: rounds over all cells."""
+    """How much is measured.
+
+    `max_tokens`: a request; `repeats`: rounds over all cells; `parts`: of lookahead_cells, or all.
+    """
 
     max_tokens: int
     repeats: int
     quick: bool
+    parts: tuple[str, ...] = ()
 
 
-FULL = LookaheadSettings(400, 2, quick=False)
+FULL = LookaheadSettings(320, 2, quick=False)
 QUICK = LookaheadSettings(200, 1, quick=True)
-
-
-@dataclass(frozen=True, slots=True)
-class CellRun:
-    """One measurement of one cell. Idle shares are of the time that was measured."""
-
-    texts: tuple[tuple[int, ...], ...]
-    tokens_per_second: float
-    acceptance_length: float
-    target_idle: float
-    drafter_idle: float | None
-    gap_ms: float
 
 
 @dataclass(slots=True)
@@ -90,11 +87,12 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True)
 class LookaheadResult:
-    """All that was measured. `plain`: by (batch, recorded), the cells of policy off."""
+    """All that was measured. `plain`: by (load, batch), the cells of policy off."""
 
     target: DeviceProfile
     drafter: DeviceProfile
-    plain: Mapping[tuple[int, bool], CellResult]
+    recording: Recording | None
+    plain: Mapping[tuple[Load, int], CellResult]
     cells: Sequence[CellResult]
 
 
@@ -103,184 +101,121 @@ class LookaheadBench:
 
     def __init__(
         self,
-        pair: EmulatedPair,
-        stand_in: Path,
-        recording: Recording,
-        guesses: Mapping[tuple[float | None, float | None], Guess],
+        pairs: Mapping[Load, Pair],
+        recording: Recording | None,
+        guesses: Mapping[Rates, Guess],
         settings: LookaheadSettings,
     ) -> None:
-        self._pair = pair
-        self._stand_in = stand_in
+        self._pairs = pairs
         self._recording = recording
         self._guesses = guesses
         self._settings = settings
 
     async def run(
         self, wanted: Sequence[Cell], *, tell: Callable[[str], None]
-    ) -> tuple[dict[tuple[int, bool], CellResult], list[CellResult]]:
-        """Every cell once a round, plain decoding first."""
-        plain = {
-            key: CellResult(plain_cell(key[0]), 0.0)
-            for key in sorted({(cell.batch, cell.acceptance is None) for cell in wanted})
-        }
-        results = [CellResult(cell, self._acceptance(cell)) for cell in wanted]
-        total = self._settings.repeats * (len(plain) + len(results))
-        done = 0
+    ) -> tuple[dict[tuple[Load, int], CellResult], list[CellResult]]:
+        """Every cell once a round, plain decoding before the first that is compared with it."""
+        plain: dict[tuple[Load, int], CellResult] = {}
+        results: list[CellResult] = []
+        in_turn: list[CellResult] = []
+        for cell in wanted:
+            key = (cell.load, cell.batch)
+            if key not in plain:
+                plain[key] = CellResult(plain_cell(cell.batch, cell.load), 0.0)
+                in_turn.append(plain[key])
+            results.append(CellResult(cell, self._acceptance(cell)))
+            in_turn.append(results[-1])
+        done, total = 0, self._settings.repeats * len(in_turn)
         for _ in range(self._settings.repeats):
-            for (_, recorded), result in plain.items():
+            for result in in_turn:
                 done += 1
                 tell(f"{done} of {total}: {result.cell.name}")
-                result.runs.append(await self._measure(result.cell, recorded=recorded))
-            for result in results:
-                done += 1
-                tell(f"{done} of {total}: {result.cell.name}")
-                recorded = result.cell.acceptance is None
-                result.runs.append(await self._measure(result.cell, recorded=recorded))
+                result.runs.append(await self._measure(result.cell))
         return plain, results
 
     def _acceptance(self, cell: Cell) -> float:
-        return self._recording.acceptance if cell.acceptance is None else cell.acceptance
+        if cell.acceptance is not None:
+            return cell.acceptance
+        assert self._recording is not None
+        return self._recording.acceptance
 
-    def _load(self, batch: int, *, recorded: bool) -> list[LoadRequest]:
-        tokens = self._settings.max_tokens if batch == 1 else BATCHED_TOKENS
-        return recorded_load(self._recording, tokens) if recorded else set_load(batch, tokens)
+    async def _measure(self, cell: Cell) -> CellRun:
+        guess = self._guesses.get((cell.acceptance, cell.hit_rate), AS_IT_DOES)
+        return await measure_cell(self._pairs[cell.load], cell, self._load(cell), guess)
 
-    async def _measure(self, cell: Cell, *, recorded: bool) -> CellRun:
-        load = self._load(cell.batch, recorded=recorded)
-        drafters: Mapping[str, str] = {}
-        if cell.policy is not PolicyName.OFF:
-            guess = self._guesses[cell.acceptance, cell.hit_rate]
-            drafters = self._pair.drafters(cell.rtt_ms, guess, cell.num_drafters)
-        driver = Driver(
-            DriverOptions(
-                folder=self._stand_in,
-                target_addresses=(self._pair.target_address,),
-                drafter_addresses=drafters,
-                max_num_seqs=max(64, cell.batch),
-                max_step_tokens=2048,
-                prefix_cache=False,
-            )
-        )
-        try:
-            await driver.start()
-            warm_up = [LoadRequest((999,), 0.0, 0, WARM_UP_TOKENS)] * min(cell.batch, 8)
-            await self._decode(driver, cell, warm_up)
-            gc.collect()
-            gc.freeze()
-            return await self._decode(driver, cell, load)
-        finally:
-            await driver.stop()
-
-    async def _decode(self, driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> CellRun:
-        before = driver.stats()
-        texts: list[tuple[int, ...]] = []
-        tokens = steps = 0
-        seconds = 0.0
-        for start in range(0, len(load), cell.batch):
-            answers = await asyncio.gather(
-                *(_request(driver, cell, one) for one in load[start : start + cell.batch])
-            )
-            texts += [answer.token_ids for answer in answers]
-            # What counts is from the first token of all to the last one of all.
-            first = max(answer.first_at for answer in answers)
-            seconds += max(answer.last_at for answer in answers) - first
-            tokens += sum(answer.tokens_after(first) for answer in answers)
-            steps += sum(answer.steps for answer in answers)
-        after = driver.stats()
-        elapsed = after.uptime_seconds - before.uptime_seconds
-        busy = {
-            worker.name: worker.busy_seconds - earlier.busy_seconds
-            for worker, earlier in zip(after.workers, before.workers, strict=True)
-        }
-        target = busy.pop("shard-0")
-        return CellRun(
-            texts=tuple(texts),
-            tokens_per_second=tokens / seconds,
-            acceptance_length=sum(map(len, texts)) / steps,
-            target_idle=max(0.0, 1 - target / elapsed),
-            drafter_idle=max(0.0, 1 - statistics.mean(busy.values()) / elapsed) if busy else None,
-            gap_ms=after.gap_ms_p50,
-        )
+    def _load(self, cell: Cell) -> list[LoadRequest]:
+        tokens = self._settings.max_tokens if cell.batch == 1 else BATCHED_TOKENS
+        if cell.load == "set":
+            return set_load(cell.batch, tokens)
+        assert self._recording is not None
+        return recorded_load(self._recording, tokens, folded=cell.load != NATURAL)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    token_ids: tuple[int, ...]
-    steps: int
-    arrivals: tuple[tuple[float, int], ...]
-
-    @property
-    def first_at(self) -> float:
-        return self.arrivals[0][0]
-
-    @property
-    def last_at(self) -> float:
-        return self.arrivals[-1][0]
-
-    def tokens_after(self, moment: float) -> int:
-        return sum(count for at, count in self.arrivals if at > moment)
-
-
-async def _request(driver: Driver, cell: Cell, request: LoadRequest) -> _Answer:
-    options = GenerateOptions(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        seed=request.seed,
-        ignore_eos=True,
-        policy=cell.policy.value,
-        window=cell.window,
-        branches=2 if cell.policy.value in NEEDS_BRANCHES else 1,
-    )
-    builder = CompletionBuilder()
-    arrivals: list[tuple[float, int]] = []
-    async for event in await driver.submit(list(request.prompt), options):
-        builder.add(event)
-        if isinstance(event, Chunk) and event.token_ids:
-            arrivals.append((time.perf_counter(), len(event.token_ids)))
-    completion = builder.build()
-    return _Answer(completion.token_ids, completion.stats.steps, tuple(arrivals))
-
-
-def run_lookahead(settings: LookaheadSettings, *, tell: Callable[[str], None]) -> LookaheadResult:
-    """Start the emulated pair, measure, end it."""
+def run_lookahead(
+    settings: LookaheadSettings, *, home: Path, tell: Callable[[str], None]
+) -> LookaheadResult:
+    """Start the pairs, measure, end them."""
     target = load_profile(TARGET_PROFILE, role="target")
     drafter = load_profile(DRAFTER_PROFILE, role="drafter")
-    recording_path = Path(str(files("workers.emulated") / "recordings" / "demo.json"))
-    recording = load_recording(recording_path)
-    wanted = cells(target, drafter, quick=settings.quick)
-    tell("choosing luck that is no better than the long run")
+    wanted = cells(target, drafter, quick=settings.quick, parts=settings.parts)
+    loads = {cell.load for cell in wanted}
+    recording = demo_recording(home, tell=tell) if loads - {"set"} else None
+    tell("choosing luck that is that of the long run")
     guesses = _guesses(wanted, settings.max_tokens)
-    with tempfile.TemporaryDirectory() as scratch:
-        stand_in = make_stand_in(Path(scratch) / "stand-in")
-        layout = PairLayout(
-            TARGET_PROFILE,
-            DRAFTER_PROFILE,
-            max(cell.num_drafters for cell in wanted),
-            tuple(rtt for rtt in RTTS_MS if any(cell.rtt_ms == rtt for cell in wanted)),
-            tuple(guesses.values()),
-            recording_path,
-        )
-        tell("starting the emulated workers")
-        with EmulatedPair(layout, stand_in, Path(scratch)) as pair:
-            bench = LookaheadBench(pair, stand_in, recording, guesses, settings)
-            plain, results = asyncio.run(bench.run(wanted, tell=tell))
-    return LookaheadResult(target, drafter, plain, results)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        tell("starting the workers")
+        pairs: dict[Load, Pair] = {}
+        replayed = [cell for cell in wanted if cell.load != NATURAL]
+        if replayed:
+            layout = PairLayout(
+                TARGET_PROFILE,
+                DRAFTER_PROFILE,
+                max(cell.num_drafters for cell in replayed),
+                tuple(rtt for rtt in RTTS_MS if any(cell.rtt_ms == rtt for cell in replayed)),
+                (*guesses.values(), AS_IT_DOES),
+                recording_path(home) if "recorded" in loads else None,
+            )
+            stand_in = make_stand_in(Path(scratch) / "stand-in")
+            pair = stack.enter_context(EmulatedPair(layout, stand_in, Path(scratch)))
+            pairs |= {"set": pair, "recorded": pair}
+        if NATURAL in loads:
+            target_files = resolve_model("demo", home=home)
+            drafter_files = resolve_model("demo-draft", home=home)
+            natural = NaturalPair(target_files, drafter_files, Path(scratch))
+            pairs[NATURAL] = stack.enter_context(natural)
+        bench = LookaheadBench(pairs, recording, guesses, settings)
+        plain, results = asyncio.run(bench.run(wanted, tell=tell))
+    return LookaheadResult(target, drafter, recording, plain, results)
 
 
-def _guesses(
-    wanted: Sequence[Cell], max_tokens: int
-) -> dict[tuple[float | None, float | None], Guess]:
-    """How drafters guess, by the cells' acceptance and hit rate. The luck is that of one seed."""
-    found: dict[tuple[float | None, float | None], Guess] = {}
+def _guesses(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
+    """How drafters guess, by the cells' rates where they are set. The luck is that of one seed."""
+    found: dict[Rates, Guess] = {}
     load = set_load(1, max_tokens)
     for acceptance in ACCEPTANCES:
-        keys = {(c.acceptance, c.hit_rate) for c in wanted if c.acceptance == acceptance}
-        if not keys:
-            continue
-        if acceptance is None:
-            found[None, None] = Guess(None, None)
+        hit_rates = {cell.hit_rate for cell in wanted if cell.acceptance == acceptance}
+        if not hit_rates:
             continue
         seed = pinned_guess(acceptance, HIT_RATES[-1], load).seed
-        for _, hit_rate in sorted(keys, key=lambda key: key[1] or 0.0):
+        for hit_rate in sorted(hit_rates, key=lambda rate: rate or 0.0):
             found[acceptance, hit_rate] = Guess(acceptance, hit_rate or 0.0, seed)
     return found
+
+
+def plain_of(result: LookaheadResult, one: CellResult) -> CellResult:
+    """Plain decoding of the same load; of itself, if it is that."""
+    return result.plain[one.cell.load, one.cell.batch]
+
+
+def same_text(result: LookaheadResult, one: CellResult) -> bool:
+    """Whether every run gave the tokens of the first run of plain decoding."""
+    texts = plain_of(result, one).runs[0].texts
+    return all(run.texts == texts for run in one.runs)
+
+
+def num_gpus(result: LookaheadResult, cell: Cell) -> int:
+    """What a cell's devices are in GPUs; the demo pair's cores are counted as such."""
+    if cell.load == NATURAL:
+        return 1 if cell.policy is PolicyName.OFF else 2
+    drafters = 0 if cell.policy is PolicyName.OFF else cell.num_drafters
+    return result.target.gpus + drafters * result.drafter.gpus

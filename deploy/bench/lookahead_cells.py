@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from cluster.decoding.policies import PolicyName
 from cluster.simulation.closed_forms import best_lockstep_window
 from workers.emulated.profiles import DeviceProfile
 
+Load = Literal["set", "recorded", "natural"]
+"""What is decoded: replayed with a set acceptance, replayed as recorded, or by the demo pair."""
+NATURAL: Load = "natural"
+
 RTTS_MS = (0.1, 2.0, 10.0)
-ACCEPTANCES = (0.75, 0.85, None)
-"""None: as recorded."""
+ACCEPTANCES = (0.75, 0.85)
 HIT_RATES = (0.85, 0.5, 0.0)
 BATCHES = (8, 64)
 """Beside 1; without a link and at the higher acceptance."""
 CHAIN_WINDOW = 8
+TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
+"""Of the cells whose steps verify trees."""
 NEEDS_BRANCHES = ("fanout", "spread")
+EVERY_HIT_RATE = ("fanout",)
+"""Measured at each hit rate, the others at the first alone."""
 NEEDS_DRAFTERS = {"spread": 4}
-NOT_MEASURED = ("replicas",)
-"""It needs several targets."""
+NOT_MEASURED = ("off", "replicas")
+"""Plain decoding is beside every cell; replicas needs several targets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One policy under one condition. `acceptance`, `hit_rate` None: as recorded, or no use."""
+    """One policy under one condition.
+
+    `acceptance` and `hit_rate` are those that were set; None: as recorded or natural, or of no use.
+    """
 
     policy: PolicyName
+    load: Load
     rtt_ms: float
     acceptance: float | None
     hit_rate: float | None
     batch: int
     window: int
+    branches: int = 1
 
     @property
     def num_drafters(self) -> int:
@@ -41,49 +54,101 @@ class Cell:
     @property
     def name(self) -> str:
         """For people, and unique among the cells."""
-        if self.policy is PolicyName.OFF:
-            return f"off, batch {self.batch}"
-        acceptance = "recorded" if self.acceptance is None else f"{self.acceptance:g}"
-        hits = "" if self.hit_rate is None else f", hits {self.hit_rate:g}"
         batch = "" if self.batch == 1 else f", batch {self.batch}"
-        return f"{self.policy.value}, rtt {self.rtt_ms:g} ms, acceptance {acceptance}{hits}{batch}"
+        load = "" if self.load == "set" else f", {self.load}"
+        if self.policy is PolicyName.OFF:
+            return f"off{load}{batch}"
+        if self.load == "set":
+            load = f", acceptance {self.acceptance:g}"
+        hits = "" if self.hit_rate is None else f", hits {self.hit_rate:g}"
+        tree = f", trees of {self.window}" if self.window == TREE_WINDOW else ""
+        return f"{self.policy.value}, rtt {self.rtt_ms:g} ms{load}{hits}{tree}{batch}"
 
 
-def cells(target: DeviceProfile, drafter: DeviceProfile, *, quick: bool) -> list[Cell]:
-    """All cells but those of plain decoding; `quick`: one of each policy."""
+def part_names() -> tuple[str, ...]:
+    """What can be measured apart: a policy on the emulated pair, or all on the demo pair."""
+    return (*(one.value for one in _policies()), NATURAL)
+
+
+def cells(
+    target: DeviceProfile, drafter: DeviceProfile, *, quick: bool, parts: Sequence[str] = ()
+) -> list[Cell]:
+    """All cells but those of plain decoding; `quick`: one of each policy. `parts`: of these."""
     found = []
-    for policy in PolicyName:
-        if policy is PolicyName.OFF or policy.value in NOT_MEASURED:
-            continue
-        for rtt_ms, acceptance, batch in _conditions(quick=quick):
-            hit_rates: tuple[float | None, ...] = (None,)
-            if policy.value in NEEDS_BRANCHES and acceptance is not None:
-                full = policy.value == "fanout" and not quick and batch == 1
-                hit_rates = HIT_RATES if full else HIT_RATES[:1]
-            for hit_rate in hit_rates:
-                window = CHAIN_WINDOW
-                if policy is PolicyName.LOCKSTEP:
-                    window = best_lockstep_window(
-                        acceptance or ACCEPTANCES[0] or 0.75,
-                        step_ms=target.pass_ms.ms(batch, batch),
-                        draft_ms=drafter.pass_ms.ms(batch, batch),
-                        rtt_ms=rtt_ms,
+    for policy in _policies():
+        if not parts or policy.value in parts:
+            for condition in _conditions(quick=quick):
+                found += _cells_of(policy, condition, target, drafter, quick=quick)
+            if policy is PolicyName.CHAIN and not quick:
+                found.append(
+                    Cell(
+                        policy,
+                        "set",
+                        RTTS_MS[0],
+                        ACCEPTANCES[1],
+                        HIT_RATES[0],
+                        TREE_BATCH,
+                        TREE_WINDOW,
+                        TREE_BRANCHES,
                     )
-                found.append(Cell(policy, rtt_ms, acceptance, hit_rate, batch, window))
-    return found
+                )
+        if (not parts and not quick) or NATURAL in parts:
+            window = 3 if policy is PolicyName.LOCKSTEP else CHAIN_WINDOW
+            found.append(Cell(policy, NATURAL, RTTS_MS[0], None, None, 1, window))
+    return sorted(found, key=lambda cell: cell.load == NATURAL)
 
 
-def plain_cell(batch: int) -> Cell:
+def plain_cell(batch: int, load: Load) -> Cell:
     """Plain decoding of so many sequences."""
-    return Cell(PolicyName.OFF, RTTS_MS[0], ACCEPTANCES[0], None, batch, CHAIN_WINDOW)
+    return Cell(PolicyName.OFF, load, RTTS_MS[0], None, None, batch, 0)
 
 
-def _conditions(*, quick: bool) -> Iterator[tuple[float, float | None, int]]:
+@dataclass(frozen=True, slots=True)
+class _Condition:
+    rtt_ms: float
+    acceptance: float | None
+    batch: int
+
+
+def _policies() -> list[PolicyName]:
+    return [policy for policy in PolicyName if policy.value not in NOT_MEASURED]
+
+
+def _conditions(*, quick: bool) -> Iterator[_Condition]:
     if quick:
-        yield RTTS_MS[0], 0.85, 1
+        yield _Condition(RTTS_MS[0], ACCEPTANCES[1], 1)
         return
     for rtt_ms in RTTS_MS:
-        for acceptance in ACCEPTANCES:
-            yield rtt_ms, acceptance, 1
+        for acceptance in (*ACCEPTANCES, None):
+            yield _Condition(rtt_ms, acceptance, 1)
     for batch in BATCHES:
-        yield RTTS_MS[0], 0.85, batch
+        yield _Condition(RTTS_MS[0], ACCEPTANCES[1], batch)
+
+
+def _cells_of(
+    policy: PolicyName,
+    condition: _Condition,
+    target: DeviceProfile,
+    drafter: DeviceProfile,
+    *,
+    quick: bool,
+) -> list[Cell]:
+    acceptance, batch, rtt_ms = condition.acceptance, condition.batch, condition.rtt_ms
+    hit_rates: Sequence[float | None] = (None,)
+    if policy.value in NEEDS_BRANCHES and acceptance is not None:
+        every = policy.value in EVERY_HIT_RATE and not quick and batch == 1
+        hit_rates = HIT_RATES if every else HIT_RATES[:1]
+    window = CHAIN_WINDOW
+    if policy is PolicyName.LOCKSTEP:
+        window = best_lockstep_window(
+            acceptance or ACCEPTANCES[0],
+            step_ms=target.pass_ms.ms(batch, batch),
+            draft_ms=drafter.pass_ms.ms(batch, batch),
+            rtt_ms=rtt_ms,
+        )
+    load: Load = "recorded" if acceptance is None else "set"
+    branches = 2 if policy.value in NEEDS_BRANCHES else 1
+    return [
+        Cell(policy, load, rtt_ms, acceptance, hit_rate, batch, window, branches)
+        for hit_rate in hit_rates
+    ]

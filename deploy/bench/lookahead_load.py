@@ -49,12 +49,16 @@ def set_load(batch: int, max_tokens: int) -> list[LoadRequest]:
     ]
 
 
-def recorded_load(recording: Recording, max_tokens: int) -> list[LoadRequest]:
-    """The recorded requests, as far as they were recorded."""
-    folded = [sequence.folded(VOCAB_SIZE) for sequence in recording.sequences]
+def recorded_load(recording: Recording, max_tokens: int, *, folded: bool) -> list[LoadRequest]:
+    """The recorded requests, as far as they were recorded; `folded` for the stand-in vocabulary."""
     return [
-        LoadRequest(one.prompt, one.temperature, one.seed, min(max_tokens, len(one.output)))
-        for one in folded
+        LoadRequest(
+            one.folded(VOCAB_SIZE).prompt if folded else one.prompt,
+            one.temperature,
+            one.seed,
+            min(max_tokens, len(one.output)),
+        )
+        for one in recording.sequences
     ]
 
 

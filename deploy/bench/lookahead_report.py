@@ -9,20 +9,31 @@ from rich.table import Table
 
 from cluster.decoding.policies import PolicyName
 from cluster.simulation import closed_forms
-from deploy.bench.lookahead import CellResult, LookaheadResult
+from deploy.bench.lookahead import (
+    CellResult,
+    LookaheadResult,
+    num_gpus,
+    plain_of,
+    same_text,
+)
+from deploy.bench.lookahead_cells import NATURAL, NEEDS_BRANCHES
 
 LEGEND = """
-EMULATED: devices replay, with the latency profiles {target} and {drafter}.
+EMULATED: devices replay, with the latency profiles {target} and {drafter}; but rows "natural" are
+the demo pair, which computes, on a core each (a core counts as a GPU).
 /off: tokens/s over plain decoding in this run. theory: the closed form of the policy
 (ALGORITHMS.md section 5), without the driver's own time. ideal: every outcome foreseen.
 eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
 idle: target, drafter. spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
 """
+RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what is replayed,
+{long_run:.4f} over {tokens} tokens.
+"""
 
 
 def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> dict[str, object]:
     """The document of `bench lookahead --json`."""
-    return {
+    document: dict[str, object] = {
         "suite": "lookahead",
         "machine": machine,
         "emulated": True,
@@ -30,70 +41,95 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
             profile.role: {"name": profile.name, "source": profile.source.strip()}
             for profile in (result.target, result.drafter)
         },
-        "rows": [
-            *(_row(result, plain, recorded=key[1]) for key, plain in result.plain.items()),
-            *(_row(result, one, recorded=one.cell.acceptance is None) for one in result.cells),
-        ],
+        "rows": [_row(result, one) for one in (*result.plain.values(), *result.cells)],
     }
-
-
-def same_text(result: LookaheadResult, one: CellResult, *, recorded: bool) -> bool:
-    """Whether every run gave the tokens of the first run of plain decoding."""
-    texts = result.plain[one.cell.batch, recorded].runs[0].texts
-    return all(run.texts == texts for run in one.runs)
+    if result.recording is not None:
+        document["recording"] = {
+            "target": result.recording.target,
+            "drafter": result.recording.drafter,
+            "made": result.recording.made,
+            "acceptance": result.recording.acceptance,
+            "long_run_acceptance": result.recording.long_run_acceptance,
+            "long_run_tokens": result.recording.long_run_tokens,
+        }
+    return document
 
 
 def print_lookahead(console: Console, result: LookaheadResult) -> None:
-    """A row a cell; at most 100 columns."""
+    """A row a cell; at most 110 columns."""
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     headings = ("rtt", "accept", "hits", "batch", "tok/s", "/GPU", "/off", "theory", "ideal", "eff")
     for heading in (*headings, "len", "idle", "gap", "spread", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for key, plain in result.plain.items():
-        _print_row(table, _row(result, plain, recorded=key[1]))
-    for one in result.cells:
-        _print_row(table, _row(result, one, recorded=one.cell.acceptance is None))
+    for one in (*result.plain.values(), *result.cells):
+        _print_row(table, _row(result, one))
     console.print(table)
     legend = LEGEND.format(target=result.target.name, drafter=result.drafter.name)
     console.print(legend, highlight=False)
+    if result.recording is not None:
+        about = RECORDING.format(
+            target=result.recording.target,
+            drafter=result.recording.drafter,
+            kept=result.recording.acceptance,
+            long_run=result.recording.long_run_acceptance,
+            tokens=result.recording.long_run_tokens,
+        )
+        console.print(about, highlight=False)
 
 
-def _row(result: LookaheadResult, one: CellResult, *, recorded: bool) -> dict[str, object]:
+def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
     cell, run = one.cell, one.median
-    off = cell.policy is PolicyName.OFF
-    plain = result.plain[cell.batch, recorded].median
-    gpus = result.target.gpus + (0 if off else cell.num_drafters * result.drafter.gpus)
-    speedup = run.tokens_per_second / plain.tokens_per_second
+    off, natural = cell.policy is PolicyName.OFF, cell.load == NATURAL
+    speedup = run.tokens_per_second / plain_of(result, one).median.tokens_per_second
     ideal = None if off else _ideal(result, one)
     return {
-        "name": f"{cell.name}, as recorded" if off and recorded else cell.name,
+        "name": cell.name,
         "policy": cell.policy.value,
+        "emulated": not natural,
         "rtt_ms": None if off else cell.rtt_ms,
-        "acceptance": None if off else "recorded" if recorded else cell.acceptance,
-        "hit_rate": cell.hit_rate,
+        "acceptance": None if off else _acceptance(one),
+        "hit_rate": _hit_rate(one),
         "batch": cell.batch,
-        "window": 0 if off else cell.window,
+        "window": cell.window,
+        "branches": cell.branches,
         "speedup": speedup,
         "tokens_per_second": run.tokens_per_second,
-        "tokens_per_second_per_gpu": run.tokens_per_second / gpus,
+        "tokens_per_second_per_gpu": run.tokens_per_second / num_gpus(result, cell),
         "acceptance_length": run.acceptance_length,
-        "acceptance_measured": None if off else one.acceptance,
         "target_idle": run.target_idle,
         "drafter_idle": run.drafter_idle,
         "target_gap_ms": run.gap_ms,
+        "step_ms": run.step_ms,
+        "draft_ms": run.draft_ms,
         "theory": None if off else _theory(result, one),
         "ideal": ideal,
         "efficiency": None if ideal is None else speedup / ideal,
         "spread": one.spread,
-        "same_text": same_text(result, one, recorded=recorded),
+        "same_text": same_text(result, one),
     }
 
 
+def _acceptance(one: CellResult) -> float | str:
+    """A number, that of the demo pair included; "recorded" where the emulated pair replays it."""
+    return "recorded" if one.cell.load == "recorded" else one.acceptance
+
+
+def _hit_rate(one: CellResult) -> float | str | None:
+    cell = one.cell
+    if cell.load == "recorded" and cell.policy.value in NEEDS_BRANCHES:
+        return "recorded"
+    return cell.hit_rate
+
+
 def _times(result: LookaheadResult, one: CellResult) -> dict[str, float]:
-    batch, window = one.cell.batch, one.cell.window
+    """Of plain decoding, and of a draft pass; the demo pair's as they were measured."""
+    batch, run = one.cell.batch, one.median
+    if one.cell.load == NATURAL:
+        step_ms = plain_of(result, one).median.step_ms
+        return {"step_ms": step_ms, "draft_ms": run.draft_ms or step_ms}
     return {
-        "step_ms": result.target.pass_ms.ms(batch, batch * (1 + window)),
+        "step_ms": result.target.pass_ms.ms(batch, batch * (1 + one.cell.window)),
         "draft_ms": result.drafter.pass_ms.ms(batch, batch),
     }
 
@@ -113,13 +149,13 @@ def _theory(result: LookaheadResult, one: CellResult) -> float | None:
 
 
 def _print_row(table: Table, row: Mapping[str, object]) -> None:
-    acceptance = row["acceptance"]
+    acceptance, hits = row["acceptance"], row["hit_rate"]
     idle = [row["target_idle"], row["drafter_idle"]]
     table.add_row(
-        str(row["policy"]),
+        str(row["policy"]) + ("" if row["emulated"] else " natural"),
         _number(row["rtt_ms"], "g"),
         acceptance if isinstance(acceptance, str) else _number(acceptance, ".2f"),
-        _number(row["hit_rate"], ".2f"),
+        hits if isinstance(hits, str) else _number(hits, ".2f"),
         str(row["batch"]),
         _number(row["tokens_per_second"], ".1f"),
         _number(row["tokens_per_second_per_gpu"], ".1f"),

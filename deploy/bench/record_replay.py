@@ -1,17 +1,18 @@
 """Make a recording for emulated devices from real decoding of the demo pair.
 
-    python -m deploy.bench.record_replay workers/emulated/recordings/demo.json
+    python -m deploy.bench.record_replay
 
 It decodes plainly and asks the drafter for its ranks of every token, given all tokens before, at
 temperatures 0 and 1. Of many requests those are kept, in their order, whose acceptance together is
-within 1 % of that of all.
+within 1 % of that of all. `paceline bench lookahead` makes the recording where there is none.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Annotated
@@ -20,29 +21,127 @@ import typer
 
 from cluster.text import TextCodec
 from deploy.inputs import DEFAULT_INPUT, BadRow, read_rows
+from paceline.errors import UnavailableError
 from paceline.generation import Message
+from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.emulated.recording import MAX_RANK, RecordedSequence, Recording
-from workers.engine.engine import Engine, Slice
+from workers.emulated.recording import MAX_RANK, RecordedSequence, Recording, load_recording
+from workers.engine.engine import Engine
+from workers.engine.slices import Slice
 from workers.models import default_home, resolve_model
 from workers.verification.coupled import choose_token
 from workers.verification.draws import top_children
 
+TEMPERATURES = (0.0, 1.0)
 _CHUNK = 32
 _PINNED = 0.01
+_KV_BYTES = 400 * 1024 * 1024
 
 
-def decode(engine: Engine, prompt: Sequence[int], spec: SequenceSpec, count: int) -> list[int]:
-    """Plain decoding of `count` tokens, or up to an end token."""
-    table = list(range(-(-(len(prompt) + count) // engine.block_size)))
-    tokens, fed = list(prompt), 0
-    while len(tokens) < len(prompt) + count:
-        logits_TV = engine.step([Slice(table, fed, tokens[fed:], 1)])
-        fed = len(tokens)
-        tokens.append(choose_token(logits_TV[0], spec, tokens))
-        if tokens[-1] in engine.info.end_token_ids:
-            break
-    return tokens[len(prompt) :]
+@dataclass(frozen=True, slots=True)
+class RecordingSize:
+    """At each temperature `requests` of `tokens` tokens are decoded, and `keep` of them kept."""
+
+    tokens: int = 160
+    requests: int = 32
+    keep: int = 3
+
+
+USUAL_SIZE = RecordingSize()
+
+
+def recording_path(home: Path) -> Path:
+    """Where the recording of the demo pair lies."""
+    return home / "recordings" / "demo.json"
+
+
+def demo_recording(home: Path, *, tell: Callable[[str], None]) -> Recording:
+    """The recording of the demo pair; made, which takes a minute, where there is none."""
+    path = recording_path(home)
+    if not path.exists():
+        write_recording(path, record_demo(home, USUAL_SIZE, tell=tell))
+    return load_recording(path)
+
+
+def record_demo(home: Path, size: RecordingSize, *, tell: Callable[[str], None]) -> Recording:
+    """Decode, rank and pin. Raises UnavailableError where nothing kept is near the long run."""
+    target, drafter = resolve_model("demo", home=home), resolve_model("demo-draft", home=home)
+    tell("recording the demo pair: loading")
+    engine = Engine(target.folder, weights=target.weights, threads=1, kv_memory_bytes=_KV_BYTES)
+    asked = [
+        (prompt, _spec(temperature, seed, len(prompt)))
+        for temperature in TEMPERATURES
+        for seed, prompt in enumerate(_prompts(target.folder, size.requests))
+    ]
+    outputs: list[list[int]] = []
+    for start in range(0, len(asked), _CHUNK):
+        tell(f"recording the demo pair: {start} of {len(asked)} requests are decoded")
+        outputs += decode(engine, asked[start : start + _CHUNK], size.tokens)
+    del engine
+    guesser = Engine(drafter.folder, weights=drafter.weights, threads=1, kv_memory_bytes=_KV_BYTES)
+    sequences = []
+    for number, ((prompt, spec), output) in enumerate(zip(asked, outputs, strict=True)):
+        tell(f"recording the demo pair: the drafter has ranked {number} of {len(asked)}")
+        sequences.append(
+            RecordedSequence(
+                temperature=spec.sampling.temperature,
+                seed=spec.seed,
+                prompt=prompt,
+                output=tuple(output),
+                ranks=tuple(rank(guesser, prompt, output, spec)),
+            )
+        )
+    made = f"deploy.bench.record_replay on {platform.machine()}, {len(sequences)} requests"
+    recording = Recording(
+        target=f"demo, {target.weights}",
+        drafter=f"demo-draft, {drafter.weights}",
+        made=made,
+        long_run_acceptance=_acceptance(sequences),
+        long_run_tokens=sum(len(one.ranks) for one in sequences),
+        sequences=pinned(sequences, size.keep),
+    )
+    off = abs(recording.acceptance / recording.long_run_acceptance - 1)
+    if off > _PINNED:
+        raise UnavailableError(f"the kept sequences are {off:.1%} off the long run: record more")
+    return recording
+
+
+def write_recording(path: Path, recording: Recording) -> None:
+    """Whole, or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(recording.model_dump_json() + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def decode(
+    engine: Engine, asked: Sequence[tuple[Sequence[int], SequenceSpec]], count: int
+) -> list[list[int]]:
+    """Plain decoding of `count` tokens each, or up to an end token, all in one batch."""
+    blocks = [-(-(len(prompt) + count) // engine.block_size) for prompt, _ in asked]
+    tables = [
+        list(range(sum(blocks[:place]), sum(blocks[: place + 1]))) for place in range(len(blocks))
+    ]
+    tokens = [list(prompt) for prompt, _ in asked]
+    fed = [0] * len(asked)
+    open_ = list(range(len(asked)))
+    for place in open_:  # long prompts apart: their rows would not fit a step together
+        engine.step([Slice(tables[place], 0, tokens[place][:-1], 1)])
+        fed[place] = len(tokens[place]) - 1
+    while open_:
+        logits_BV = engine.step(
+            [Slice(tables[place], fed[place], tokens[place][fed[place] :], 1) for place in open_]
+        )
+        for row, place in enumerate(open_):
+            fed[place] = len(tokens[place])
+            tokens[place].append(choose_token(logits_BV[row], asked[place][1], tokens[place]))
+        open_ = [
+            place
+            for place in open_
+            if len(tokens[place]) < len(asked[place][0]) + count
+            and tokens[place][-1] not in engine.info.end_token_ids
+        ]
+    return [all_[len(prompt) :] for all_, (prompt, _) in zip(tokens, asked, strict=True)]
 
 
 def rank(
@@ -66,75 +165,57 @@ def rank(
 
 def pinned(sequences: Sequence[RecordedSequence], keep: int) -> tuple[RecordedSequence, ...]:
     """`keep` sequences at each temperature whose acceptance is nearest to that of all."""
-    kept: list[RecordedSequence] = []
+    found: list[RecordedSequence] = []
     for temperature in dict.fromkeys(one.temperature for one in sequences):
         alike = [one for one in sequences if one.temperature == temperature]
         wanted = _acceptance(alike)
-        best = min(combinations(alike, keep), key=lambda some: abs(_acceptance(some) - wanted))
-        kept += best
-    return tuple(kept)
+        long_enough = [one for one in alike if len(one.output) == max(len(o.output) for o in alike)]
+        some = long_enough if len(long_enough) >= keep else alike
+        found += min(combinations(some, keep), key=lambda kept: abs(_acceptance(kept) - wanted))
+    return tuple(found)
 
 
-def _acceptance(sequences: Sequence[RecordedSequence]) -> float:
+def _acceptance(sequences: Iterable[RecordedSequence]) -> float:
     ranks = [one for sequence in sequences for one in sequence.ranks]
     return ranks.count(0) / len(ranks)
 
 
+def _spec(temperature: float, seed: int, prompt_length: int) -> SequenceSpec:
+    return SequenceSpec(
+        SamplingParams(temperature=temperature), seed, prompt_length, rule=Rule.COUPLED
+    )
+
+
+def _prompts(folder: Path, count: int) -> list[tuple[int, ...]]:
+    codec = TextCodec(folder)
+    found = []
+    for row in read_rows(DEFAULT_INPUT, limit=count):
+        assert not isinstance(row, BadRow), row
+        if isinstance(row.input, str):
+            found.append(codec.encode_prompt(row.input))
+        else:
+            found.append(codec.encode_messages([m for m in row.input if isinstance(m, Message)]))
+    return found
+
+
 def main(
-    path: Path,
-    tokens: Annotated[int, typer.Option(help="Most tokens a request.")] = 160,
-    requests: Annotated[int, typer.Option(help="Requests at each temperature.")] = 12,
-    keep: Annotated[int, typer.Option(help="Of them kept, at each temperature.")] = 4,
+    path: Annotated[
+        Path | None, typer.Argument(help="Default: where bench lookahead looks for it.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Most tokens a request.")] = USUAL_SIZE.tokens,
+    requests: Annotated[int, typer.Option(help="At each temperature.")] = USUAL_SIZE.requests,
+    keep: Annotated[int, typer.Option(help="Of them kept.")] = USUAL_SIZE.keep,
 ) -> None:
     """Record the demo pair and write PATH."""
     home = default_home(os.environ)
-    target, drafter = resolve_model("demo", home=home), resolve_model("demo-draft", home=home)
-    codec = TextCodec(target.folder)
-    memory = 400 * 1024 * 1024
-    engine = Engine(target.folder, weights=target.weights, threads=1, kv_memory_bytes=memory)
-    guesser = Engine(drafter.folder, weights=drafter.weights, threads=1, kv_memory_bytes=memory)
-    prompts = []
-    for row in read_rows(DEFAULT_INPUT, limit=requests):
-        assert not isinstance(row, BadRow), row
-        given = row.input
-        if isinstance(given, str):
-            prompts.append(codec.encode_prompt(given))
-        else:
-            prompts.append(codec.encode_messages([m for m in given if isinstance(m, Message)]))
-    sequences = []
-    for temperature in (0.0, 1.0):
-        for seed, prompt in enumerate(prompts):
-            spec = SequenceSpec(SamplingParams(temperature=temperature), seed, len(prompt))
-            output = decode(engine, prompt, spec, tokens)
-            ranks = rank(guesser, prompt, output, spec)
-            sequences.append(
-                RecordedSequence(
-                    temperature=temperature,
-                    seed=seed,
-                    prompt=prompt,
-                    output=tuple(output),
-                    ranks=tuple(ranks),
-                )
-            )
-            typer.echo(
-                f"temperature {temperature:g}, request {seed}: {ranks.count(0)}/{len(ranks)}"
-            )
-    long_run = _acceptance(sequences)
-    recording = Recording(
-        target=f"demo, {target.weights}",
-        drafter=f"demo-draft, {drafter.weights}",
-        made=f"deploy.bench.record_replay on {platform.machine()}, {len(sequences)} requests",
-        long_run_acceptance=long_run,
-        long_run_tokens=sum(len(one.ranks) for one in sequences),
-        sequences=pinned(sequences, keep),
+    place = path or recording_path(home)
+    recording = record_demo(home, RecordingSize(tokens, requests, keep), tell=typer.echo)
+    write_recording(place, recording)
+    typer.echo(
+        f"{place}: acceptance {recording.acceptance:.4f} over "
+        f"{sum(len(one.ranks) for one in recording.sequences)} tokens, "
+        f"{recording.long_run_acceptance:.4f} over {recording.long_run_tokens}"
     )
-    off = abs(recording.acceptance / long_run - 1)
-    if off > _PINNED:
-        typer.echo(f"the kept sequences are {off:.1%} off the long run: record more", err=True)
-        raise typer.Exit(1)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(recording.model_dump_json() + "\n", encoding="utf-8")
-    typer.echo(f"acceptance {recording.acceptance:.4f}, of all {long_run:.4f}")
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = None,
         max_tokens: Annotated[
             int | None,
-            typer.Option(help="Most tokens a row. Default: 64; rules 32; lookahead 400."),
+            typer.Option(help="Most tokens a row. Default: 64; rules 32; lookahead 320."),
         ] = None,
         repeats: Annotated[
             int | None,
@@ -84,7 +84,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             list[str] | None,
             typer.Option(
                 help="rules: time, acceptance, stopping or train-free. engine: steps or serving. "
-                "May be repeated. Default: all."
+                "lookahead: a policy, or natural. May be repeated. Default: all."
             ),
         ] = None,
         quick: Annotated[
@@ -127,7 +127,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         elif suite == "engine":
             report = _engine(config, part, quick=quick, home=home)
         elif suite == "lookahead":
-            report = _lookahead(max_tokens, repeats, quick=quick)
+            report = _lookahead(part, max_tokens, repeats, quick=quick, home=home)
         else:
             if quick and suite != "rules":
                 raise InvalidRequestError("quick", f"suite {suite} has no quick form")
@@ -153,12 +153,14 @@ def _amount(
 
 
 def _check_parts(suite: str, parts: Sequence[str] | None) -> None:
-    if parts and suite == "lookahead":
-        raise InvalidRequestError("part", f"the suite {suite} has no parts; leave it out")
     if suite == "engine":
         from deploy.bench.engine import PARTS
 
         names = tuple(PARTS)
+    elif suite == "lookahead":
+        from deploy.bench.lookahead_cells import part_names
+
+        names = part_names()
     else:
         from deploy.bench.rules_rows import PART_NAMES
 
@@ -245,20 +247,28 @@ def _gpu(*, quick: bool) -> Mapping[str, object]:
     return engine_json(rows, machine)
 
 
-def _lookahead(max_tokens: int | None, repeats: int | None, *, quick: bool) -> Mapping[str, object]:
+def _lookahead(
+    parts: Sequence[str] | None,
+    max_tokens: int | None,
+    repeats: int | None,
+    *,
+    quick: bool,
+    home: Path,
+) -> Mapping[str, object]:
     """Run the suite and print it; the document for programs."""
-    from deploy.bench.lookahead import FULL, QUICK, run_lookahead
+    from deploy.bench import lookahead
     from deploy.bench.lookahead_report import lookahead_json, print_lookahead
     from deploy.bench.machine import describe_machine
 
-    usual = QUICK if quick else FULL
+    usual = lookahead.QUICK if quick else lookahead.FULL
     settings = replace(
         usual,
         max_tokens=usual.max_tokens if max_tokens is None else max_tokens,
         repeats=usual.repeats if repeats is None else repeats,
+        parts=tuple(parts or ()),
     )
     machine = describe_machine()
     with teller(Console(stderr=True)) as tell:
-        result = run_lookahead(settings, tell=tell)
+        result = lookahead.run_lookahead(settings, home=home, tell=tell)
     print_lookahead(Console(), result)
     return lookahead_json(result, machine)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from cluster.decoding.policies import PolicyName
 from deploy.bench.lookahead import LookaheadSettings, run_lookahead
-from deploy.bench.lookahead_cells import cells
+from deploy.bench.lookahead_cells import NATURAL, cells, part_names
 from deploy.bench.lookahead_load import pinned_guess, set_load
 from deploy.bench.lookahead_report import lookahead_json
 from deploy.bench.record_replay import pinned
@@ -39,7 +40,9 @@ def test_every_policy_meets_every_link_and_acceptance() -> None:
     found = cells(TARGET, DRAFTER, quick=False)
     assert len({cell.name for cell in found}) == len(found)
     one = Counter(
-        cell.policy for cell in found if cell.batch == 1 and cell.hit_rate in (None, 0.85)
+        cell.policy
+        for cell in found
+        if cell.batch == 1 and cell.hit_rate in (None, 0.85) and cell.load != NATURAL
     )
     drafting = set(PolicyName) - {PolicyName.OFF}
     assert {policy for policy, count in one.items() if count == 9} >= {
@@ -47,6 +50,15 @@ def test_every_policy_meets_every_link_and_acceptance() -> None:
         PolicyName.CHAIN,
     }
     assert {cell.policy for cell in cells(TARGET, DRAFTER, quick=True)} <= drafting
+
+
+def test_a_part_is_one_policy_or_the_demo_pair() -> None:
+    assert {"chain", "lockstep", NATURAL} <= set(part_names()) and "off" not in part_names()
+    chain = cells(TARGET, DRAFTER, quick=False, parts=("chain",))
+    assert {cell.policy for cell in chain} == {PolicyName.CHAIN}
+    natural = cells(TARGET, DRAFTER, quick=False, parts=(NATURAL,))
+    assert {cell.load for cell in natural} == {NATURAL}
+    assert len(natural) == len(part_names()) - 1
 
 
 def test_pinned_luck_is_that_of_the_long_run() -> None:
@@ -77,8 +89,9 @@ def test_kept_recordings_are_those_nearest_to_all() -> None:
 
 
 @pytest.mark.slow
-def test_a_whole_run_gives_the_text_of_plain_decoding() -> None:
-    result = run_lookahead(LookaheadSettings(24, 1, quick=True), tell=lambda line: None)
+def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
+    settings = LookaheadSettings(24, 1, quick=True)
+    result = run_lookahead(settings, home=tmp_path, tell=lambda line: None)
     document = lookahead_json(result, {})
     assert document["emulated"] is True
     rows = document["rows"]
