@@ -41,6 +41,7 @@ from cluster.decoding.scheduler import Scheduler
 from cluster.drafter_link import DrafterDescription
 from cluster.generation import Generation
 from cluster.meters import DriverTimeMeter, GapMeter
+from cluster.round_tap import RoundTap
 from cluster.target_link import TargetDescription
 from cluster.worker_wire import DraftInstruction, proposal_from_wire, verdicts_from_wire
 from paceline.errors import PacelineError, ProtocolError, WorkerLostError
@@ -64,6 +65,8 @@ class Dispatch:
         self.target_joined_once = asyncio.Event()
         self.unavailable: PacelineError | None = None
         """Why no request can be taken, if none can."""
+        self.taps: list[RoundTap] = []
+        """Whoever traces."""
         self._target_patience = target_patience
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
@@ -136,6 +139,8 @@ class Dispatch:
         """A stream to a shard broke. Requests wait a while for the target to come back."""
         if self._stopped:
             return
+        for tap in self.taps:
+            tap.target_lost()
         self._handle(TargetLost(time.monotonic()))
         self._impatience = self._loop.call_later(self._target_patience, self._give_up, reason)
 
@@ -151,6 +156,8 @@ class Dispatch:
         )
         goes_on = self._handle(done)
         self.gaps.step_sent(upon_answer=goes_on)
+        for tap in self.taps:
+            tap.step_answered(response, done.now)
         if not goes_on:
             self.driver_time.pause()
 
@@ -193,6 +200,8 @@ class Dispatch:
             except ProtocolError as error:
                 malformed += 1
                 _log.info("a proposal of %s is dropped: %s", name, error)
+        for tap in self.taps:
+            tap.proposed(name, batch, proposals)
         self._handle(
             Proposed(time.monotonic(), name, tuple(proposals), pass_seconds=batch.pass_seconds)
         )
@@ -218,6 +227,8 @@ class Dispatch:
         has_step = isinstance(first, RunStep)
         if isinstance(first, RunStep):
             self._send_step(first)
+            for tap in self.taps:
+                tap.step_sent(first)
             del instructions[0]
         if instructions:
             if not self._for_drafters:

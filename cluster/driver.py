@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
@@ -19,6 +20,7 @@ from cluster.drafter_link import TargetVocabulary
 from cluster.drafter_pool import DrafterPool
 from cluster.generation import Generation
 from cluster.requests import RequestResolver, Speculation
+from cluster.round_tap import RoundTap
 from cluster.target_link import StepTimeout, TargetDescription, TargetLink
 from cluster.text import TextCodec, TextStream
 from paceline.errors import OverloadedError, UnavailableError
@@ -150,6 +152,15 @@ class Driver:
     async def set_drafters(self, addresses: Mapping[str, str]) -> None:
         """Use these drafters, by name, from now on; those with the same address are kept."""
         await self._started().drafters.update(addresses)
+
+    @contextmanager
+    def tapped(self, tap: RoundTap) -> Iterator[None]:
+        """Have `tap` hear every round, for as long as the block runs."""
+        self._dispatch.taps.append(tap)
+        try:
+            yield
+        finally:
+            self._dispatch.taps.remove(tap)
 
     def describe(self) -> ModelDescription:
         """What is served. Raises UnavailableError before the start."""

@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 
 from cluster.driver import Driver, DriverOptions
+from cluster.tracing import SERVICE_NAME as TRACE_SERVICE
+from cluster.tracing import TraceServicer
 from paceline.channel import CALLERS
 from paceline.errors import PacelineError
 from paceline.inference_wire import (
@@ -16,7 +18,7 @@ from paceline.inference_wire import (
 )
 from paceline.stats_wire import stats_to_wire
 from paceline.status import status_of
-from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2_grpc
 from workers.server import RunningServer, start_server
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -75,9 +77,10 @@ async def serve_driver(
     """
     driver = Driver(options)
 
-    def add(server: grpc.aio.Server) -> tuple[str]:
+    def add(server: grpc.aio.Server) -> tuple[str, ...]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(driver), server)
-        return (SERVICE_NAME,)
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceServicer(driver), server)
+        return (SERVICE_NAME, TRACE_SERVICE)
 
     try:
         server = await start_server(add, host=host, port=port, serving=False, keepalive=CALLERS)

@@ -1,0 +1,131 @@
+"""What the devices do, round by round, for whoever traces them (trace.proto)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from cluster.decoding.events import Proposal
+from cluster.decoding.instructions import RunStep, Slice
+from paceline.v1 import drafting_pb2, target_pb2, trace_pb2
+
+_KEPT_POSITIONS = 256
+"""Of each sequence candidates are remembered so far behind the furthest one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SentStep:
+    """`passes`: of each slice, in which passes its candidates were proposed."""
+
+    sent_at: float
+    step: RunStep
+    passes: tuple[list[int], ...]
+
+
+class RoundTap:
+    """Hears what the driver sends and receives, and tells it as messages of trace.proto.
+
+    Which pass a candidate came from is found by its position and token id, as the driver itself
+    goes by content; of several passes that proposed the same, the last one counts.
+    """
+
+    def __init__(self, tell: Callable[[trace_pb2.TraceResponse], None]) -> None:
+        self._tell = tell
+        self._num_passes = 0
+        self._sent: dict[int, _SentStep] = {}
+        self._origins: dict[int, dict[tuple[int, int], int]] = {}
+
+    def step_sent(self, step: RunStep) -> None:
+        """A step went out to every shard."""
+        passes = tuple(self._passes_of(piece) for piece in step.slices)
+        self._sent[step.step] = _SentStep(time.monotonic(), step, passes)
+        for sequence_id in step.close:
+            self._origins.pop(sequence_id, None)
+
+    def step_answered(self, response: target_pb2.StepResponse, answered_at: float) -> None:
+        """Rank 0 answered."""
+        sent = self._sent.pop(response.step, None)
+        if sent is None:
+            return  # it was sent before anybody traced
+        verdicts = {verdict.sequence_id: verdict for verdict in response.verdicts}
+        windows = []
+        for piece, passes in zip(sent.step.slices, sent.passes, strict=True):
+            verdict = verdicts.get(piece.sequence_id)
+            accepted = verdict.num_accepted if verdict is not None else 0
+            windows.append(
+                trace_pb2.TracedWindow(
+                    sequence_id=piece.sequence_id,
+                    start=piece.start,
+                    fed=len(piece.token_ids),
+                    window=piece.window,
+                    accepted=accepted,
+                    committed=accepted + 1 if verdict is not None else 0,
+                    passes=passes,
+                )
+            )
+        traced = trace_pb2.TracedStep(
+            step=response.step,
+            sent_at=sent.sent_at,
+            answered_at=answered_at,
+            forward_seconds=response.forward_seconds,
+            step_seconds=response.step_seconds,
+            windows=windows,
+        )
+        self._tell(trace_pb2.TraceResponse(step=traced))
+
+    def proposed(
+        self, drafter: str, batch: drafting_pb2.ProposalBatch, proposals: Sequence[Proposal]
+    ) -> None:
+        """A drafting pass arrived, of which `proposals` are usable."""
+        self._num_passes += 1
+        for proposal in proposals:
+            origins = self._origins.setdefault(proposal.sequence_id, {})
+            base = proposal.base_length
+            depths = _depths(len(proposal.token_ids), proposal.parents)
+            for depth, token_id in zip(depths, proposal.token_ids, strict=True):
+                origins[base + depth - 1, token_id] = self._num_passes
+            for key in [key for key in origins if key[0] < base - _KEPT_POSITIONS]:
+                del origins[key]
+        traced = trace_pb2.TracedPass(
+            number=self._num_passes,
+            drafter=drafter,
+            received_at=time.monotonic(),
+            pass_seconds=batch.pass_seconds,
+            tokens_fed=batch.tokens_fed,
+            proposals=[
+                trace_pb2.TracedProposal(
+                    sequence_id=one.sequence_id,
+                    base_length=one.base_length,
+                    num_candidates=len(one.token_ids),
+                )
+                for one in proposals
+            ],
+        )
+        self._tell(trace_pb2.TraceResponse(drafting=traced))
+
+    def target_lost(self) -> None:
+        """Steps that were sent will not be answered, and their numbers begin anew."""
+        self._sent.clear()
+
+    def _passes_of(self, piece: Slice) -> list[int]:
+        origins = self._origins.get(piece.sequence_id, {})
+        first = len(piece.token_ids) - piece.window
+        found = {
+            origins.get((piece.start + first + depth - 1, token_id))
+            for depth, token_id in zip(
+                _depths(piece.window, piece.parents), piece.token_ids[first:], strict=True
+            )
+        }
+        return sorted(number for number in found if number is not None)
+
+
+def _depths(count: int, parents: Sequence[int]) -> Iterator[int]:
+    """Of each candidate, 1 for those below the base; without parents they are a chain."""
+    if not parents:
+        yield from range(1, count + 1)
+        return
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 + (depths[parent - 1] if parent else 0))
+        yield depths[-1]

@@ -1,0 +1,169 @@
+"""Rounds as a Chrome trace: what https://ui.perfetto.dev and chrome://tracing open.
+
+A row a device. On the target's: each step from its begin to the end of its forward pass, then its
+verdicts. On a drafter's: its passes. An arrow goes from the pass that proposed candidates to the
+verdict on them. On the rows of sequences: each window, from when it was sent to its verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.text import counted
+from paceline.v1 import trace_pb2
+
+_DEVICES, _SEQUENCES = 1, 2
+_TARGET_ROW = 0
+_LEAST_US = 1.0
+"""The shortest slice: one of no length cannot be seen, nor hold an end of an arrow."""
+
+Event = dict[str, Any]
+
+
+class TraceFile:
+    """Takes messages of TraceService in their order; `document` is what is written."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._begun = 0.0
+        self._model = ""
+        self._drafter_rows: dict[str, int] = {}
+        self._busy_until: dict[int, float] = {}
+        self._pass_ends: dict[int, tuple[int, float]] = {}
+        self._seen_sequences: set[int] = set()
+        self.num_steps = 0
+        self.num_passes = 0
+        self.num_arrows = 0
+
+    def add(self, message: trace_pb2.TraceResponse) -> None:
+        """Draw a message."""
+        match message.WhichOneof("message"):
+            case "begun":
+                self._begun, self._model = message.begun.now, message.begun.model
+            case "step":
+                self._add_step(message.step)
+            case "drafting":
+                self._add_pass(message.drafting)
+
+    def document(self) -> dict[str, object]:
+        """The trace as a JSON object (the Trace Event Format)."""
+        names = [
+            _name("process_name", _DEVICES, 0, "devices"),
+            _name("process_name", _SEQUENCES, 0, "sequences"),
+            _name("thread_name", _DEVICES, _TARGET_ROW, f"target {self._model}"),
+        ]
+        names += [
+            _name("thread_name", _DEVICES, row, name) for name, row in self._drafter_rows.items()
+        ]
+        names += [
+            _name("thread_name", _SEQUENCES, number, f"sequence {number}")
+            for number in sorted(self._seen_sequences)
+        ]
+        return {
+            "traceEvents": [*names, *self._events],
+            "displayTimeUnit": "ms",
+            "otherData": {"model": self._model, "emulated": self._model.startswith("emulated ")},
+        }
+
+    def _add_step(self, step: trace_pb2.TracedStep) -> None:
+        self.num_steps += 1
+        end = self._us(step.answered_at)
+        begin = self._begin(_TARGET_ROW, end - step.step_seconds * 1e6)
+        verdict_at = min(max(begin + step.forward_seconds * 1e6, begin), end - _LEAST_US)
+        drafted = sum(window.window for window in step.windows)
+        accepted = sum(window.accepted for window in step.windows)
+        committed = sum(window.committed for window in step.windows)
+        counts = {
+            "sequences": len(step.windows),
+            "tokens fed": sum(window.fed for window in step.windows),
+            "candidates": drafted,
+        }
+        label = f"step {step.step}: {counted(drafted, 'candidate')}"
+        self._slice(_TARGET_ROW, label, begin, verdict_at - begin, counts)
+        outcome = {"accepted": accepted, "committed": committed}
+        self._slice(_TARGET_ROW, f"verdict: +{committed}", verdict_at, end - verdict_at, outcome)
+        self._busy_until[_TARGET_ROW] = end
+        for number in sorted({one for window in step.windows for one in window.passes}):
+            self._arrow(number, verdict_at)
+        for window in step.windows:
+            self._add_window(step, window, end)
+
+    def _add_window(
+        self, step: trace_pb2.TracedStep, window: trace_pb2.TracedWindow, end: float
+    ) -> None:
+        sent = self._us(step.sent_at)
+        self._seen_sequences.add(window.sequence_id)
+        drafting = window.committed > 0
+        kind = f"window {window.window}: {window.accepted} accepted" if drafting else "prefill"
+        self._events.append(
+            {
+                "ph": "X",
+                "name": kind,
+                "pid": _SEQUENCES,
+                "tid": window.sequence_id,
+                "ts": sent,
+                "dur": max(end - sent, _LEAST_US),
+                "args": {
+                    "step": step.step,
+                    "position": window.start,
+                    "tokens fed": window.fed,
+                    "candidates": window.window,
+                    "accepted": window.accepted,
+                    "committed": window.committed,
+                },
+            }
+        )
+
+    def _add_pass(self, one: trace_pb2.TracedPass) -> None:
+        self.num_passes += 1
+        row = self._drafter_rows.setdefault(one.drafter, 1 + len(self._drafter_rows))
+        end = self._us(one.received_at)
+        begin = min(self._begin(row, end - one.pass_seconds * 1e6), end - _LEAST_US)
+        candidates = sum(proposal.num_candidates for proposal in one.proposals)
+        positions = {
+            f"sequence {proposal.sequence_id}": f"{proposal.num_candidates} from position "
+            f"{proposal.base_length}"
+            for proposal in one.proposals
+        }
+        counts = {"tokens fed": one.tokens_fed, "candidates": candidates, **positions}
+        self._slice(row, f"pass: {counted(candidates, 'candidate')}", begin, end - begin, counts)
+        self._busy_until[row] = end
+        self._pass_ends[one.number] = (row, end - _LEAST_US / 2)
+
+    def _begin(self, row: int, wanted: float) -> float:
+        """Where a slice begins: a message that was late makes it seem to begin in the one before."""
+        return max(wanted, self._busy_until.get(row, wanted))
+
+    def _arrow(self, number: int, to: float) -> None:
+        if number not in self._pass_ends:
+            return
+        self.num_arrows += 1
+        row, at = self._pass_ends[number]
+        common = {"cat": "proposal", "name": "proposal", "id": self.num_arrows, "pid": _DEVICES}
+        self._events.append({"ph": "s", "tid": row, "ts": at, **common})
+        self._events.append(
+            {"ph": "f", "bp": "e", "tid": _TARGET_ROW, "ts": to + _LEAST_US / 2, **common}
+        )
+
+    def _slice(
+        self, row: int, name: str, begin: float, duration: float, args: Mapping[str, object]
+    ) -> None:
+        self._events.append(
+            {
+                "ph": "X",
+                "name": name,
+                "pid": _DEVICES,
+                "tid": row,
+                "ts": begin,
+                "dur": max(duration, _LEAST_US),
+                "args": dict(args),
+            }
+        )
+
+    def _us(self, seconds: float) -> float:
+        return (seconds - self._begun) * 1e6
+
+
+def _name(kind: str, process: int, row: int, name: str) -> Event:
+    return {"ph": "M", "name": kind, "pid": process, "tid": row, "args": {"name": name}}

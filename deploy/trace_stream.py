@@ -1,0 +1,46 @@
+"""The stream of TraceService, drawn as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from deploy.trace_file import TraceFile
+from paceline.channel import client_options
+from paceline.status import error_of
+from paceline.v1 import trace_pb2, trace_pb2_grpc
+
+_LAST_SECONDS = 0.2
+"""How long messages that are on their way when the block ends are waited for."""
+
+
+@asynccontextmanager
+async def tracing(address: str) -> AsyncIterator[TraceFile]:
+    """Trace the server at "host:port" while the block runs. Raises the PacelineError it gave."""
+    drawn = TraceFile()
+    async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
+        call = trace_pb2_grpc.TraceServiceStub(channel).Trace(trace_pb2.TraceRequest())
+        try:
+            drawn.add(await call.read())  # from now on the server is listening
+            reader = asyncio.create_task(_read(call, drawn))
+            try:
+                yield drawn
+                await asyncio.wait([reader], timeout=_LAST_SECONDS)
+                if reader.done():
+                    reader.result()
+            finally:
+                reader.cancel()
+                await asyncio.gather(reader, return_exceptions=True)
+        except grpc.RpcError as error:
+            raise error_of(error, address) from error
+        finally:
+            call.cancel()
+
+
+async def _read(call: Any, drawn: TraceFile) -> None:
+    async for message in call:
+        drawn.add(message)
