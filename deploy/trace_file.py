@@ -70,7 +70,9 @@ class TraceFile:
         self.num_steps += 1
         end = self._us(step.answered_at)
         begin = self._begin(_TARGET_ROW, end - step.step_seconds * 1e6)
-        verdict_at = min(max(begin + step.forward_seconds * 1e6, begin), end - _LEAST_US)
+        verdict_at = min(begin + step.forward_seconds * 1e6, end - _LEAST_US)
+        verdict_at = max(verdict_at, begin + _LEAST_US)
+        end = max(end, verdict_at + _LEAST_US)
         drafted = sum(window.window for window in step.windows)
         accepted = sum(window.accepted for window in step.windows)
         committed = sum(window.committed for window in step.windows)
@@ -119,7 +121,8 @@ class TraceFile:
         self.num_passes += 1
         row = self._drafter_rows.setdefault(one.drafter, 1 + len(self._drafter_rows))
         end = self._us(one.received_at)
-        begin = min(self._begin(row, end - one.pass_seconds * 1e6), end - _LEAST_US)
+        begin = self._begin(row, end - one.pass_seconds * 1e6)
+        end = max(end, begin + _LEAST_US)
         candidates = sum(proposal.num_candidates for proposal in one.proposals)
         positions = {
             f"sequence {proposal.sequence_id}": f"{proposal.num_candidates} from position "
@@ -132,7 +135,7 @@ class TraceFile:
         self._pass_ends[one.number] = (row, end - _LEAST_US / 2)
 
     def _begin(self, row: int, wanted: float) -> float:
-        """Where a slice begins: a message that was late makes it seem to begin in the one before."""
+        """Where a slice begins; a message that was late would have it begin in the one before."""
         return max(wanted, self._busy_until.get(row, wanted))
 
     def _arrow(self, number: int, to: float) -> None:
@@ -156,7 +159,7 @@ class TraceFile:
                 "pid": _DEVICES,
                 "tid": row,
                 "ts": begin,
-                "dur": max(duration, _LEAST_US),
+                "dur": duration,
                 "args": dict(args),
             }
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
 
@@ -25,8 +24,9 @@ async def tracing(address: str) -> AsyncIterator[TraceFile]:
     async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
         call = trace_pb2_grpc.TraceServiceStub(channel).Trace(trace_pb2.TraceRequest())
         try:
-            drawn.add(await call.read())  # from now on the server is listening
-            reader = asyncio.create_task(_read(call, drawn))
+            messages = aiter(call)
+            drawn.add(await anext(messages))  # the server listens from now on
+            reader = asyncio.create_task(_read(messages, drawn))
             try:
                 yield drawn
                 await asyncio.wait([reader], timeout=_LAST_SECONDS)
@@ -41,6 +41,6 @@ async def tracing(address: str) -> AsyncIterator[TraceFile]:
             call.cancel()
 
 
-async def _read(call: Any, drawn: TraceFile) -> None:
-    async for message in call:
+async def _read(messages: AsyncIterator[trace_pb2.TraceResponse], drawn: TraceFile) -> None:
+    async for message in messages:
         drawn.add(message)
