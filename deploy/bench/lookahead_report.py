@@ -26,6 +26,7 @@ the demo pair, which computes, on a core each (a core counts as a GPU).
 eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
 idle: target, drafter. spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
 """
+_WIDTH_OF_A_FILE = 120
 RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what is replayed,
 {long_run:.4f} over {tokens} tokens.
 """
@@ -56,7 +57,9 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
 
 
 def print_lookahead(console: Console, result: LookaheadResult) -> None:
-    """A row a cell; at most 110 columns."""
+    """A row a cell. What is no terminal gets all columns, whatever is said of its width."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     headings = ("rtt", "accept", "hits", "batch", "tok/s", "/GPU", "/off", "theory", "ideal", "eff")
