@@ -31,6 +31,7 @@ from paceline.rules import (
     Stopping,
 )
 from paceline.text import did_you_mean
+from workers.engine.weight_form import DTYPES, Dtype
 
 _BYTE_UNITS = {
     "B": 1,
@@ -114,9 +115,8 @@ class TargetConfig(_Closed):
     model: Text = "demo"
     tensor_parallel: OneForNow = 1
     groups: OneForNow = 1
-    dtype: Annotated[
-        Literal["auto", "float32"], _choice("auto", "float32", later=("bfloat16", "float16"))
-    ] = "auto"
+    # "auto": float32 on a CPU, the checkpoint's on a GPU. float16 is for GPUs, int8 for CPUs.
+    dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
     resources: Annotated[Literal["auto"], _choice("auto")] = "auto"
     # CPU threads of a worker.
     threads: AutoCount = "auto"

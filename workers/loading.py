@@ -12,11 +12,10 @@ from typing import TypeVar
 
 import torch
 
-from workers.engine.cuda.loading import Dtype
 from workers.engine.model import Progress
 from workers.engine.open import AnyEngine, Device, open_engine
 from workers.engine.tensor_parallel.group import Group
-from workers.engine.weight_form import WeightForm
+from workers.engine.weight_form import Dtype, WeightForm
 
 Result = TypeVar("Result")
 

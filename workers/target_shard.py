@@ -21,12 +21,11 @@ import typer
 from paceline.errors import ConfigError, PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
-from workers.engine.cuda.loading import Dtype
 from workers.engine.engine import Engine
 from workers.engine.open import DEVICES, Device
 from workers.engine.tensor_parallel.group import Address, Deadlines, Group
 from workers.engine.tensor_parallel.sharding import Place
-from workers.engine.weight_form import WeightForm
+from workers.engine.weight_form import Dtype, WeightForm
 from workers.loading import in_own_thread, load_engine
 from workers.server import RunningServer, start_server, status_code
 from workers.standalone import (
@@ -52,9 +51,9 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 class TargetShardOptions:
     """What a shard loads, and where it computes.
 
-    `weights`: "float32" or "int8". `kv_memory_bytes`: for KV blocks; None: by the device
-    (open_engine). `max_model_len` None: the checkpoint's. `cores` None: wherever the system puts
-    its threads. `device`: "cpu", "cuda" or "auto"; `dtype` and `batch_invariant`: on a GPU.
+    `weights`: on a CPU, where `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by the
+    device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: wherever the system
+    puts its threads. `device`: "cpu", "cuda" or "auto"; `batch_invariant`: on a GPU.
     `place` and `rendezvous` (host, port): of a tensor-parallel shard; rank 0 listens there.
     """
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from deploy.bench.engine_driver import BATCHES as DRIVER_BATCHES
 from deploy.bench.engine_driver import measure_driver
 from deploy.bench.engine_prefix import measure_prefix
-from deploy.bench.engine_rows import EngineRow, EngineTask, with_speedups
+from deploy.bench.engine_rows import BATCHES, EngineRow, EngineTask, with_speedups
 from deploy.bench.engine_serving import measure_serving
 from deploy.bench.engine_steps import measure_steps
 
@@ -17,6 +18,8 @@ PARTS: Mapping[str, Callable[[EngineTask], list[EngineRow]]] = {
     "driver": measure_driver,
 }
 """What can be measured. A further part is a function that takes the task and gives rows."""
+ALL_BATCHES = sorted({*BATCHES, *DRIVER_BATCHES})
+"""Batches that some part measures."""
 USUAL_PARTS = ("steps", "serving")
 """Those of `bench engine` without --part."""
 

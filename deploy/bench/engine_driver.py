@@ -15,7 +15,6 @@ from deploy.bench.engine_load import random_tokens
 from deploy.bench.engine_rows import EngineRow, EngineTask
 from paceline.client import AsyncClient
 from paceline.generation import GenerateOptions, Stats
-from workers.models import resolve_model
 
 PART = "driver"
 POLICIES = ("off", "chain")
@@ -27,7 +26,7 @@ AIM_MS, AIM_MS_A_SEQUENCE = 1.0, 0.05
 
 def measure_driver(task: EngineTask) -> list[EngineRow]:
     """A row for each policy and batch; a deployment of its own each, since meters are medians."""
-    batches = BATCHES[::2] if task.quick else BATCHES
+    batches = task.batches_of(BATCHES[::2] if task.quick else BATCHES)
     return [measure_one(task, policy, batch) for policy in POLICIES for batch in batches]
 
 
@@ -41,7 +40,7 @@ def measure_one(task: EngineTask, policy: str, batch: int) -> EngineRow:
         tokens = QUICK_TOKENS if task.quick else TOKENS
         vocab_size = client.describe().vocab_size
         asyncio.run(_ask(client.address, batch, vocab_size, policy, tokens))
-        files = resolve_model(task.config.target.model, home=task.home)
+        files = task.target_files()
         return _row(policy, batch, files.weights, client.stats())
 
 

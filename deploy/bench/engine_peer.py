@@ -47,6 +47,7 @@ class PeerProcess(LineProcess):
 
     def __init__(self, folder: Path, *, dtype: str, threads: int, log: Path) -> None:
         """`threads`: the most that a task may ask for."""
+        self.dtype = dtype
         super().__init__(
             "deploy.bench.engine_peer",
             (str(folder), dtype),

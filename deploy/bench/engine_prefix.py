@@ -18,7 +18,6 @@ from deploy.bench.engine_load import random_tokens
 from deploy.bench.engine_rows import OFF, EngineRow, EngineTask
 from paceline.client import AsyncClient, Client
 from paceline.generation import GenerateOptions
-from workers.models import resolve_model
 
 PART = "prefix"
 CACHE = "prefix cache"
@@ -43,7 +42,7 @@ class Prefilled:
 
 def measure_prefix(task: EngineTask) -> list[EngineRow]:
     """Two rows, `off` without the cache; `speedup` is the ratio of their times."""
-    files = resolve_model(task.config.target.model, home=task.home)
+    files = task.target_files()
     count = QUICK_PROMPTS if task.quick else PROMPTS
     with running_side_by_side(deployments(task.config), home=task.home, tell=task.tell) as clients:
         description = clients[OFF].describe()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.config_model import Config
 from deploy.bench.decode import CORES
+from workers.engine.weight_form import WeightForm, form_on_cpu
+from workers.models import ModelFiles, resolve_model
 
 OFF = "off"
 BATCHES = (1, 4, 16)
@@ -16,13 +18,32 @@ WINDOWS = (0, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class EngineTask:
-    """What a part measures with. `quick`: with less of everything, in two minutes in all."""
+    """What a part measures with.
+
+    `quick`: with less of everything, in two minutes in all. `batches`: those alone; None: all.
+    """
 
     config: Config
     home: Path
     log_folder: Path
     quick: bool
     tell: Callable[[str], None]
+    batches: Collection[int] | None = None
+
+    def batches_of(self, all_batches: Iterable[int]) -> list[int]:
+        """Which of these are to be measured."""
+        return [one for one in all_batches if self.batches is None or one in self.batches]
+
+    def target_files(self) -> ModelFiles:
+        """The target's checkpoint, and the form that target.dtype has it held in on a CPU."""
+        target = self.config.target
+        files = resolve_model(target.model, home=self.home)
+        return replace(files, weights=form_on_cpu(target.dtype, files.weights))
+
+
+def peer_dtype(form: WeightForm) -> str:
+    """What transformers computes in beside ours: bfloat16 beside bfloat16, else float32."""
+    return "bfloat16" if form == "bfloat16" else "float32"
 
 
 @dataclass(frozen=True, slots=True)

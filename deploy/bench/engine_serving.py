@@ -16,11 +16,10 @@ from deploy.bench.decode import CORES
 from deploy.bench.deployments import running_side_by_side
 from deploy.bench.engine_load import Request, batches_of, seeded_requests
 from deploy.bench.engine_peer import PeerProcess
-from deploy.bench.engine_rows import BATCHES, EngineRow, EngineTask, own_name
+from deploy.bench.engine_rows import BATCHES, EngineRow, EngineTask, own_name, peer_dtype
 from deploy.measure import busy_shares
 from paceline.client import AsyncClient, Client
 from paceline.generation import GenerateOptions, Stats
-from workers.models import resolve_model
 
 PART = "serving"
 _WARM_UP = Request((5, 6, 7, 8), 4)
@@ -56,16 +55,16 @@ class Served:
 def measure_serving(task: EngineTask) -> list[EngineRow]:
     """Our rows at every thread count and transformers', batch by batch in turns."""
     amount = QUICK if task.quick else FULL
-    files = resolve_model(task.config.target.model, home=task.home)
+    files = task.target_files()
     log = task.log_folder / "transformers.log"
     rows: list[EngineRow] = []
     with (
         running_side_by_side(deployments(task.config), home=task.home, tell=task.tell) as clients,
-        PeerProcess(files.folder, dtype="float32", threads=CORES, log=log) as peer,
+        PeerProcess(files.folder, dtype=peer_dtype(files.weights), threads=CORES, log=log) as peer,
     ):
         vocab_size = next(iter(clients.values())).describe().vocab_size
         threads = _best_threads(peer, vocab_size)
-        for batch in (batch for batch in BATCHES if batch in amount.requests):
+        for batch in task.batches_of(amount.requests):
             requests = seeded_requests(amount.requests[batch], vocab_size=vocab_size, seed=batch)
             for name, client in clients.items():
                 task.tell(f"serving: {name}, batch {batch}")
@@ -190,7 +189,7 @@ def _static_row(
             for ids, request in zip(answer.token_ids, group, strict=True)
         ]
     served = Served(token_ids, seconds, steps, {})
-    return _row("hf", "transformers", batch, "float32", threads, served)
+    return _row("hf", "transformers", batch, peer.dtype, threads, served)
 
 
 def _continuous_row(
@@ -205,7 +204,7 @@ def _continuous_row(
         batch=batch,
         window=0,
         degree=1,
-        dtype="float32",
+        dtype=peer.dtype,
         threads=threads,
         tokens_per_second=None if answer.error else answer.tokens / answer.seconds,
         details={

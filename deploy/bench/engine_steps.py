@@ -22,12 +22,19 @@ from deploy.bench.engine_memory import (
     runtime_memory,
 )
 from deploy.bench.engine_peer import PeerProcess
-from deploy.bench.engine_rows import BATCHES, WINDOWS, EngineRow, EngineTask, own_name
+from deploy.bench.engine_rows import (
+    BATCHES,
+    WINDOWS,
+    EngineRow,
+    EngineTask,
+    own_name,
+    peer_dtype,
+)
 from deploy.bench.shard_process import ShardSetting, TargetStream, running_target
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.block_pool import blocks_for
 from workers.engine.kv_cache import BLOCK_SIZE
-from workers.models import ModelFiles, resolve_model
+from workers.models import ModelFiles
 
 PART = "steps"
 CONTEXT = 256
@@ -50,7 +57,7 @@ class StepAmount:
 def measure_steps(task: EngineTask) -> list[EngineRow]:
     """Rows of ours at every degree, batch and window, then transformers at every batch."""
     amount = StepAmount(4, 6) if task.quick else StepAmount(12, 16)
-    files = resolve_model(task.config.target.model, home=task.home)
+    files = task.target_files()
     sizes = model_bytes(files.folder, files.weights)
     task.tell("steps: measuring a copy")
     bandwidths = {threads: copy_bandwidth(threads) for threads in range(1, CORES + 1)}
@@ -101,7 +108,7 @@ class StepBench:
         """Every batch and window."""
         prefill = self._prefill_rate(amount.repeats)
         rows = []
-        for batch in BATCHES:
+        for batch in task.batches_of(BATCHES):
             ids = [self._open(CONTEXT, room=1 + max(WINDOWS)) for _ in range(batch)]
             for window in WINDOWS:
                 task.tell(f"steps: {self._name(window)}, batch {batch}")
@@ -212,8 +219,8 @@ def _peer_rows(
     """transformers' generate over a batch of equal prompts, at the thread count it likes best."""
     rows = []
     log = task.log_folder / "transformers.log"
-    with PeerProcess(files.folder, dtype="float32", threads=CORES, log=log) as peer:
-        for batch in BATCHES:
+    with PeerProcess(files.folder, dtype=peer_dtype(files.weights), threads=CORES, log=log) as peer:
+        for batch in task.batches_of(BATCHES):
             task.tell(f"steps: transformers, batch {batch}")
             tried = [
                 _peer_row(peer, batch, threads, sizes, bandwidths[threads], amount)
@@ -251,7 +258,7 @@ def _peer_row(
         batch=batch,
         window=0,
         degree=1,
-        dtype="float32",
+        dtype=peer.dtype,
         threads=threads,
         step_ms=step * 1000,
         bandwidth_share=sizes.of_step([context] * batch) / step / bandwidth,

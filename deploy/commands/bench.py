@@ -83,8 +83,16 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         part: Annotated[
             list[str] | None,
             typer.Option(
-                help="rules: time, acceptance, stopping or train-free. engine: steps or serving. "
-                "lookahead: a policy, or natural. May be repeated. Default: all."
+                help="rules: time, acceptance, stopping or train-free; default all. engine: steps, "
+                "serving, prefix or driver; default steps and serving. lookahead: a policy, or "
+                "natural. May be repeated."
+            ),
+        ] = None,
+        batch: Annotated[
+            list[int] | None,
+            typer.Option(
+                help="engine: rows of this batch alone, of 1, 4, 16 and, in part driver, 64. "
+                "May be repeated. Default: all."
             ),
         ] = None,
         quick: Annotated[
@@ -117,6 +125,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ):
             check_at_least_one(name, value)
         _check_parts(suite, part)
+        _check_batches(suite, batch)
         if device not in ("cpu", "cuda"):
             raise InvalidRequestError("device", f"expected cpu or cuda, got {device!r}")
         if json_path is not None:
@@ -125,7 +134,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         if suite == "engine" and device == "cuda":
             report = _gpu(quick=quick)
         elif suite == "engine":
-            report = _engine(config, part, quick=quick, home=home)
+            report = _engine(config, part, batch, quick=quick, home=home)
         elif suite == "lookahead":
             report = _lookahead(part, max_tokens, repeats, quick=quick, home=home)
         else:
@@ -168,6 +177,17 @@ def _check_parts(suite: str, parts: Sequence[str] | None) -> None:
     for part in parts or ():
         if part not in names:
             raise InvalidRequestError("part", f"expected {', '.join(names)}, got {part!r}")
+
+
+def _check_batches(suite: str, batches: Sequence[int] | None) -> None:
+    from deploy.bench.engine import ALL_BATCHES
+
+    if batches and suite != "engine":
+        raise InvalidRequestError("batch", f"suite {suite} has no rows by batch")
+    for batch in batches or ():
+        if batch not in ALL_BATCHES:
+            names = ", ".join(map(str, ALL_BATCHES))
+            raise InvalidRequestError("batch", f"expected {names}, got {batch}")
 
 
 def _read_inputs(path: Path, limit: int) -> list[GenerateInput]:
@@ -217,7 +237,12 @@ def _rules(task: Task, parts: Sequence[str] | None, *, quick: bool) -> Mapping[s
 
 
 def _engine(
-    config: Config, parts: Sequence[str] | None, *, quick: bool, home: Path
+    config: Config,
+    parts: Sequence[str] | None,
+    batches: Sequence[int] | None,
+    *,
+    quick: bool,
+    home: Path,
 ) -> Mapping[str, object]:
     """Run the suite and print it; the document for programs."""
     from deploy.bench.engine import USUAL_PARTS, run_engine
@@ -227,7 +252,7 @@ def _engine(
 
     machine = describe_machine()
     with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
-        task = EngineTask(config, home, Path(folder), quick, tell)
+        task = EngineTask(config, home, Path(folder), quick, tell, batches)
         rows = run_engine(task, parts or USUAL_PARTS)
     print_engine(Console(), rows)
     return engine_json(rows, machine)

@@ -94,7 +94,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[target]\nmax_num_seqs = 0", "target.max_num_seqs: expected at least 1, got 0"),
         ("[target]\ntensor_parallel = 2", "target.tensor_parallel: 2 is not in this version"),
         ("[target]\ngroups = 3", "target.groups: 3 is not in this version; available: 1"),
-        ("[target]\ndtype = 'bfloat16'", "target.dtype: 'bfloat16' is not in this version"),
+        ("[target]\ndtype = 'int4'", "target.dtype: expected one of auto, float32, bfloat16, "),
         (
             "[speculation]\npolicy = 'fanout'",
             "not in this version; available: off, lockstep, pearl, chain",

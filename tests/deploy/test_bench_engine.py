@@ -33,6 +33,7 @@ from deploy.bench.engine_rows import (
     EngineRow,
     EngineTask,
     own_name,
+    peer_dtype,
     with_speedups,
 )
 from deploy.bench.engine_serving import deployments, measure_own
@@ -162,6 +163,21 @@ def test_parts_are_those_that_the_command_takes(call: Call) -> None:
     done = call("bench", "engine", "--part", "nothing")
     assert done.code == 2
     assert "part" in done.stderr
+
+
+def test_batches_are_those_that_some_part_measures(call: Call, task: EngineTask) -> None:
+    done = call("bench", "engine", "--batch", "5")
+    assert done.code == 2
+    assert "batch: expected 1, 4, 16, 64, got 5" in done.stderr
+    assert task.batches_of(BATCHES) == list(BATCHES)
+    assert replace(task, batches=[16, 64]).batches_of(BATCHES) == [16]
+
+
+def test_the_peer_computes_in_what_we_compute_in(task: EngineTask) -> None:
+    assert peer_dtype(task.target_files().weights) == "float32"
+    target = task.config.target.model_copy(update={"dtype": "bfloat16"})
+    fewer = replace(task, config=task.config.model_copy(update={"target": target}))
+    assert peer_dtype(fewer.target_files().weights) == "bfloat16"
 
 
 def test_deployments_are_plain(checkpoint: Path) -> None:

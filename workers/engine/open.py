@@ -10,11 +10,11 @@ import torch
 from paceline.errors import ConfigError
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.loading import Dtype, dtype_of, load_on_device
+from workers.engine.cuda.loading import dtype_of, load_on_device
 from workers.engine.engine import Engine
 from workers.engine.model import Progress
 from workers.engine.tensor_parallel.group import Group
-from workers.engine.weight_form import WeightForm
+from workers.engine.weight_form import Dtype, WeightForm, form_on_cpu
 
 AnyEngine = Engine | CudaEngine
 Device = Literal["auto", "cpu", "cuda"]
@@ -39,11 +39,12 @@ def open_engine(
 ) -> AnyEngine:
     """Load a checkpoint. "auto": on a GPU where this process sees one.
 
-    `weights` and `threads` are a CPU's; `dtype` and `batch_invariant` a GPU's (a CPU is always
-    invariant, and the forms of weights are for its kernels). `group` and `progress` are those of
-    Engine. `kv_memory_bytes` None: 1 GiB on a CPU, what a profile run leaves on a GPU. Raises what
-    Engine raises; ConfigError also where a GPU is asked for and none is seen, or its memory does
-    not suffice.
+    `weights`: the form on a CPU where `dtype` is "auto"; a GPU then takes the checkpoint's type.
+    `threads` are a CPU's; `batch_invariant` is a GPU's (a CPU is always invariant).
+    `group` and `progress` are those of Engine. `kv_memory_bytes` None: 1 GiB on
+    a CPU, what a profile run leaves on a GPU. Raises what Engine raises; ConfigError also where a
+    GPU is asked for and none is seen, where its memory does not suffice, and for a `dtype` that
+    the device has no kernels for.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
@@ -54,7 +55,7 @@ def open_engine(
     if device == "cpu" or not available:
         return Engine(
             folder,
-            weights=weights,
+            weights=form_on_cpu(dtype, weights),
             threads=threads,
             kv_memory_bytes=CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes,
             max_model_len=max_model_len,

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
+
+from paceline.errors import ConfigError
 
 WeightForm = Literal["float32", "bfloat16", "int8", "int4"]
-"""float32 and bfloat16 as they are; int8 and int4 with scales, for drafters."""
+"""float32 and bfloat16 as they are; int8 and int4 with scales and bfloat16 activations."""
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+"""What a model may be asked to be held in (target.dtype); "auto": by the device."""
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+
+
+def form_on_cpu(dtype: Dtype, own: WeightForm) -> WeightForm:
+    """The form that a CPU holds a model in; "auto" is its `own`. Raises ConfigError for float16."""
+    if dtype == "auto":
+        return own
+    if dtype == "float16":
+        raise ConfigError(
+            "target.dtype float16 is for GPUs; on a CPU use float32, bfloat16 or int8"
+        )
+    return dtype

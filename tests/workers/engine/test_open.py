@@ -14,6 +14,7 @@ from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.cuda.loading import dtype_of
 from workers.engine.engine import Engine
 from workers.engine.open import CPU_KV_BYTES, Device, open_engine
+from workers.engine.weight_form import form_on_cpu
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -46,3 +47,22 @@ def test_the_type_on_a_gpu_is_the_checkpoints(tmp_path: Path) -> None:
     assert dtype_of("float32", replace(info, dtype="bfloat16")) == torch.float32
     with pytest.raises(CheckpointError, match=r"stored as int4.*target\.dtype"):
         dtype_of("auto", replace(info, dtype="int4"))
+    with pytest.raises(ConfigError, match=r"int8 is for CPUs; on a GPU use float32, bfloat16"):
+        dtype_of("int8", info)
+
+
+def test_a_cpu_holds_the_target_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    arguments = {"weights": "float32", "threads": 1, "kv_memory_bytes": 1 << 20, "device": "cpu"}
+    for dtype, kind in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        engine = open_engine(folder, **arguments, dtype=dtype)
+        assert isinstance(engine, Engine)
+        assert engine._cache.layers[0].keys_NHBD.dtype == kind
+        assert engine.batch_invariant
+
+
+def test_the_form_on_a_cpu_is_the_one_asked_for_else_the_models_own() -> None:
+    assert form_on_cpu("auto", "int4") == "int4"
+    assert form_on_cpu("int8", "float32") == "int8"
+    with pytest.raises(ConfigError, match="float16 is for GPUs; on a CPU use float32, bfloat16"):
+        form_on_cpu("float16", "float32")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -12,20 +12,28 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import CheckpointError, ConfigError
 from workers.engine import attention
 from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.weight_form import Dtype
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def dtype_of(asked: Dtype, info: CheckpointInfo) -> torch.dtype:
-    """The type to load in; "auto" is the checkpoint's. Raises CheckpointError for other types."""
-    name = info.dtype if asked == "auto" else asked
-    if name not in _DTYPES:
-        raise CheckpointError(
-            f"{info.name} is stored as {name}; on a GPU expected {', '.join(_DTYPES)}: say which "
-            "in target.dtype"
+    """The type to load in; "auto" is the checkpoint's.
+
+    Raises CheckpointError where it is stored in another type, ConfigError where one is asked for.
+    """
+    if asked == "auto":
+        if info.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{info.name} is stored as {info.dtype}; on a GPU expected {', '.join(_DTYPES)}: "
+                "say which in target.dtype"
+            )
+        return _DTYPES[info.dtype]
+    if asked not in _DTYPES:
+        raise ConfigError(
+            f"target.dtype {asked} is for CPUs; on a GPU use {', '.join(_DTYPES)}, or auto"
         )
-    return _DTYPES[name]
+    return _DTYPES[asked]
 
 
 def load_on_device(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
