@@ -47,6 +47,9 @@ QUIET_SECONDS_OF_MANY = 0.0003
 over one by one; with several sequences open, those that a step brought should share a pass."""
 CATCH_UP_SECONDS = 0.01
 """Messages that never end do not keep passes from being run."""
+HAND_OVER_SECONDS = 0.001
+"""Answers that gRPC does not take do not either. A pass keeps it from taking any: one that is still
+in the outbox then leaves a pass late."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
@@ -181,12 +184,16 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     async def _catch_up(self, desk: DraftingDesk) -> None:
         """Let answers go out and messages that have arrived be handled.
 
-        Two turns of the loop start the writes and resume the readers. When messages were handled
+        Two turns of the loop start the writes and resume the readers; a stream that is still busy
+        with its last answer takes some more. When messages were handled
         since the last time, more may be waiting inside gRPC: go on until none came for a
         moment, but no longer than CATCH_UP_SECONDS.
         """
         await asyncio.sleep(0)
         await asyncio.sleep(0)
+        hand_over_until = time.perf_counter() + HAND_OVER_SECONDS
+        while self._has_answers and time.perf_counter() < hand_over_until:
+            await asyncio.sleep(0)
         quiet = QUIET_SECONDS if desk.num_open <= 1 else QUIET_SECONDS_OF_MANY
         end = time.perf_counter() + CATCH_UP_SECONDS
         while self._handled != self._seen and time.perf_counter() < end:
@@ -194,6 +201,11 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             quiet_at = time.perf_counter() + quiet
             while self._handled == self._seen and time.perf_counter() < quiet_at:
                 await asyncio.sleep(0)
+
+    @property
+    def _has_answers(self) -> bool:
+        """Whether an answer waits for its turn to be written."""
+        return any(not outbox.empty() for outbox in self._outboxes.values())
 
 
 _Outbox = asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None]
