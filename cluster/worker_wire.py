@@ -71,12 +71,15 @@ def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdi
             num_accepted=verdict.num_accepted,
             token_id=verdict.token_id,
             accepted=tuple(verdict.accepted),
-            top_tokens=tuple(
-                TopTokens(top.token_id, tuple(top.top_ids)) for top in verdict.top_tokens
-            ),
+            top_tokens=tuple(map(_top_tokens_from_wire, verdict.top_tokens)),
         )
         for verdict in response.verdicts
     )
+
+
+def _top_tokens_from_wire(message: types_pb2.TopTokens) -> TopTokens:
+    previous_id = message.previous_id if message.HasField("previous_id") else None
+    return TopTokens(message.token_id, tuple(message.top_ids), previous_id)
 
 
 def drafts_to_wire(instructions: Sequence[DraftInstruction]) -> drafting_pb2.DraftRequest:
@@ -96,7 +99,9 @@ def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
                 position=instruction.position,
                 token_ids=instruction.token_ids,
                 top_tokens=[
-                    types_pb2.TopTokens(token_id=top.token_id, top_ids=top.top_ids)
+                    types_pb2.TopTokens(
+                        token_id=top.token_id, top_ids=top.top_ids, previous_id=top.previous_id
+                    )
                     for top in instruction.top_tokens
                 ],
             )

@@ -65,6 +65,14 @@ class VerdictTask:
         """Rows of logits: of every fed token, or of the window and the token before it."""
         return len(self.fed) or 1 + len(self.candidates.tree)
 
+    def fed_after(self) -> list[int | None]:
+        """The token before each of `fed`: in a tree its parent; None before the first of all."""
+        tree = self.candidates.tree
+        first = len(self.prefix) - (len(self.fed) - len(tree))
+        before = self.prefix[first - 1 : -1] if first else (None, *self.prefix[:-1])
+        path = (self.prefix[-1], *tree.token_ids)
+        return [*before, *(path[parent] for parent in tree.parents)]
+
 
 @dataclass(slots=True)
 class StepWork:

@@ -37,7 +37,7 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
     for i, task in enumerate(tasks):
         if task.fed:
             assert top_ids_TK is not None
-            task.top_tokens.extend(_top_tokens(top_ids_TK[ends[i] - task.num_rows :], task.fed))
+            task.top_tokens.extend(_top_tokens(top_ids_TK[ends[i] - task.num_rows :], task))
         if i in verdicts:
             messages.append(message_of(verdicts[i], task))
             task.top_tokens.clear()
@@ -67,9 +67,10 @@ def message_of(verdict: Verdict, task: VerdictTask) -> target_pb2.Verdict:
     return message
 
 
-def _top_tokens(top_ids_RK: torch.Tensor, fed: Sequence[int]) -> list[types_pb2.TopTokens]:
+def _top_tokens(top_ids_RK: torch.Tensor, task: VerdictTask) -> list[types_pb2.TopTokens]:
     """For each fed token, from the first rows of `top_ids_RK`, which may have more."""
+    rows = top_ids_RK[: len(task.fed)].tolist()
     return [
-        types_pb2.TopTokens(token_id=token_id, top_ids=ids)
-        for token_id, ids in zip(fed, top_ids_RK[: len(fed)].tolist(), strict=True)
+        types_pb2.TopTokens(token_id=token_id, top_ids=ids, previous_id=previous_id)
+        for token_id, previous_id, ids in zip(task.fed, task.fed_after(), rows, strict=True)
     ]

@@ -73,10 +73,14 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class TopTokens:
-    """The target's likeliest next tokens after a token that it was fed, the likeliest first."""
+    """The target's likeliest next tokens after a token that it was fed, the likeliest first.
+
+    `previous_id`: the token before that one, None where it was the first.
+    """
 
     token_id: int
     top_ids: tuple[int, ...]
+    previous_id: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,8 +237,11 @@ class TopTokens(_message.Message):
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     TOP_IDS_FIELD_NUMBER: _builtins.int
+    PREVIOUS_ID_FIELD_NUMBER: _builtins.int
     token_id: _builtins.int
     """The token that was fed."""
+    previous_id: _builtins.int
+    """The token that it was fed after: in a tree, its parent. Absent for the first of a sequence."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The 8 token ids of the largest logits after it, the largest first."""
@@ -248,12 +251,15 @@ class TopTokens(_message.Message):
         *,
         token_id: _builtins.int = ...,
         top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        previous_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_previous_id", b"_previous_id", "previous_id", b"previous_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_id", b"token_id", "top_ids", b"top_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_previous_id", b"_previous_id", "previous_id", b"previous_id", "token_id", b"token_id", "top_ids", b"top_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__previous_id: _TypeAlias = _typing.Literal["previous_id"]  # noqa: Y015
+    _WhichOneofArgType__previous_id: _TypeAlias = _typing.Literal["_previous_id", b"_previous_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__previous_id) -> _WhichOneofReturnType__previous_id | None: ...
 
 Global___TopTokens: _TypeAlias = TopTokens  # noqa: Y015
 

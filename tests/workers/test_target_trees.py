@@ -201,7 +201,7 @@ async def test_top_tokens_are_those_of_the_path_to_a_token(
     assert len(verdict.top_tokens) == len(prefixes)
     for top_tokens, prefix in zip(verdict.top_tokens, prefixes, strict=True):
         (logits_V,) = engine.step([Slice((0, 1), 0, [*PROMPT, *prefix], 1)])
-        assert top_tokens.token_id == prefix[-1]
+        assert [top_tokens.previous_id, top_tokens.token_id] == [PROMPT[-1], *prefix][-2:]
         assert list(top_tokens.top_ids) == logits_V.topk(8).indices.tolist()
 
 
@@ -230,6 +230,9 @@ async def test_top_tokens_of_a_prompt_come_with_the_verdict_that_ends_it(
         after = await stepper.verify(len(PROMPT), verdict.token_id, [], top_tokens=True)
         await stepper.end()
     assert [one.token_id for one in verdict.top_tokens] == PROMPT
+    assert [one.previous_id for one in verdict.top_tokens[1:]] == PROMPT[:-1]
+    assert not verdict.top_tokens[0].HasField("previous_id")
+    assert [one.previous_id for one in after.top_tokens] == [PROMPT[-1]]
     assert [one.token_id for one in after.top_tokens] == [verdict.token_id]
     engine = Engine(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
     logits_RV = engine.step([Slice((0, 1), 0, PROMPT, len(PROMPT))])

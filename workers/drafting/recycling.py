@@ -1,10 +1,10 @@
 """Token Recycling (Luo et al. 2024): the target's own second thoughts are drafts for later.
 
-Every token has a row: the target's likeliest next tokens when it was last fed, the prompt's tokens
-included. A draft follows the rows from the last committed token on. The paper spends 80 nodes on
-one tree of fixed shape, since wide steps are nearly free on its devices; here nodes are spent where
-acceptance is likeliest, by how often each rank of a row was right, and within the window. No model,
-no memory of positions; the rows of a tenant outlive its requests.
+Every token that the target was fed has a row, its likeliest next tokens then, the prompt's tokens
+included (recycled_rows.py). A draft follows the rows from the last committed token on. The paper
+spends 80 nodes on one tree of fixed shape, since wide steps are nearly free on its devices; here
+nodes are spent where acceptance is likeliest, by how often each rank of a row was right, and within
+the window. No model, no memory of positions; the rows of a tenant outlive its requests.
 """
 
 from __future__ import annotations
@@ -15,20 +15,15 @@ from collections.abc import Sequence
 
 from paceline.rules import MAX_PROPOSED, Rule, Stopping
 from workers.drafting.branches import unknown_part
-from workers.drafting.chances import RankChances
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.recycled_rows import ROW_LENGTH, Row, RowChances, RowTable
 from workers.drafting.tree import DraftTree
 
-ROW_LENGTH = 8
 MAX_TREE_NODES = 80
 MAX_TABLES = 64
 """Tenants whose rows are kept; of more, those that opened a sequence longest ago are forgotten."""
-RANK_CHANCES = (0.28, 0.09, 0.055, 0.05, 0.027, 0.023, 0.015, 0.015)
-"""How often the target's next token is taken to be the first, second, ... of its row, until the
-drafter has seen it itself: the shares of the demo model's greedy text on 13 Spec-Bench prompts."""
 
-_Table = dict[int, tuple[int, ...]]
 _Candidate = tuple[tuple[float, int, int], int, int]
 """Its place in the order (minus its chance, its parent, its rank in the row), token, and how many
 tokens may follow it."""
@@ -38,9 +33,9 @@ class RecyclingProposer:
     """Follows the rows of a tenant's table. A draft is complete: the next one needs an outcome."""
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[str, _Table] = OrderedDict()
-        self._table_of: dict[DraftTree, _Table] = {}
-        self._chances = RankChances(lambda rank, gap: RANK_CHANCES[rank])
+        self._tables: OrderedDict[str, RowTable] = OrderedDict()
+        self._table_of: dict[DraftTree, RowTable] = {}
+        self._chances = RowChances()
 
     @property
     def info(self) -> DrafterInfo:
@@ -48,7 +43,7 @@ class RecyclingProposer:
         return DrafterInfo("recycling", "", 0, b"", ANY_POSITION, rules, wants_top_tokens=True)
 
     def open(self, tree: DraftTree) -> None:
-        table = self._tables.setdefault(tree.tenant, {})
+        table = self._tables.setdefault(tree.tenant, RowTable())
         self._tables.move_to_end(tree.tenant)
         if len(self._tables) > MAX_TABLES:
             self._tables.popitem(last=False)
@@ -58,13 +53,13 @@ class RecyclingProposer:
         del self._table_of[tree]
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
-        table = self._table_of[tree]
-        fed = tree.committed[-1 - len(kept.token_ids) : -1]
-        for token_id, follower in zip(fed, kept.token_ids, strict=True):
-            for rank, candidate in enumerate(table.get(token_id, ())):
-                self._chances.observe(rank, 0.0, accepted=candidate == follower)
+        table, committed = self._table_of[tree], tree.committed
+        for position in range(len(committed) - len(kept.token_ids), len(committed)):
+            previous_id = committed[position - 2] if position > 1 else None
+            row = table.row(previous_id, committed[position - 1])
+            self._chances.observe(row, committed[position])
         for one in top_tokens:
-            table[one.token_id] = tuple(dict.fromkeys(one.top_ids))[:ROW_LENGTH]
+            table.learn(one)
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees))
@@ -75,7 +70,7 @@ class RecyclingProposer:
             new, gain = follow(tree, self._table_of[tree], self._chances, price)
             state = {}
             if tree.stopping is Stopping.COST:
-                state = {"gain": gain, "price": price, "acceptance_rate": self._chances.mean(0)}
+                state = {"gain": gain, "price": price, "acceptance_rate": self._chances.first}
             result.drafts.append(Draft(tree, new, last=True, stopping_state=state))
         return result
 
@@ -91,8 +86,15 @@ def _price(tree: DraftTree) -> float:
     return tree.grant.tokens_per_ms * tree.grant.step_ms_per_candidate
 
 
+def _last_two(tree: DraftTree, node: int) -> tuple[int | None, int]:
+    """The token before a node, None where there is none, and the node's own."""
+    if node != ROOT:
+        return tree.tokens[tree.parents[node]], tree.tokens[node]
+    return (tree.committed[-2] if tree.num_committed > 1 else None), tree.tokens[ROOT]
+
+
 def _follow_best(
-    tree: DraftTree, table: _Table, chances: RankChances, price: float
+    tree: DraftTree, table: RowTable, chances: RowChances, price: float
 ) -> tuple[NewNodes, float]:
     """The likeliest nodes that the rows give, best first, and the chance of the last one.
 
@@ -106,13 +108,13 @@ def _follow_best(
     edge: list[_Candidate] = []
     last = 0.0
 
-    def push_row(parent: int, token_id: int, reached: float, room: int) -> None:
-        row = table.get(token_id, ()) if room > 0 else ()
-        for rank, child in enumerate(row[:branches]):
-            order = (-reached * chances.mean(rank), parent, rank)
+    def push_row(parent: int, row: Row, reached: float, room: int) -> None:
+        for rank, child in enumerate(row[1][:branches]):
+            order = (-reached * chances.chance(row, rank), parent, rank)
             heapq.heappush(edge, (order, child, room - 1))
 
-    push_row(ROOT, tree.tokens[ROOT], 1.0, tree.room(ROOT))
+    if tree.room(ROOT) > 0:
+        push_row(ROOT, table.row(*_last_two(tree, ROOT)), 1.0, tree.room(ROOT))
     while edge and len(token_ids) < budget:
         (negative, parent, _), child, room = heapq.heappop(edge)
         if -negative < price and token_ids:
@@ -120,23 +122,26 @@ def _follow_best(
         last = -negative
         token_ids.append(child)
         parents.append(parent)
-        push_row(len(token_ids), child, last, 0 if child in tree.spec.end_token_ids else room)
+        if room > 0 and child not in tree.spec.end_token_ids:
+            above = token_ids[parent - 1] if parent else tree.tokens[ROOT]
+            push_row(len(token_ids), table.row(above, child), last, room)
     return unknown_part(tree, token_ids, parents), last
 
 
 def _follow_first(
-    tree: DraftTree, table: _Table, chances: RankChances, price: float
+    tree: DraftTree, table: RowTable, chances: RowChances, price: float
 ) -> tuple[NewNodes, float]:
     """The best chain, always the first of the row, and the chance of its end."""
     token_ids: list[int] = []
-    token_id = tree.tokens[tree.end]
-    reached = chances.mean(0) ** tree.num_nodes
+    previous_id, token_id = _last_two(tree, tree.end)
+    reached = chances.first**tree.num_nodes
     while len(token_ids) < min(tree.chain_room, MAX_PROPOSED):
-        row = table.get(token_id)
-        if not row or (reached * chances.mean(0) < price and (token_ids or tree.num_nodes)):
+        row = table.row(previous_id, token_id)
+        chance = reached * chances.chance(row, 0)
+        if not row[1] or (chance < price and (token_ids or tree.num_nodes)):
             break
-        reached *= chances.mean(0)
-        token_id = row[0]
+        reached = chance
+        previous_id, token_id = token_id, row[1][0]
         token_ids.append(token_id)
         if token_id in tree.spec.end_token_ids:
             break

@@ -39,7 +39,7 @@ def _apply_one(
             outcome.sequence_id,
             outcome.position,
             list(outcome.token_ids),
-            [TopTokens(one.token_id, tuple(one.top_ids)) for one in outcome.top_tokens],
+            [_top_tokens(one) for one in outcome.top_tokens],
         )
     elif kind == "grant":
         session.grant(request.grant.sequence_id, _grant(request.grant))
@@ -52,6 +52,11 @@ def _apply_one(
             f"message: expected open, outcome, grant or close, got {kind or 'none'}"
         )
     return None
+
+
+def _top_tokens(message: types_pb2.TopTokens) -> TopTokens:
+    previous_id = message.previous_id if message.HasField("previous_id") else None
+    return TopTokens(message.token_id, tuple(message.top_ids), previous_id)
 
 
 def _grant(message: drafting_pb2.Grant) -> Grant:

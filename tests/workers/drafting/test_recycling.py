@@ -10,6 +10,7 @@ from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
 from workers.drafting.proposer import TopTokens
+from workers.drafting.recycled_rows import MAX_PAIRS, RowKey, RowTable
 from workers.drafting.recycling import MAX_TABLES, RecyclingProposer
 from workers.drafting.tree import Grant
 from workers.verification.candidates import CandidateTree
@@ -70,6 +71,28 @@ def test_a_tree_follows_the_rows(desk: DraftingDesk, session: DraftingSession) -
     # And with two children a node at most, the third of a row is left out.
     session.outcome(1, 3, [6], rows({6: [1, 2, 3], 1: [], 2: []}))
     assert draft(desk, session, Grant(5, branches=2, nodes=9)).token_ids == (1, 2)
+
+
+def test_the_row_of_two_tokens_comes_before_that_of_one(
+    desk: DraftingDesk, session: DraftingSession
+) -> None:
+    session.open(1, SPEC, [4, 5])
+    session.outcome(
+        1, 2, [6], [TopTokens(6, (7,), 5), TopTokens(7, (8,), 6), TopTokens(7, (9,), 1)]
+    )
+    assert draft(desk, session, Grant(5)).token_ids == (7, 8)
+    session.outcome(1, 3, [2, 7])
+    assert draft(desk, session, Grant(6)).token_ids == (9,), "7 after 2 is new: its last row"
+    session.outcome(1, 5, [6], [TopTokens(6, (1,), None)])
+    assert draft(desk, session, Grant(8)).token_ids == (1,), "and so is 6 after 7"
+
+
+def test_rows_of_two_tokens_are_so_many() -> None:
+    table = RowTable()
+    for number in range(MAX_PAIRS + 1):
+        table.learn(TopTokens(1, (number,), number))
+    assert table.row(0, 1) == (RowKey.TOKEN, (MAX_PAIRS,))
+    assert table.row(1, 1) == (RowKey.PAIR, (1,))
 
 
 def test_what_is_left_of_a_tree_is_not_told_again(
@@ -149,7 +172,7 @@ def test_by_cost_only_candidates_that_are_worth_their_place(
 ) -> None:
     table = rows({6: [8, 9], 8: [10, 11], 10: [12, 13], 12: [14]})
     sizes = []
-    for price in (0.0, 0.06, 0.2, 0.9):
+    for price in (0.0, 0.04, 0.2, 0.9):
         session.open(1, SPEC, [5], stopping=Stopping.COST)
         session.outcome(1, 1, [6], table)
         grant = Grant(9, branches=branches, nodes=7, tokens_per_ms=price, step_ms_per_candidate=1.0)
