@@ -10,6 +10,7 @@ from rich.table import Table
 
 from deploy.bench.engine_prefix import CACHE
 from deploy.bench.engine_rows import OFF, EngineRow
+from deploy.bench.row_json import row_json
 
 GOALS = ((1, 2.0), (16, 3.0))
 """A batch, and how many times transformers' tokens a second plain decoding should reach."""
@@ -68,7 +69,7 @@ def engine_json(rows: Sequence[EngineRow], machine: Mapping[str, object]) -> dic
         "suite": "engine",
         "machine": machine,
         "emulated": False,
-        "rows": [row.as_json() for row in rows],
+        "rows": [row_json(row) for row in rows],
         "ratios": {goal.name: goal.ratio for goal in goals(rows)},
     }
 

@@ -71,24 +71,6 @@ class EngineRow:
     speedup: float | None = None
     details: Mapping[str, object] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, object]:
-        """The row of the document."""
-        return {
-            "part": self.part,
-            "name": self.name,
-            "engine": self.engine,
-            "batch": self.batch,
-            "window": self.window,
-            "degree": self.degree,
-            "dtype": self.dtype,
-            "threads": self.threads,
-            "step_ms": self.step_ms,
-            "bandwidth_share": self.bandwidth_share,
-            "tokens_per_second": self.tokens_per_second,
-            "speedup": self.speedup,
-            **self.details,
-        }
-
 
 def with_speedups(rows: Sequence[EngineRow]) -> list[EngineRow]:
     """The rows with `speedup` set where there is a row `off` to compare with."""

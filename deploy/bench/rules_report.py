@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from deploy.bench.row_json import row_json
 from deploy.bench.rules_acceptance import WINDOW
 from deploy.bench.rules_goals import goals
 from deploy.bench.rules_rows import RuleRow
@@ -18,7 +19,7 @@ def rules_json(rows: Sequence[RuleRow], machine: Mapping[str, object]) -> dict[s
         "suite": "rules",
         "machine": machine,
         "emulated": False,
-        "rows": [row.as_json() for row in rows],
+        "rows": [row_json(row) for row in rows],
         "ratios": {goal.name: goal.ratio for goal in goals(rows)},
     }
 

@@ -34,20 +34,6 @@ class RuleRow:
     speedup: float | None = None
     details: Mapping[str, object] = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, object]:
-        """The row of the document."""
-        return {
-            "part": self.part,
-            "name": self.name,
-            "rule": self.rule,
-            "candidates": self.candidates,
-            "temperature": self.temperature,
-            "ms": self.ms,
-            "acceptance_length": self.acceptance_length,
-            "speedup": self.speedup,
-            **self.details,
-        }
-
 
 def candidates_shown(branches: int | None) -> str:
     """How a drafter branches, in words."""
