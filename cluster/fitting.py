@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.rules import MAX_BRANCHES, Rule
+from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, Rule
 from workers.verification.rules import FACTS, CandidateKind
 
 _DRAWN_BY_A_MODEL = {
@@ -24,23 +24,28 @@ def candidate_kind(rule: Rule, drafter: str) -> CandidateKind:
     return _DRAWN_BY_A_MODEL.get(rule, CandidateKind.SHARED_NOISE)
 
 
-def check_rule_fits(rule: Rule, drafters: Collection[str]) -> None:
+def check_rule_fits(rule: Rule, drafters: Collection[str], *, field: str = "rule") -> None:
     """Raise InvalidRequestError, naming rule and drafters, where no kind of them fits the rule.
 
-    Without drafters nothing is drafted, which fits every rule.
+    Without drafters nothing is drafted, which fits every rule. `field`: what the caller calls it.
     """
-    kinds = {drafter: candidate_kind(rule, drafter) for drafter in sorted(drafters)}
-    fitting = FACTS[rule].candidates
-    if not kinds or fitting & set(kinds.values()):
+    if not drafters or any(_fits(rule, drafter) for drafter in drafters):
         return
-    expected = " or ".join(sorted(kind.value for kind in fitting))
-    given = " and ".join(f"{drafter!r} gives {kind.value}" for drafter, kind in kinds.items())
-    probs = " and needs draft probabilities" if FACTS[rule].needs_draft_probs else ""
-    raise InvalidRequestError(
-        "rule",
-        f"the rule {rule.value!r} is exact for {expected} candidates{probs}, but the drafter "
-        f"{given} ones: choose another rule, or a drafter that fits",
+    given = " and ".join(
+        f"{candidate_kind(rule, drafter).value} candidates of the drafter {drafter!r}"
+        for drafter in sorted(drafters)
     )
+    needs = "needs draft probabilities and " if FACTS[rule].needs_draft_probs else ""
+    fitting = " or ".join(repr(kind) for kind in DRAFTER_KINDS if _fits(rule, kind))
+    raise InvalidRequestError(
+        field,
+        f"the rule {rule.value!r} {needs}is not exact for {given}: choose another rule, or the "
+        f"drafter {fitting}",
+    )
+
+
+def _fits(rule: Rule, drafter: str) -> bool:
+    return candidate_kind(rule, drafter) in FACTS[rule].candidates
 
 
 def check_deployed(wanted: str, deployed: Collection[str]) -> None:

@@ -110,7 +110,7 @@ class RequestFlags:
         check_name("stopping", self.stopping, (stopping.value for stopping in Stopping))
         check_name("drafter", self.drafter, DRAFTER_KINDS)
         if self.drafter is not None and self.verification is not None and self.policy != "off":
-            check_rule_fits(Rule(self.verification), {self.drafter})
+            check_rule_fits(Rule(self.verification), {self.drafter}, field="verification")
 
     def seed_of(self, index: int) -> int:
         """Row `index` of a run uses the run's seed plus its index."""
@@ -127,7 +127,9 @@ def check_drafters(flags: RequestFlags, config: Config) -> None:
     if wanted != "any":
         check_deployed(wanted, kinds)
     check_rule_fits(
-        Rule(flags.verification or chosen.verification), kinds if wanted == "any" else {wanted}
+        Rule(flags.verification or chosen.verification),
+        kinds if wanted == "any" else {wanted},
+        field="verification",
     )
 
 

@@ -111,12 +111,14 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[speculation]\ndrafter = 'ngram'", "speculation.drafter: no drafter of the kind 'ngram'"),
         (
             "[speculation]\nverification = 'kseq'\n[[drafters]]\nkind = 'ngram'",
-            "speculation.verification: the rule 'kseq' is exact for independent paths or sampled "
-            "chain candidates and needs draft probabilities, but the drafter 'ngram' gives",
+            "speculation.verification: the rule 'kseq' needs draft probabilities and is not exact "
+            "for deterministic candidates of the drafter 'ngram': choose another rule, or the "
+            "drafter 'model'",
         ),
         (
             "[speculation]\nverification = 'one-hot'",
-            "speculation.verification: the rule 'one-hot' is exact for",
+            "speculation.verification: the rule 'one-hot' is not exact for shared noise candidates "
+            "of the drafter 'model': choose another rule, or the drafter 'ngram' or 'recycling'",
         ),
         ("[speculation]\nwindow = '8'", "speculation.window: expected a whole number, got '8'"),
         ("[speculation]\nwindow = 65", "speculation.window: expected at most 64, got 65"),

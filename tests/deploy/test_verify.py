@@ -85,7 +85,7 @@ def test_progress_is_plain_lines_that_quiet_leaves_out(
         (("--branches", "4", "--window", "8,2"), "branches"),
         (("--stopping", "never"), "stopping"),
         (("--drafter", "oracle"), "drafter"),
-        (("--policy", "chain,pearl"), "policy"),
+        (("--policy", "chain,warp"), "policy"),
         (("--window", "1,two"), "window"),
         (("--window", "0,1"), "window"),
         (("--concurrency", "1,0"), "concurrency"),
