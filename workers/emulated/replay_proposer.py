@@ -6,9 +6,9 @@ logits comes from the replay text.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.errors import OverloadedError
 from paceline.rules import Rule, Stopping
@@ -20,13 +20,21 @@ from workers.drafting.nodes import Kept
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
-from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
-from workers.engine.checkpoint import CheckpointInfo
 
 _GAP = 1.0
 """How sure it is of a guess: it cannot tell, so always the same."""
+
+
+class PassClock(Protocol):
+    """By which a device's passes end (device_clock.py; virtual in cluster/simulation)."""
+
+    def now(self) -> float:
+        """Seconds."""
+
+    def finish(self, begin: float, seconds: float) -> float:
+        """A pass that began at `begin` takes so long. Returns its end."""
 
 
 @dataclass(slots=True)
@@ -43,18 +51,21 @@ class ReplayProposer:
 
     def __init__(
         self,
-        info: CheckpointInfo,
+        max_position: int,
         profile: DeviceProfile,
         text: ReplayText,
         guess: Guess,
-        clock: DeviceClock | None = None,
+        clock: PassClock,
+        *,
+        vocabulary_digest: bytes = b"",
     ) -> None:
-        """`clock`: of the device, where it serves several proposers in turns."""
-        self._checkpoint = info
+        """`max_position`: no token is drafted at or beyond it."""
+        self._max_position = max_position
+        self._vocabulary_digest = vocabulary_digest
         self._profile = profile
         self._text = text
         self._guess = guess
-        self._clock = clock or DeviceClock()
+        self._clock = clock
         self._chances = RankChances(coupled_prior)
         self._held: dict[DraftTree, _Held] = {}
 
@@ -63,9 +74,9 @@ class ReplayProposer:
         return DrafterInfo(
             kind="replay",
             model=f"emulated {self._profile.name}",
-            vocab_size=self._checkpoint.vocab_size,
-            vocabulary_digest=self._checkpoint.vocabulary_digest,
-            max_position=self._checkpoint.max_model_len,
+            vocab_size=self._text.vocab_size,
+            vocabulary_digest=self._vocabulary_digest,
+            max_position=self._max_position,
             rules=frozenset({Rule.COUPLED}),
         )
 
@@ -89,7 +100,7 @@ class ReplayProposer:
         held.num_unfed += len(kept.token_ids) - len(kept.path)
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        begin = time.perf_counter()
+        begin = self._clock.now()
         result = Pass(took_part=list(trees))
         batch = 0
         for tree in trees:

@@ -71,7 +71,14 @@ async def serve_replay_drafter(
 
         server = await start_server(add, host=host)
         server.on_stop(drafter.end)
-        proposer = ReplayProposer(info, profile, text, guess, clock)
+        proposer = ReplayProposer(
+            info.max_model_len,
+            profile,
+            text,
+            guess,
+            clock,
+            vocabulary_digest=info.vocabulary_digest,
+        )
         drafter.begin(DraftingDesk(proposer, max_sequences=max_sequences))
         servers.append(server)
     return servers

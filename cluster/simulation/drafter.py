@@ -1,0 +1,165 @@
+"""A simulated drafter: the real desk and its sequences, passes that take virtual time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
+
+from cluster.decoding.events import Proposal
+from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
+from cluster.simulation.clock import VirtualClock
+from workers.drafting import desk, tree
+from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
+from workers.drafting.proposer import DrafterInfo, TopTokens
+from workers.emulated.profiles import DeviceProfile
+from workers.emulated.replay_proposer import ReplayProposer
+from workers.emulated.replay_text import Guess, ReplayText
+
+MAX_SEQUENCES = 4096
+
+DraftMessage = Sequence[OpenDraft | SendOutcome | Grant | CloseDraft]
+"""What a driver sends at a time."""
+
+# Grants and proposals have two forms, one on each side of the wire, with the same fields.
+_grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
+_proposal_fields = attrgetter(*(one.name for one in fields(Proposal)))
+assert {one.name for one in fields(Proposal)} <= {one.name for one in fields(desk.Proposal)}
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAnswer:
+    """What a pass gave for one driver. `declined`: sequences that are not drafted for."""
+
+    proposals: tuple[Proposal, ...]
+    declined: tuple[int, ...]
+    pass_seconds: float
+
+
+Listener = Callable[[DraftAnswer], None]
+
+
+@dataclass(slots=True)
+class DrafterMeter:
+    """Seconds that the device computed; passes, candidates proposed."""
+
+    busy_seconds: float = 0.0
+    passes: int = 0
+    drafted: int = 0
+
+
+class _PassClock:
+    """Takes down how long the pass lasts; it is the virtual clock that waits."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return 0.0
+
+    def finish(self, begin: float, seconds: float) -> float:
+        self.seconds = seconds
+        return begin + seconds
+
+
+class SimulatedDrafter:
+    """One drafter device for the drivers that share it.
+
+    Messages that arrive during a pass are read after it, as in workers/drafter.py.
+    `pause_seconds`: between two passes, for answers to leave and messages to be read.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        profile: DeviceProfile,
+        text: ReplayText,
+        guess: Guess,
+        *,
+        max_position: int,
+        pause_seconds: float,
+    ) -> None:
+        self.meter = DrafterMeter()
+        self._clock = clock
+        self._pause = pause_seconds
+        self._pass_clock = _PassClock()
+        proposer = ReplayProposer(max_position, profile, text, guess, self._pass_clock)
+        self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
+        self._listeners: dict[DraftingSession, Listener] = {}
+        self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
+        self._in_pass = False
+
+    @property
+    def info(self) -> DrafterInfo:
+        """What it says of itself."""
+        return self._desk.info
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that are open."""
+        return self._desk.num_open
+
+    def connect(self, listener: Listener) -> DraftingSession:
+        """A stream of a driver. The listener hears of a pass the moment it ends."""
+        session = self._desk.open_session()
+        self._listeners[session] = listener
+        return session
+
+    def receive(self, session: DraftingSession, message: DraftMessage) -> None:
+        """A message arrived."""
+        if self._in_pass:
+            self._unread.append((session, message))
+            return
+        self._apply(session, message)
+        self._begin_pass()
+
+    def _begin_pass(self) -> None:
+        if not self._desk.has_work:
+            return
+        self._in_pass = True
+        self._pass_clock.seconds = 0.0
+        news = self._desk.run_pass()
+        seconds = self._pass_clock.seconds
+        self._clock.at(self._clock.now + seconds, self._end_pass, news, seconds)
+
+    def _end_pass(self, news: list[SessionNews], seconds: float) -> None:
+        self._desk.pass_took(seconds * 1000)
+        self.meter.busy_seconds += seconds
+        self.meter.passes += 1
+        for one in news:
+            proposals = tuple(Proposal(*_proposal_fields(draft)) for draft in one.proposals)
+            self.meter.drafted += sum(len(draft.token_ids) for draft in proposals)
+            declined = tuple(sequence_id for sequence_id, _ in one.declined)
+            self._listeners[one.session](DraftAnswer(proposals, declined, seconds))
+        self._clock.at(self._clock.now + self._pause, self._go_on)
+
+    def _go_on(self) -> None:
+        self._in_pass = False
+        while self._unread:
+            self._apply(*self._unread.popleft())
+        self._begin_pass()
+
+    def _apply(self, session: DraftingSession, message: DraftMessage) -> None:
+        declined = []
+        for one in message:
+            match one:
+                case SendOutcome():
+                    told = [TopTokens(top.token_id, top.top_ids) for top in one.top_tokens]
+                    session.outcome(one.sequence_id, one.position, one.token_ids, told)
+                case Grant():
+                    session.grant(one.sequence_id, tree.Grant(*_grant_fields(one)))
+                case OpenDraft():
+                    reason = session.open(
+                        one.sequence_id,
+                        one.spec,
+                        one.token_ids,
+                        stopping=one.stopping,
+                        tenant=one.tenant,
+                    )
+                    if reason is not None:
+                        declined.append(one.sequence_id)
+                case CloseDraft():
+                    session.close(one.sequence_id)
+        if declined:
+            self._listeners[session](DraftAnswer((), tuple(declined), 0.0))

@@ -1,0 +1,228 @@
+"""A simulated driver: the real scheduler, and what its own work and its messages take."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.decoding.events import (
+    Admitted,
+    DraftDeclined,
+    DrafterJoined,
+    Event,
+    Proposed,
+    Request,
+    SequenceVerdict,
+    StepDone,
+    TargetJoined,
+    Tick,
+)
+from cluster.decoding.instructions import (
+    CloseDraft,
+    Emit,
+    Finish,
+    Grant,
+    Instruction,
+    OpenDraft,
+    Refuse,
+    RunStep,
+    SendOutcome,
+    WakeAt,
+)
+from cluster.decoding.scheduler import Scheduler
+from cluster.simulation.clock import VirtualClock
+from cluster.simulation.drafter import DraftAnswer, SimulatedDrafter
+from cluster.simulation.link import SimulatedLink
+from cluster.simulation.target import SimulatedTarget
+from workers.drafting.desk import DraftingSession
+from workers.emulated.profiles import LinkProfile
+
+_MESSAGE_BYTES, _TOKEN_BYTES = 60, 4
+"""What a message on a link takes besides its tokens, about; what a token takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """What the driver and gRPC take, in milliseconds (docs/performance.md, Simulation).
+
+    `hop_ms`: a message from one process to another. `event_ms` and `sequence_ms`: the driver's
+    work on an event until the next step leaves, and for each sequence of it. `tell_ms`: on each
+    further message. `pause_ms`: a drafter's between two passes.
+    """
+
+    hop_ms: float = 0.18
+    event_ms: float = 0.03
+    sequence_ms: float = 0.008
+    tell_ms: float = 0.05
+    pause_ms: float = 0.05
+
+
+class Listener:
+    """Who hears of sequences; the simulated gateway."""
+
+    def emitted(self, emit: Emit) -> None:
+        """Tokens for a caller."""
+
+    def finished(self, finish: Finish) -> None:
+        """A sequence ended."""
+
+
+@dataclass(slots=True)
+class _DrafterEnd:
+    drafter: SimulatedDrafter
+    session: DraftingSession
+    link: SimulatedLink
+
+
+class SimulatedDriver:
+    """One driver with its target group and its drafters. It does one thing at a time."""
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        scheduler: Scheduler,
+        target: SimulatedTarget,
+        listener: Listener,
+        *,
+        costs: HostCosts,
+    ) -> None:
+        self.scheduler = scheduler
+        self._clock = clock
+        self._costs = costs
+        self._listener = listener
+        self._target = target
+        local = LinkProfile()
+        self._to_target = SimulatedLink(clock, local, hop_seconds=costs.hop_ms / 1000)
+        self._from_target = SimulatedLink(clock, local, hop_seconds=costs.hop_ms / 1000)
+        self._drafters: dict[str, _DrafterEnd] = {}
+        self._unread: deque[Callable[[float], Event]] = deque()
+        self._free_at = 0.0
+        self._reads = False
+        self._wake: float | None = None
+        self._unfinished = 0
+        target.answer = self._answered
+
+    def join_target(self, joined: TargetJoined) -> None:
+        """Before anything else."""
+        self.scheduler.handle(joined)
+
+    def join_drafter(self, name: str, drafter: SimulatedDrafter, profile: LinkProfile) -> None:
+        """Use a drafter at the end of a link."""
+        hop = self._costs.hop_ms / 1000
+        back = SimulatedLink(self._clock, profile, hop_seconds=hop)
+
+        def hear(answer: DraftAnswer) -> None:
+            tokens = sum(len(one.token_ids) for one in answer.proposals)
+            num_bytes = _MESSAGE_BYTES * (1 + len(answer.proposals)) + _TOKEN_BYTES * tokens
+            back.send(self._clock.now, num_bytes, self._proposed, name, answer)
+
+        session = drafter.connect(hear)
+        there = SimulatedLink(self._clock, profile, hop_seconds=hop)
+        self._drafters[name] = _DrafterEnd(drafter, session, there)
+        info = drafter.info
+        self._handle(
+            DrafterJoined(
+                self._clock.now,
+                name,
+                info.max_position,
+                kind="model",
+                rules=info.rules,
+                wants_top_tokens=info.wants_top_tokens,
+            )
+        )
+
+    def admit(self, request: Request) -> None:
+        """A request arrived."""
+        self._unfinished += 1
+        self._target.has_work()
+        self._hear(lambda now: Admitted(now, request))
+
+    def _answered(self, step: int, verdicts: tuple[SequenceVerdict, ...], seconds: float) -> None:
+        self._from_target.send(
+            self._clock.now, 0, self._hear, lambda now: StepDone(now, step, verdicts, seconds)
+        )
+
+    def _proposed(self, name: str, answer: DraftAnswer) -> None:
+        if answer.proposals:
+            self._hear(lambda now: Proposed(now, name, answer.proposals))
+        for sequence_id in answer.declined:
+            self._hear(lambda now, declined=sequence_id: DraftDeclined(now, name, declined))
+
+    def _hear(self, event: Callable[[float], Event]) -> None:
+        """Handle an event now, or when what came before is done."""
+        self._unread.append(event)
+        if self._reads:
+            return
+        self._reads = True
+        if self._free_at > self._clock.now:
+            self._clock.at(self._free_at, self._read)
+        else:
+            self._read()
+
+    def _read(self) -> None:
+        self._handle(self._unread.popleft()(self._clock.now))
+        self._reads = bool(self._unread)
+        if self._reads:
+            self._clock.at(max(self._clock.now, self._free_at), self._read)
+
+    def _handle(self, event: Event) -> None:
+        """Events in, instructions out: the step first, then drafters, then callers."""
+        costs = self._costs
+        instructions = self.scheduler.handle(event)
+        done = self._clock.now + (costs.event_ms + costs.sequence_ms * _size(event)) / 1000
+        messages: dict[str, list[OpenDraft | SendOutcome | Grant | CloseDraft]] = {}
+        told = []
+        for one in instructions:
+            match one:
+                case RunStep():
+                    self._to_target.send(done, 0, self._target.step, one)
+                case OpenDraft() | SendOutcome() | Grant() | CloseDraft():
+                    messages.setdefault(one.drafter, []).append(one)
+                case _:
+                    told.append(one)
+        for name, message in messages.items():
+            done += costs.tell_ms / 1000
+            end = self._drafters[name]
+            end.link.send(done, _num_bytes(message), end.drafter.receive, end.session, message)
+        self._free_at = done
+        if told:
+            self._tell(told)
+
+    def _tell(self, instructions: Sequence[Instruction]) -> None:
+        for one in instructions:
+            match one:
+                case Emit():
+                    self._listener.emitted(one)
+                case Finish():
+                    self._unfinished -= 1
+                    if not self._unfinished:
+                        self._target.has_none()
+                    self._listener.finished(one)
+                case WakeAt(time):
+                    self._wake = time
+                    self._clock.at(max(time, self._clock.now), self._tick, time)
+                case Refuse():
+                    raise one.error
+                case _:
+                    raise AssertionError(f"nothing here breaks a contract: {one}")
+
+    def _tick(self, time: float) -> None:
+        if self._wake == time:
+            self._wake = None
+            self._hear(Tick)
+
+
+def _size(event: Event) -> int:
+    """How many sequences an event is about."""
+    match event:
+        case StepDone():
+            return len(event.verdicts)
+        case Proposed():
+            return len(event.proposals)
+    return 1
+
+
+def _num_bytes(message: Sequence[OpenDraft | SendOutcome | Grant | CloseDraft]) -> int:
+    tokens = sum(len(one.token_ids) for one in message if isinstance(one, OpenDraft | SendOutcome))
+    return _MESSAGE_BYTES * (1 + len(message)) + _TOKEN_BYTES * tokens

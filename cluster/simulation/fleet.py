@@ -1,0 +1,149 @@
+"""All drivers of a layout under one clock, and the router that gives them requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.decoding.events import Request, TargetJoined
+from cluster.decoding.instructions import Emit, Finish
+from cluster.decoding.scheduler import Scheduler
+from cluster.simulation.clock import VirtualClock
+from cluster.simulation.drafter import SimulatedDrafter
+from cluster.simulation.driver import Listener, SimulatedDriver
+from cluster.simulation.layout import Layout, Load
+from cluster.simulation.target import BLOCK_SIZE, SimulatedTarget
+from cluster.simulation.traffic import (
+    MAX_MODEL_LEN,
+    VOCAB_SIZE,
+    arrival_times,
+    is_true_text,
+    requests_of,
+)
+from workers.emulated.replay_text import ReplayText
+
+
+@dataclass(slots=True)
+class Answered:
+    """One request and its answer. Times are seconds of the virtual clock."""
+
+    request: Request
+    group: int
+    arrived: float
+    token_ids: list[int] = field(default_factory=list)
+    first_at: float = 0.0
+    last_at: float = 0.0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Fleet(Listener):
+    """Simulates a load on a layout. `run` once."""
+
+    def __init__(self, layout: Layout, load: Load) -> None:
+        self.clock = VirtualClock()
+        self.text = ReplayText(VOCAB_SIZE)
+        self.drivers: list[SimulatedDriver] = []
+        self.targets: list[SimulatedTarget] = []
+        self.drafters: list[SimulatedDrafter] = []
+        self.answered: list[Answered] = []
+        self.committed = 0
+        """Tokens so far, of all requests."""
+        self._layout = layout
+        self._load = load
+        self._open: dict[int, Answered] = {}
+        self._coming = requests_of(load, layout)
+        for _ in range(layout.cells):
+            self._build_cell()
+        self._outstanding = [0] * len(self.drivers)
+
+    def run(self) -> None:
+        """Until every request is answered."""
+        load = self._load
+        if load.concurrency is not None:
+            for _ in range(min(load.concurrency, load.requests)):
+                self._ask()
+        else:
+            for time in arrival_times(load):
+                self.clock.at(time, self._ask)
+        self.clock.run()
+
+    @property
+    def same_text(self) -> bool:
+        """Whether every answer is whole, and the text of plain decoding."""
+        return all(
+            len(one.token_ids) == one.request.max_tokens
+            and is_true_text(self.text, one.request, one.token_ids)
+            for one in self.answered
+        )
+
+    def check_end(self) -> None:
+        """Assert that nothing is left over when all is done."""
+        assert len(self.answered) == self._load.requests, "a request was lost"
+        assert not self._open
+        for driver in self.drivers:
+            driver.scheduler.check_integrity()
+            assert driver.scheduler.num_running == driver.scheduler.num_waiting == 0
+        assert all(drafter.num_open == 0 for drafter in self.drafters), "a sequence stayed open"
+
+    def emitted(self, emit: Emit) -> None:
+        """Tokens for a caller."""
+        one = self._open[emit.sequence_id]
+        assert emit.offset == len(one.token_ids), "tokens were left out or said twice"
+        if not one.token_ids:
+            one.first_at = self.clock.now
+        one.token_ids += emit.token_ids
+        one.last_at = self.clock.now
+        self.committed += len(emit.token_ids)
+
+    def finished(self, finish: Finish) -> None:
+        """A caller has its answer; where callers wait for answers, it asks again."""
+        one = self._open.pop(finish.sequence_id)
+        stats = finish.stats
+        one.steps, one.drafted, one.accepted = stats.steps, stats.drafted, stats.accepted
+        self.answered.append(one)
+        self._outstanding[one.group] -= 1
+        if self._load.concurrency is not None:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Give the next request, if there is one, to the driver with the fewest."""
+        request = next(self._coming, None)
+        if request is None:
+            return
+        outstanding = self._outstanding
+        group = outstanding.index(min(outstanding))
+        outstanding[group] += 1
+        self._open[request.sequence_id] = Answered(request, group, self.clock.now)
+        self.drivers[group].admit(request)
+
+    def _build_cell(self) -> None:
+        layout, costs = self._layout, self._layout.costs
+        drafters = []
+        if layout.drafter is not None:
+            for _ in range(layout.drafters):
+                drafter = SimulatedDrafter(
+                    self.clock,
+                    layout.drafter,
+                    self.text,
+                    self._load.guess,
+                    max_position=MAX_MODEL_LEN,
+                    pause_seconds=costs.pause_ms / 1000,
+                )
+                drafters.append(drafter)
+        for _ in range(layout.targets):
+            target = SimulatedTarget(self.clock, layout.target, self.text)
+            scheduler = Scheduler(
+                max_num_seqs=layout.max_num_seqs,
+                max_step_tokens=layout.max_step_tokens,
+                wait_seconds=layout.wait_ms / 1000,
+            )
+            driver = SimulatedDriver(self.clock, scheduler, target, self, costs=costs)
+            driver.join_target(
+                TargetJoined(0.0, VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE, layout.kv_blocks)
+            )
+            for number, drafter in enumerate(drafters):
+                driver.join_drafter(f"drafter-{number}", drafter, layout.link)
+            self.targets.append(target)
+            self.drivers.append(driver)
+        self.drafters += drafters

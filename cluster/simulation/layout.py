@@ -1,0 +1,66 @@
+"""What is simulated: devices, links, policy, load. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.decoding.policies import PolicyName
+from cluster.simulation.driver import HostCosts
+from workers.emulated.profiles import DeviceProfile, LinkProfile
+from workers.emulated.replay_text import Guess
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`cells` alike, each of `targets` target groups (a driver each) that share `drafters`.
+
+    `link`: between a driver and a drafter. `kv_blocks`: of a target group, 16 tokens each.
+    """
+
+    target: DeviceProfile
+    policy: PolicyName
+    window: int
+    drafter: DeviceProfile | None = None
+    drafters: int = 0
+    targets: int = 1
+    cells: int = 1
+    branches: int = 1
+    link: LinkProfile = field(default_factory=LinkProfile)
+    max_num_seqs: int = 64
+    max_step_tokens: int = 2048
+    wait_ms: float = 1000.0
+    kv_blocks: int = 4096
+    costs: HostCosts = field(default_factory=HostCosts)
+
+    @property
+    def gpus(self) -> int:
+        """GPUs that it occupies."""
+        drafting = self.drafter.gpus * self.drafters if self.drafter is not None else 0
+        return self.cells * (self.targets * self.target.gpus + drafting)
+
+    @property
+    def groups(self) -> int:
+        """Target groups in all."""
+        return self.cells * self.targets
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What callers ask. Either `concurrency` of them ask again as soon as they are answered, or
+    requests arrive at random, `per_second` of them on average.
+
+    `guess`: how drafters guess; its seed is that of the whole simulation. `temperature` is of no
+    consequence but for the text.
+    """
+
+    requests: int
+    prompt_tokens: int
+    output_tokens: int
+    guess: Guess
+    concurrency: int | None = None
+    per_second: float | None = None
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.concurrency is None) == (self.per_second is None):
+            raise ValueError("a load has a concurrency or requests per second, one of the two")

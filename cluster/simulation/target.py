@@ -1,0 +1,180 @@
+"""A simulated target group: it answers steps when the device of its profile would.
+
+As the emulated target does (workers/emulated/replay_target.py), it keeps token ids where a model
+keeps keys and values, and answers from what it reads there: so a block that was handed out twice, a
+move that was forgotten or a rollback to the wrong place gives another text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cluster.decoding.events import SequenceVerdict
+from cluster.decoding.instructions import RunStep, Slice
+from cluster.simulation.clock import VirtualClock
+from paceline.sampling import SequenceSpec
+from workers.emulated.profiles import DeviceProfile
+from workers.emulated.replay_text import PrefixReader, ReplayText
+
+BLOCK_SIZE = 16
+_SHIFT, _MASK = 4, 15
+
+Answer = Callable[[int, tuple[SequenceVerdict, ...], float], None]
+"""Takes the step's number, its verdicts and its duration in seconds, when the device is done."""
+
+
+@dataclass(slots=True)
+class _Opened:
+    spec: SequenceSpec
+    table: list[int]
+    # What was read of its first positions, which nothing writes again.
+    reader: PrefixReader = field(default_factory=PrefixReader)
+    num_read: int = 0
+
+
+@dataclass(slots=True)
+class TargetMeter:
+    """Seconds that the device computed, in all and in steps with prefill; passes and tokens."""
+
+    busy_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    """Without a pass though there was work at hand."""
+    passes: int = 0
+    tokens: int = 0
+
+
+class SimulatedTarget:
+    """One target group. Steps are computed one after another, in the order in which they came."""
+
+    def __init__(self, clock: VirtualClock, profile: DeviceProfile, text: ReplayText) -> None:
+        self.meter = TargetMeter()
+        self.answer: Answer
+        """Set by the driver."""
+        self._clock = clock
+        self._pass_ms = profile.pass_ms
+        self._text = text
+        self._free_at = 0.0
+        self._work_since: float | None = None
+        self._opened: dict[int, _Opened] = {}
+        # Of each block that was written: a token id and a position for each slot.
+        self._blocks: dict[int, list[tuple[int, int] | None]] = {}
+
+    def has_work(self) -> None:
+        """There are sequences to decode from now on, until `has_none`."""
+        if self._work_since is None:
+            self._work_since = self._clock.now
+
+    def has_none(self) -> None:
+        """Every sequence was ended."""
+        self._work_since = None
+
+    def step(self, step: RunStep) -> None:
+        """A step arrived."""
+        begin = max(self._clock.now, self._free_at)
+        if self._work_since is not None:
+            self.meter.waiting_seconds += begin - max(self._work_since, self._free_at)
+        for sequence_id in step.close:
+            del self._opened[sequence_id]
+        for one in step.open:
+            assert one.sequence_id not in self._opened, "opened twice"
+            self._opened[one.sequence_id] = _Opened(one.spec, list(one.shared_blocks))
+        verdicts = tuple(
+            verdict for part in step.slices if (verdict := self._feed(part)) is not None
+        )
+        seconds = 0.0
+        if step.slices:
+            tokens = sum(len(part.token_ids) for part in step.slices)
+            seconds = self._pass_ms.ms(len(step.slices), tokens) / 1000
+            self.meter.passes += 1
+            self.meter.tokens += tokens
+        self._free_at = begin + seconds
+        self._clock.at(self._free_at, self._done, step, verdicts, seconds)
+
+    def _done(self, step: RunStep, verdicts: tuple[SequenceVerdict, ...], seconds: float) -> None:
+        # Counted when it is over, so that no share of a time in which it runs exceeds 1.
+        self.meter.busy_seconds += seconds
+        if any(len(part.token_ids) > 1 + part.window for part in step.slices):
+            self.meter.prefill_seconds += seconds
+        self.answer(step.step, verdicts, seconds)
+
+    def _feed(self, part: Slice) -> SequenceVerdict | None:
+        """Write what is fed, read it back, and answer."""
+        opened = self._opened[part.sequence_id]
+        table = opened.table
+        for source, to in part.kv_moves:
+            self._write(table, to, self._slot(table, source))
+        if part.new_blocks:
+            table.extend(part.new_blocks)
+        start = part.start
+        committed = start + len(part.token_ids) - part.window
+        for position in range(start, committed):
+            self._write(table, position, (part.token_ids[position - start], position))
+        for slot, depth in enumerate(_depths(part), start=committed):
+            self._write(table, slot, (part.token_ids[slot - start], committed + depth))
+        if not part.verdict:
+            return None
+        self._read(opened, committed)
+        return self._verdict(opened, part, committed)
+
+    def _verdict(self, opened: _Opened, part: Slice, committed: int) -> SequenceVerdict:
+        """Follow the window while its candidates are the true tokens."""
+        children = _children(part)
+        reader = opened.reader
+        path: list[int] = []
+        node = 0
+        while True:
+            token_id = self._text.next_token(reader.digest(), opened.spec)
+            for candidate in children[node]:
+                pair = self._slot(opened.table, committed + candidate)
+                if pair[0] == token_id:
+                    break
+            else:
+                break
+            reader = (reader if path else reader.copy()).read(pair[:1], pair[1])
+            path.append(candidate)
+            node = candidate + 1
+        accepted = tuple(path) if part.parents else ()
+        return SequenceVerdict(part.sequence_id, len(path), token_id, accepted)
+
+    def _read(self, opened: _Opened, end: int) -> None:
+        """Read the slots below `end`, which hold committed tokens."""
+        if opened.num_read > end:
+            opened.reader, opened.num_read = PrefixReader(), 0
+        for slot in range(opened.num_read, end):
+            token_id, position = self._slot(opened.table, slot)
+            opened.reader.read((token_id,), position)
+        opened.num_read = end
+
+    def _slot(self, table: Sequence[int], slot: int) -> tuple[int, int]:
+        held = self._blocks[table[slot >> _SHIFT]][slot & _MASK]
+        assert held is not None, "read where nothing was written"
+        return held
+
+    def _write(self, table: Sequence[int], slot: int, pair: tuple[int, int]) -> None:
+        number = table[slot >> _SHIFT]
+        block = self._blocks.get(number)
+        if block is None:
+            block = self._blocks[number] = [None] * BLOCK_SIZE
+        block[slot & _MASK] = pair
+
+
+def _depths(part: Slice) -> Sequence[int]:
+    """How far beyond the committed tokens the position of each candidate is."""
+    if not part.parents:
+        return range(part.window)
+    depths: list[int] = []
+    for parent in part.parents:
+        depths.append(0 if parent == 0 else depths[parent - 1] + 1)
+    return depths
+
+
+def _children(part: Slice) -> Sequence[Sequence[int]]:
+    """The candidates under the last committed token, and under each candidate."""
+    if not part.parents:
+        return [*((candidate,) for candidate in range(part.window)), ()]
+    children: list[list[int]] = [[] for _ in range(part.window + 1)]
+    for candidate, parent in enumerate(part.parents):
+        children[parent].append(candidate)
+    return children
