@@ -30,6 +30,9 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
     """
     if first_new > tree.end:
         return Excerpt(tree.end if tree.is_chain else 0, (), (), (), {})
+    needs_probs = FACTS[tree.spec.rule].needs_draft_probs
+    if first_new == tree.end and not needs_probs and tree.multiplicities[first_new] == 1:
+        return Excerpt(tree.parents[first_new], (tree.tokens[first_new],), (), (), {})
     attached_to = {
         tree.parents[node]
         for node in range(first_new, tree.end + 1)
@@ -37,7 +40,7 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
     }
     base, between = _common_ancestor(tree, attached_to)
     shown = set(range(first_new, tree.end + 1)) | between
-    if FACTS[tree.spec.rule].needs_draft_probs:
+    if needs_probs:
         shown.update(child for node in (base, *between) for child in tree.children(node))
     nodes = sorted(shown)
     number = {base: 0} | {node: index for index, node in enumerate(nodes, start=1)}

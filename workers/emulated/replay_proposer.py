@@ -7,7 +7,7 @@ logits comes from the replay text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import OverloadedError
@@ -16,7 +16,7 @@ from workers.drafting.acceptance_map import AcceptanceMap
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.draw import Children
 from workers.drafting.growth import Growth
-from workers.drafting.nodes import Kept
+from workers.drafting.nodes import ROOT, Kept
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
@@ -44,6 +44,7 @@ class _Held:
     num_read: int
     num_unfed: int
     """Committed tokens and nodes that no pass has fed yet."""
+    readers: dict[int, PrefixReader] = field(default_factory=dict)
 
 
 class ReplayProposer:
@@ -107,7 +108,7 @@ class ReplayProposer:
             held = self._held[tree]
             nodes = held.growth.to_feed(pass_ms=pass_ms)
             for node in nodes:
-                held.growth.expand_drawn(node, self._draw(tree, held, node))
+                self._expand(tree, held, node)
             if nodes:
                 batch += 1
                 fed = max(held.num_unfed, len(nodes))
@@ -127,17 +128,31 @@ class ReplayProposer:
         for held in self._held.values():
             held.growth.check_integrity()
 
-    def _draw(self, tree: DraftTree, held: _Held, node: int) -> Children:
-        reader = held.reader
-        path = tree.path_to(node)
-        if path:
-            tokens = [tree.tokens[step] for step in path]
-            reader = reader.copy().read(tokens, tree.num_committed)
+    def _expand(self, tree: DraftTree, held: _Held, node: int) -> None:
+        """Draw the candidates under a node."""
+        digest = self._reader(tree, held, node).digest()
+        if held.growth.needs_token_alone:
+            (token_id,) = self._text.guesses(digest, tree.spec, self._guess, 1)
+            held.growth.expand_chain(node, token_id)
+            return
         count = tree.grant.branches
-        guesses = self._text.guesses(reader.digest(), tree.spec, self._guess, count)
-        return Children(guesses, (_GAP,) * count)
+        guesses = self._text.guesses(digest, tree.spec, self._guess, count)
+        held.growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
+
+    def _reader(self, tree: DraftTree, held: _Held, node: int) -> PrefixReader:
+        """What has read all up to a node. Kept by the hash of the prefix, until an outcome."""
+        if node == ROOT:
+            return held.reader
+        length, prefix_hash = tree.base(node)
+        reader = held.readers.get(prefix_hash)
+        if reader is None:
+            above = self._reader(tree, held, tree.parents[node])
+            reader = above.copy().read((tree.tokens[node],), length - 1)
+            held.readers[prefix_hash] = reader
+        return reader
 
     def _read(self, tree: DraftTree) -> None:
         held = self._held[tree]
+        held.readers.clear()
         held.reader.read(tree.committed[held.num_read :], held.num_read)
         held.num_read = tree.num_committed
