@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.decoding.events import Request, TargetJoined
 from cluster.decoding.instructions import Emit, Finish
@@ -37,6 +37,21 @@ class Answered:
     accepted: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What had been done by a moment, by all groups together. Seconds, tokens and requests."""
+
+    time: float = 0.0
+    committed: int = 0
+    answered: int = 0
+    target_busy: float = 0.0
+    target_prefill: float = 0.0
+    target_waiting: float = 0.0
+    drafter_busy: float = 0.0
+    drafted: int = 0
+    accepted: int = 0
+
+
 class Fleet(Listener):
     """Simulates a load on a layout. `run` once."""
 
@@ -53,6 +68,11 @@ class Fleet(Listener):
         self._load = load
         self._open: dict[int, Answered] = {}
         self._coming = requests_of(load, layout)
+        self._num_asked = 0
+        # The first answers are those of an empty fleet.
+        first = load.requests // 5 if load.concurrency is None else load.concurrency
+        self._warm_after = min(first, load.requests // 3)
+        self._swing: list[Snapshot] = []
         for _ in range(layout.cells):
             self._build_cell()
         self._outstanding = [0] * len(self.drivers)
@@ -67,6 +87,14 @@ class Fleet(Listener):
             for time in arrival_times(load):
                 self.clock.at(time, self._ask)
         self.clock.run()
+
+    @property
+    def in_full_swing(self) -> tuple[Snapshot, Snapshot]:
+        """Two moments between which there was always more to be asked, after the first answers."""
+        if len(self._swing) == 2 and self._swing[0].time < self._swing[1].time:
+            return self._swing[0], self._swing[1]
+        last = max(one.last_at for one in self.answered)
+        return Snapshot(), replace(self._snapshot(), time=last)
 
     @property
     def same_text(self) -> bool:
@@ -103,6 +131,8 @@ class Fleet(Listener):
         one.steps, one.drafted, one.accepted = stats.steps, stats.drafted, stats.accepted
         self.answered.append(one)
         self._outstanding[one.group] -= 1
+        if len(self.answered) == self._warm_after:
+            self._swing.append(self._snapshot())
         if self._load.concurrency is not None:
             self._ask()
 
@@ -111,11 +141,29 @@ class Fleet(Listener):
         request = next(self._coming, None)
         if request is None:
             return
+        self._num_asked += 1
+        if self._num_asked == self._load.requests and self._swing:
+            self._swing.append(self._snapshot())
         outstanding = self._outstanding
         group = outstanding.index(min(outstanding))
         outstanding[group] += 1
         self._open[request.sequence_id] = Answered(request, group, self.clock.now)
         self.drivers[group].admit(request)
+
+    def _snapshot(self) -> Snapshot:
+        targets = [target.meter for target in self.targets]
+        drafters = [drafter.meter for drafter in self.drafters]
+        return Snapshot(
+            time=self.clock.now,
+            committed=self.committed,
+            answered=len(self.answered),
+            target_busy=sum(meter.busy_seconds for meter in targets),
+            target_prefill=sum(meter.prefill_seconds for meter in targets),
+            target_waiting=sum(meter.waiting_seconds for meter in targets),
+            drafter_busy=sum(meter.busy_seconds for meter in drafters),
+            drafted=sum(meter.drafted for meter in drafters),
+            accepted=sum(driver.scheduler.totals.accepted for driver in self.drivers),
+        )
 
     def _build_cell(self) -> None:
         layout, costs = self._layout, self._layout.costs
