@@ -48,13 +48,20 @@ _PLAIN_WORDS = {
 _Place = tuple[str | int, ...]
 
 
-def load_config(path: Path | None, environ: Mapping[str, str]) -> Config:
+def load_config(
+    path: Path | None, environ: Mapping[str, str], *, plan_flags: Mapping[str, object] | None = None
+) -> Config:
     """The configuration of the file at `path` (None: all defaults), overridden by `environ`.
 
-    Raises ConfigError naming the file or variable and the key.
+    `plan_flags`: keys of [plan] that the command line gave, which override both.
+    Raises ConfigError naming the file, variable or flag and the key.
     """
     tables = {} if path is None else _read_toml(path)
     variables = _overrides(tables, environ)
+    plan = tables.setdefault("plan", {}) if plan_flags else None
+    if plan_flags and isinstance(plan, dict):
+        plan |= plan_flags
+        variables |= {("plan", key): f"--{key.replace('_', '-')}" for key in plan_flags}
     try:
         return Config.model_validate(tables)
     except ValidationError as error:
@@ -128,7 +135,7 @@ def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str
     """The first complaint in one line."""
     complaint = error.errors(include_url=False)[0]
     place = complaint["loc"]
-    where = variables.get(place, source)
+    where = variables.get(place) or variables.get(place[:2], source)
     key = _spell(place)
     if complaint["type"] == "extra_forbidden":
         known = _keys_beside(place)

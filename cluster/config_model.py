@@ -21,6 +21,7 @@ from cluster.fitting import (
     check_policy_fits,
     check_rule_fits,
 )
+from cluster.plan_config import PlanConfig
 from paceline.errors import InvalidRequestError
 from paceline.rules import (
     DRAFTER_KINDS,
@@ -202,6 +203,7 @@ class Config(_Closed):
     )
     speculation: SpeculationConfig = SpeculationConfig()
     server: ServerConfig = ServerConfig()
+    plan: PlanConfig = PlanConfig()
 
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:

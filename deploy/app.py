@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.commands import bench, demo, down, generate, models, status, trace, up, verify
+from deploy.commands import bench, demo, down, generate, models, plan, status, trace, up, verify
 
 
 def _show_version(asked: bool) -> None:
@@ -48,5 +48,6 @@ def build_app(environ: Mapping[str, str]) -> typer.Typer:
     verify.add_commands(app, environ)
     trace.add_commands(app, environ)
     bench.add_commands(app, environ)
+    plan.add_commands(app, environ)
     models.add_commands(app, environ)
     return app

@@ -144,8 +144,10 @@ class SimulatedDriver:
         )
 
     def _proposed(self, name: str, answer: DraftAnswer) -> None:
-        if answer.proposals:
-            self._hear(lambda now: Proposed(now, name, answer.proposals))
+        if answer.proposals or answer.pass_seconds:
+            self._hear(
+                lambda now: Proposed(now, name, answer.proposals, pass_seconds=answer.pass_seconds)
+            )
         for sequence_id in answer.declined:
             self._hear(lambda now, declined=sequence_id: DraftDeclined(now, name, declined))
 

@@ -27,8 +27,8 @@ class Figures:
     """Times are milliseconds; (median, 99th percentile) of the requests that were measured.
 
     `ttft_ms`: from asking to the first token. `token_ms`: of a request, from its first token to its
-    last one, a token. `completed_per_second`: requests. `draft_used`: accepted of all candidates
-    that drafters computed; None without drafters. `measured_seconds`: virtual time.
+    last one, a token. `completed_per_second`: requests. `draft_used`: of the candidates that
+    drafters computed (counts.py); None without drafters. `measured_seconds`: virtual time.
     """
 
     tokens_per_second: float
@@ -70,7 +70,7 @@ def figures_of(fleet: Fleet) -> Figures:
         drafter_busy=(end.drafter_busy - begin.drafter_busy) / (seconds * len(fleet.drafters))
         if fleet.drafters
         else None,
-        draft_used=(end.accepted - begin.accepted) / drafted if drafted else None,
+        draft_used=(end.used - begin.used) / drafted if drafted else None,
         measured_seconds=seconds,
         requests=len(answered),
     )

@@ -33,8 +33,6 @@ class Answered:
     first_at: float = 0.0
     last_at: float = 0.0
     steps: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,7 @@ class Snapshot:
     target_waiting: float = 0.0
     drafter_busy: float = 0.0
     drafted: int = 0
-    accepted: int = 0
+    used: int = 0
 
 
 class Fleet(Listener):
@@ -127,8 +125,7 @@ class Fleet(Listener):
     def finished(self, finish: Finish) -> None:
         """A caller has its answer; where callers wait for answers, it asks again."""
         one = self._open.pop(finish.sequence_id)
-        stats = finish.stats
-        one.steps, one.drafted, one.accepted = stats.steps, stats.drafted, stats.accepted
+        one.steps = finish.stats.steps
         self.answered.append(one)
         self._outstanding[one.group] -= 1
         if len(self.answered) == self._warm_after:
@@ -162,7 +159,7 @@ class Fleet(Listener):
             target_waiting=sum(meter.waiting_seconds for meter in targets),
             drafter_busy=sum(meter.busy_seconds for meter in drafters),
             drafted=sum(meter.drafted for meter in drafters),
-            accepted=sum(driver.scheduler.totals.accepted for driver in self.drivers),
+            used=sum(driver.scheduler.totals.counts.used for driver in self.drivers),
         )
 
     def _build_cell(self) -> None:

@@ -33,6 +33,19 @@ class Layout:
     costs: HostCosts = field(default_factory=HostCosts)
 
     @property
+    def name(self) -> str:
+        """For people: "2 x (70b-4xh100 x 2 + 1b-h100), chain"."""
+        devices = self.target.name
+        if self.targets > 1:
+            devices += f" x {self.targets}"
+        if self.drafter is not None:
+            devices += f" + {self.drafter.name}"
+            devices += f" x {self.drafters}" if self.drafters > 1 else ""
+        if self.cells > 1:
+            devices = f"{self.cells} x ({devices})"
+        return f"{devices}, {self.policy.value}"
+
+    @property
     def gpus(self) -> int:
         """GPUs that it occupies."""
         drafting = self.drafter.gpus * self.drafters if self.drafter is not None else 0

@@ -1,0 +1,112 @@
+"""The section [plan] of a configuration: what `paceline plan` is asked. Frozen and closed."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from cluster.decoding.policies import PolicyName
+from paceline.errors import ConfigError
+from paceline.text import did_you_mean
+from workers.emulated.profiles import load_profile
+
+SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName if policy.value != "replicas")
+"""Of all policies: `replicas` needs several target groups for one driver."""
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+
+
+def _refusal(message: str) -> PydanticCustomError:
+    return PydanticCustomError("paceline", "{message}", {"message": message})
+
+
+def _profile(role: Any) -> BeforeValidator:
+    def check(value: object) -> object:
+        if not isinstance(value, str):
+            raise _refusal(f"expected the name of a latency profile, got {value!r}")
+        try:
+            load_profile(value, role=role)
+        except ConfigError as error:
+            raise _refusal(str(error)) from None
+        return value
+
+    return BeforeValidator(check)
+
+
+def _ratio(value: object) -> object:
+    found = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", value) if isinstance(value, str) else None
+    if found is None:
+        raise _refusal(
+            f'expected TARGETS:DRAFTERS such as "1:1" or "4:1", each 1 to 99, got {value!r}'
+        )
+    return value
+
+
+def _policy(value: object) -> object:
+    if value in SIMULATED_POLICIES:
+        return value
+    hint = did_you_mean(value, SIMULATED_POLICIES) if isinstance(value, str) else ""
+    raise _refusal(f"expected one of {', '.join(SIMULATED_POLICIES)}, got {value!r}{hint}")
+
+
+def _listed(value: object) -> object:
+    """One value stands for a list of it."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
+_Listed = BeforeValidator(_listed)
+_SOME = Field(min_length=1, strict=False)
+
+
+class PlanConfig(BaseModel):
+    """Devices, links, load and acceptance; where several values are given, all are compared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    # Latency profiles (workers/emulated/profiles).
+    target: Annotated[tuple[Annotated[str, _profile("target")], ...], _Listed, _SOME] = (
+        "70b-4xh100",
+    )
+    drafter: Annotated[tuple[Annotated[str, _profile("drafter")], ...], _Listed, _SOME] = (
+        "1b-h100",
+    )
+    hosts: Annotated[int, Field(ge=1, le=100_000)] = 1
+    gpus_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
+    # Target groups and the drafters that they share. Plain decoding is compared with in any case.
+    ratios: Annotated[tuple[Annotated[str, BeforeValidator(_ratio)], ...], _Listed, _SOME] = (
+        "1:1",
+        "2:1",
+    )
+    policies: Annotated[tuple[Annotated[str, BeforeValidator(_policy)], ...], _Listed, _SOME] = (
+        SIMULATED_POLICIES
+    )
+    # Between a driver and a drafter.
+    rtt_ms: Annotated[float, Field(ge=0, le=60_000)] = 0.1
+    mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    # That a drafted token is right, the ones before it being so; that the second guess is right
+    # where the first is not.
+    acceptance: _Share = 0.8
+    hit_rate: _Share = 0.5
+    # Callers who ask again when they are answered; or requests a second, whoever is answered.
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    prompt_tokens: Annotated[int, Field(ge=3, le=16_384)] = 512
+    output_tokens: Annotated[int, Field(ge=2, le=16_384)] = 256
+    # KV that a target group holds.
+    kv_tokens: Annotated[int, Field(ge=1024)] = 131_072
+    # How many requests are simulated for a layout; and of how many target groups at most, the
+    # load being cut alike (0: of all).
+    requests: Annotated[int, Field(ge=1)] = 200
+    simulated_groups: Annotated[int, Field(ge=0)] = 4
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _one_load(self) -> PlanConfig:
+        if self.concurrency is not None and self.requests_per_second is not None:
+            raise _refusal(
+                "concurrency and requests_per_second are both given; leave one of the two out"
+            )
+        return self

@@ -1,0 +1,197 @@
+"""`paceline plan`: which layouts a question allows, and what each comes to under its load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from cluster.config_model import Config
+from cluster.decoding.policies import PolicyName, policy_named
+from cluster.plan_config import PlanConfig
+from cluster.simulation.closed_forms import best_lockstep_window
+from cluster.simulation.figures import Figures, figures_of
+from cluster.simulation.fleet import Fleet
+from cluster.simulation.layout import Layout, Load
+from cluster.simulation.target import BLOCK_SIZE
+from paceline.errors import ConfigError
+from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
+from workers.emulated.replay_text import Guess
+
+DEFAULT_CONCURRENCY = 8
+"""Callers for each target group of plain decoding, where the load is left open."""
+KEEPS_UP = 0.95
+"""Of the requests that arrive, so many must be answered meanwhile."""
+FASTER = 1.02
+"""Below this ratio, one layout is no faster than another."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLayout:
+    """A layout, the load that was simulated on a part of it, and the figures.
+
+    `scale`: by how much the whole load is larger than the simulated part; rates in `figures` are
+    the part's. `speedup` and `per_gpu_gain`: against plain decoding on the same kind of target.
+    """
+
+    layout: Layout
+    simulated_groups: int
+    scale: float
+    figures: Figures
+    same_text: bool
+    keeps_up: bool
+    speedup: float = 1.0
+    per_gpu_gain: float = 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all its groups together."""
+        return self.figures.tokens_per_second * self.scale
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """By the GPUs that it occupies."""
+        return self.tokens_per_second / self.layout.gpus
+
+    @property
+    def faster_but_worse_per_gpu(self) -> bool:
+        """Whether it buys speed with GPUs that plain decoding would make more of."""
+        return self.speedup > FASTER and self.per_gpu_gain < 1
+
+
+def make_plan(config: Config, *, tell: Callable[[str], None]) -> list[PlannedLayout]:
+    """Simulate every layout; the best first: those that keep up, then by tokens/s, where all tokens
+    that are asked for are served by latency. Raises ConfigError when none fits the hosts.
+    """
+    asked = config.plan
+    layouts = list(_layouts(config))
+    if not layouts:
+        raise ConfigError(
+            f"plan: no target of {', '.join(asked.target)} fits {asked.hosts} hosts of "
+            f"{asked.gpus_per_host} GPUs; give more hosts or another target"
+        )
+    concurrency = asked.concurrency
+    if concurrency is None:
+        concurrency = DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts)
+    planned = []
+    for number, layout in enumerate(layouts, start=1):
+        tell(f"{number} of {len(layouts)}: {layout.name}")
+        planned.append(_simulate(layout, asked, concurrency))
+    planned = _compared(planned)
+    served = asked.requests_per_second is not None
+    return sorted(
+        planned,
+        key=lambda one: (
+            not one.keeps_up,
+            one.figures.token_ms[0] if served and one.keeps_up else -one.tokens_per_second,
+        ),
+    )
+
+
+def _layouts(config: Config) -> Iterator[Layout]:
+    asked = config.plan
+    for target_name in asked.target:
+        target = load_profile(target_name, role="target")
+        most_groups = _groups_that_fit(target, asked)
+        if most_groups:
+            yield _layout(config, target, PolicyName.OFF, cells=most_groups)
+        for drafter_name in asked.drafter:
+            drafter = load_profile(drafter_name, role="drafter")
+            for ratio in asked.ratios:
+                targets, drafters = map(int, ratio.split(":"))
+                gpus = targets * target.gpus + drafters * drafter.gpus
+                cells = min(most_groups // targets, asked.hosts * asked.gpus_per_host // gpus)
+                for name in asked.policies:
+                    policy = PolicyName(name)
+                    enough = drafters >= policy_named(policy).needs.drafters
+                    if cells and enough and policy is not PolicyName.OFF:
+                        yield replace(
+                            _layout(config, target, policy, cells=cells, drafter=drafter),
+                            targets=targets,
+                            drafters=drafters,
+                        )
+
+
+def _groups_that_fit(target: DeviceProfile, asked: PlanConfig) -> int:
+    """Target groups, each on whole shares of as many hosts as its profile says."""
+    on_each = target.gpus // target.hosts
+    return asked.hosts // target.hosts * (asked.gpus_per_host // on_each)
+
+
+def _layout(
+    config: Config,
+    target: DeviceProfile,
+    policy: PolicyName,
+    *,
+    cells: int,
+    drafter: DeviceProfile | None = None,
+) -> Layout:
+    asked, speculation = config.plan, config.speculation
+    window = speculation.window
+    if policy is PolicyName.LOCKSTEP and drafter is not None:
+        window = best_lockstep_window(
+            asked.acceptance,
+            step_ms=target.pass_ms.ms(1, 1),
+            draft_ms=drafter.pass_ms.ms(1, 1),
+            rtt_ms=asked.rtt_ms,
+        )
+    return Layout(
+        target=target,
+        policy=policy,
+        window=window,
+        drafter=drafter,
+        cells=cells,
+        branches=1 if policy_named(policy).needs.chains_only else speculation.branches,
+        link=LinkProfile(rtt_ms=asked.rtt_ms, mbit_per_second=asked.mbit_per_second),
+        max_num_seqs=config.target.max_num_seqs,
+        wait_ms=speculation.wait_ms,
+        kv_blocks=asked.kv_tokens // BLOCK_SIZE,
+    )
+
+
+def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLayout:
+    """Simulate some of its cells with their part of the load."""
+    cells = layout.cells
+    if asked.simulated_groups:
+        cells = min(cells, max(1, asked.simulated_groups // layout.targets))
+    scale = layout.cells / cells
+    per_second = asked.requests_per_second
+    callers = None
+    if per_second is None:
+        callers = max(1, round(concurrency / scale))
+        scale = concurrency / callers
+    load = Load(
+        requests=asked.requests,
+        prompt_tokens=asked.prompt_tokens,
+        output_tokens=asked.output_tokens,
+        guess=Guess(asked.acceptance, asked.hit_rate, asked.seed),
+        concurrency=callers,
+        per_second=None if per_second is None else per_second / scale,
+    )
+    fleet = Fleet(replace(layout, cells=cells), load)
+    fleet.run()
+    fleet.check_end()
+    figures = figures_of(fleet)
+    keeps_up = (
+        load.per_second is None or figures.completed_per_second >= KEEPS_UP * load.per_second
+    )
+    return PlannedLayout(
+        layout, cells * layout.targets, scale, figures, fleet.same_text, keeps_up
+    )
+
+
+def _compared(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
+    """Each beside plain decoding on the same kind of target."""
+    plain = {
+        one.layout.target.name: one for one in planned if one.layout.policy is PolicyName.OFF
+    }
+    found = []
+    for one in planned:
+        beside = plain[one.layout.target.name]
+        found.append(
+            replace(
+                one,
+                speedup=one.tokens_per_second / beside.tokens_per_second,
+                per_gpu_gain=one.tokens_per_second_per_gpu / beside.tokens_per_second_per_gpu,
+            )
+        )
+    return found

@@ -1,0 +1,109 @@
+"""`paceline plan`: simulate layouts before renting them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.commands.options import ConfigOption, JsonOption
+from deploy.outputs import check_writable, write_json
+from deploy.reach import teller
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `plan` to the command tree."""
+
+    @app.command()
+    def plan(
+        config_path: ConfigOption = None,
+        target: Annotated[
+            list[str] | None, typer.Option(help="Latency profile; several are compared.")
+        ] = None,
+        drafter: Annotated[
+            list[str] | None, typer.Option(help="Latency profile; several are compared.")
+        ] = None,
+        hosts: Annotated[int | None, typer.Option(help="How many there are. Default: 1.")] = None,
+        gpus_per_host: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
+        ratios: Annotated[
+            list[str] | None,
+            typer.Option(help="Target groups to the drafters they share, such as 1:1 or 4:1."),
+        ] = None,
+        policies: Annotated[
+            list[str] | None, typer.Option(help="Default: all that can be simulated.")
+        ] = None,
+        rtt_ms: Annotated[
+            float | None, typer.Option(help="Between driver and drafter. Default: 0.1.")
+        ] = None,
+        mbit_per_second: Annotated[
+            float | None, typer.Option(help="Of that link; 0: no bound.")
+        ] = None,
+        acceptance: Annotated[
+            float | None,
+            typer.Option(help="Share of drafted tokens that are right. Default: 0.8."),
+        ] = None,
+        hit_rate: Annotated[
+            float | None,
+            typer.Option(help="How often the second guess is right where the first is not."),
+        ] = None,
+        concurrency: Annotated[
+            int | None, typer.Option(help="Callers who ask again once they are answered.")
+        ] = None,
+        requests_per_second: Annotated[
+            float | None, typer.Option(help="Requests that come at random, instead of callers.")
+        ] = None,
+        prompt_tokens: Annotated[int | None, typer.Option(help="Default: 512.")] = None,
+        output_tokens: Annotated[int | None, typer.Option(help="Default: 256.")] = None,
+        kv_tokens: Annotated[
+            int | None, typer.Option(help="KV that a target group holds. Default: 131072.")
+        ] = None,
+        requests: Annotated[
+            int | None, typer.Option(help="How many are simulated a layout. Default: 200.")
+        ] = None,
+        simulated_groups: Annotated[
+            int | None,
+            typer.Option(help="Target groups that are simulated at most; 0: all. Default: 4."),
+        ] = None,
+        seed: Annotated[int | None, typer.Option(help="Of the simulated luck. Default: 0.")] = None,
+        json_path: JsonOption = None,
+    ) -> None:
+        """Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.
+
+        Flags override the table [plan] of the configuration, whose keys have the same names.
+        docs/planning.md says what is simulated, and how well.
+        """
+        if json_path is not None:
+            check_writable("json", json_path)
+        given = {
+            "target": target,
+            "drafter": drafter,
+            "hosts": hosts,
+            "gpus_per_host": gpus_per_host,
+            "ratios": ratios,
+            "policies": policies,
+            "rtt_ms": rtt_ms,
+            "mbit_per_second": mbit_per_second,
+            "acceptance": acceptance,
+            "hit_rate": hit_rate,
+            "concurrency": concurrency,
+            "requests_per_second": requests_per_second,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "kv_tokens": kv_tokens,
+            "requests": requests,
+            "simulated_groups": simulated_groups,
+            "seed": seed,
+        }
+        from cluster.config import load_config
+        from cluster.simulation.plan import make_plan
+        from deploy.plan_report import plan_json, print_plan
+
+        flags = {key: value for key, value in given.items() if value is not None}
+        config = load_config(config_path, environ, plan_flags=flags)
+        with teller(Console(stderr=True)) as tell:
+            planned = make_plan(config, tell=tell)
+        print_plan(Console(), config.plan, planned)
+        if json_path is not None:
+            write_json(json_path, plan_json(config.plan, planned))
