@@ -6,6 +6,7 @@ length delays another sequence's token by about one step of the same batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,6 +38,11 @@ class PrefillCosts:
             self._decoding_ms[size] = _SLOW_CHANGE * before + (1 - _SLOW_CHANGE) * step_ms
             return
         decoding_ms = self._decoding_step_ms(decoding_tokens)
+        size = decoding_tokens.bit_length()
+        if size and prefill_tokens <= MIN_CHUNK and size < min(self._decoding_ms, default=math.inf):
+            # Where prompts never pause, no step so small may ever come without prefill.
+            self._decoding_ms[size] = step_ms
+            return
         extra_ms = max(0.0, step_ms - (decoding_ms or 0.0))
         self._extra_ms = self._extra_ms * _SLOW_CHANGE + extra_ms
         self._tokens = self._tokens * _SLOW_CHANGE + prefill_tokens

@@ -59,3 +59,13 @@ def test_the_other_half_goes_to_those_that_lack_least() -> None:
     assert share_prefill([1500, 300, 20, 40], 100) == [50, 0, 20, 30]
     assert share_prefill([10, 300], 100) == [10, 90]
     assert share_prefill([300, 5], 100) == [95, 5]
+
+
+def test_chunks_grow_even_where_no_step_is_without_prefill() -> None:
+    costs = PrefillCosts()
+    chunks = []
+    for _ in range(8):
+        chunks.append(costs.chunk_beside(4))
+        costs.add(decoding_tokens=4, prefill_tokens=chunks[-1], step_seconds=0.02)
+    assert chunks[0] == MIN_CHUNK
+    assert chunks[-1] >= 512, "the step takes no longer for them"
