@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.decoding.events import (
     Admitted,
@@ -149,7 +150,7 @@ class SimulatedDriver:
                 lambda now: Proposed(now, name, answer.proposals, pass_seconds=answer.pass_seconds)
             )
         for sequence_id in answer.declined:
-            self._hear(lambda now, declined=sequence_id: DraftDeclined(now, name, declined))
+            self._hear(partial(DraftDeclined, drafter=name, sequence_id=sequence_id))
 
     def _hear(self, event: Callable[[float], Event]) -> None:
         """Handle an event now, or when what came before is done."""

@@ -171,19 +171,13 @@ def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLay
     fleet.run()
     fleet.check_end()
     figures = figures_of(fleet)
-    keeps_up = (
-        load.per_second is None or figures.completed_per_second >= KEEPS_UP * load.per_second
-    )
-    return PlannedLayout(
-        layout, cells * layout.targets, scale, figures, fleet.same_text, keeps_up
-    )
+    keeps_up = load.per_second is None or figures.completed_per_second >= KEEPS_UP * load.per_second
+    return PlannedLayout(layout, cells * layout.targets, scale, figures, fleet.same_text, keeps_up)
 
 
 def _compared(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
     """Each beside plain decoding on the same kind of target."""
-    plain = {
-        one.layout.target.name: one for one in planned if one.layout.policy is PolicyName.OFF
-    }
+    plain = {one.layout.target.name: one for one in planned if one.layout.policy is PolicyName.OFF}
     found = []
     for one in planned:
         beside = plain[one.layout.target.name]

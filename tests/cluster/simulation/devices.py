@@ -1,0 +1,74 @@
+"""Devices of round numbers, and simulations on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from cluster.decoding.policies import PolicyName
+from cluster.simulation.driver import HostCosts
+from cluster.simulation.fleet import Fleet
+from cluster.simulation.layout import Layout, Load
+from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes
+from workers.emulated.replay_text import Guess
+
+STEP_MS = 20.0
+DRAFT_MS = 2.5
+FREE = HostCosts(hop_ms=0.0, event_ms=0.0, sequence_ms=0.0, tell_ms=0.0, pause_ms=0.0)
+"""A driver and messages that take no time."""
+
+
+def device(role: str, ms: float, *, gpus: int = 1) -> DeviceProfile:
+    """A pass takes the same time whatever it computes."""
+    return DeviceProfile.model_validate(
+        {
+            "name": f"{role} of the test",
+            "role": role,
+            "about": "",
+            "gpus": gpus,
+            "hosts": 1,
+            "source": "round numbers",
+            "pass_ms": PassTimes(batch=(1, 2), tokens=(1, 2), table=((ms, ms), (ms, ms))),
+        }
+    )
+
+
+def layout(policy: str, *, window: int = 4, drafters: int = 1, rtt_ms: float = 0.0) -> Layout:
+    """One target group, with a drafter unless the policy is off. Nothing but devices takes time."""
+    return Layout(
+        target=device("target", STEP_MS, gpus=4),
+        policy=PolicyName(policy),
+        window=window,
+        drafter=None if policy == "off" else device("drafter", DRAFT_MS),
+        drafters=0 if policy == "off" else drafters,
+        link=LinkProfile(rtt_ms=rtt_ms),
+        costs=FREE,
+    )
+
+
+def load(
+    *,
+    requests: int = 12,
+    concurrency: int = 4,
+    acceptance: float = 0.75,
+    hit_rate: float = 0.5,
+    seed: int = 1,
+    tokens: int = 60,
+    temperature: float = 0.0,
+) -> Load:
+    """Callers who ask for so many tokens each."""
+    return Load(
+        requests=requests,
+        prompt_tokens=40,
+        output_tokens=tokens,
+        guess=Guess(acceptance, hit_rate, seed),
+        concurrency=concurrency,
+        temperature=temperature,
+    )
+
+
+def simulated(layout: Layout, load: Load, **changes: object) -> Fleet:
+    """After its run; `changes` of the layout."""
+    fleet = Fleet(replace(layout, **changes), load)  # type: ignore[arg-type]
+    fleet.run()
+    fleet.check_end()
+    return fleet

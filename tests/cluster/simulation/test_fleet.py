@@ -1,0 +1,132 @@
+"""A simulated fleet: the same text, nothing lost, the same course every time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from cluster.decoding.instructions import RunStep
+from cluster.decoding.policies import PolicyName, policy_named
+from cluster.simulation import fleet as fleet_module
+from cluster.simulation.clock import VirtualClock
+from cluster.simulation.driver import HostCosts
+from cluster.simulation.figures import figures_of
+from cluster.simulation.fleet import Fleet
+from cluster.simulation.layout import Load
+from cluster.simulation.link import SimulatedLink
+from cluster.simulation.target import SimulatedTarget
+from tests.cluster.simulation.devices import layout, load, simulated
+from workers.emulated.profiles import LinkProfile
+from workers.emulated.replay_text import Guess
+
+POLICIES = [
+    (policy.value, branches)
+    for policy in PolicyName
+    if policy.value != "replicas"
+    for branches in (1, 3)
+    if branches == 1 or not policy_named(policy).needs.chains_only
+]
+
+
+@pytest.mark.parametrize(("policy", "branches"), POLICIES)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_policy_gives_the_text_of_plain_decoding(
+    policy: str, branches: int, temperature: float
+) -> None:
+    drafters = max(1, policy_named(PolicyName(policy)).needs.drafters)
+    fleet = simulated(
+        layout(policy, window=6, drafters=drafters, rtt_ms=3.0),
+        load(temperature=temperature),
+        branches=branches,
+        costs=HostCosts(),
+    )
+    assert fleet.same_text
+    plain = simulated(layout("off"), load(temperature=temperature))
+    assert _texts(fleet) == _texts(plain)
+
+
+def _texts(fleet: Fleet) -> dict[int, list[int]]:
+    return {one.request.sequence_id: one.token_ids for one in fleet.answered}
+
+
+class _Forgetful(SimulatedTarget):
+    """Forgets to move the KV of accepted paths."""
+
+    def step(self, step: RunStep) -> None:
+        slices = tuple(replace(part, kv_moves=()) for part in step.slices)
+        super().step(replace(step, slices=slices))
+
+
+def test_a_forgotten_move_is_another_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "SimulatedTarget", _Forgetful)
+    fleet = simulated(layout("lockstep", window=6), load(hit_rate=1.0), branches=2)
+    assert not fleet.same_text
+
+
+def test_a_simulation_takes_the_same_course_every_time() -> None:
+    def course(seed: int) -> list[tuple[int, float, float]]:
+        fleet = simulated(layout("chain"), load(seed=seed), cells=2, costs=HostCosts())
+        return [(one.request.sequence_id, one.first_at, one.last_at) for one in fleet.answered]
+
+    assert course(1) == course(1)
+    assert course(1) != course(2)
+
+
+def test_few_blocks_are_given_back_and_nothing_is_lost() -> None:
+    fleet = simulated(
+        layout("chain", window=6), load(requests=20, concurrency=8, tokens=100), kv_blocks=24
+    )
+    assert fleet.drivers[0].scheduler.num_preemptions > 0
+    assert fleet.same_text
+
+
+def test_the_router_spreads_requests_and_drafters_are_shared() -> None:
+    fleet = simulated(layout("chain"), load(requests=24, concurrency=8), targets=2, cells=2)
+    assert len(fleet.drafters) == 2
+    counts = [sum(one.group == group for one in fleet.answered) for group in range(4)]
+    assert min(counts) >= 4
+    assert fleet.same_text
+
+
+def test_requests_that_come_at_random_are_answered_late_where_there_are_too_many() -> None:
+    asked = Load(200, 40, 20, Guess(0.8, 0.0, 3), per_second=2.0)
+    at_ease = figures_of(simulated(layout("off"), asked, max_num_seqs=2))
+    crowded = figures_of(simulated(layout("off"), replace(asked, per_second=20.0), max_num_seqs=2))
+    # Two at a time of 20 tokens, 20 ms each: a little under 5 requests a second.
+    assert at_ease.completed_per_second == pytest.approx(2.0, rel=0.3)
+    assert crowded.completed_per_second == pytest.approx(5.0, rel=0.15)
+    assert crowded.ttft_ms[1] > 10 * at_ease.ttft_ms[0]
+    assert at_ease.target.idle > 0.2 > crowded.target.idle
+
+
+def test_shares_of_time_make_a_whole() -> None:
+    alone = load(concurrency=1)
+    shares = figures_of(simulated(layout("lockstep"), alone, costs=HostCosts())).target
+    assert shares.busy + shares.waiting + shares.idle == pytest.approx(1.0)
+    assert shares.waiting > 0.2, "lockstep waits for its drafter"
+    assert 0 < shares.prefill < shares.busy
+
+
+def test_what_is_due_together_comes_in_the_order_of_asking() -> None:
+    clock, seen = VirtualClock(), []
+    for name in ("a", "b"):
+        clock.at(1.0, seen.append, name)
+    clock.at(0.5, seen.append, "first")
+    clock.run()
+    assert seen == ["first", "a", "b"]
+    with pytest.raises(AssertionError, match="go back"):
+        clock.at(0.5, seen.append, "late")
+
+
+def test_messages_keep_their_order_and_share_the_bandwidth() -> None:
+    clock = VirtualClock()
+    arrivals: list[float] = []
+    link = SimulatedLink(clock, LinkProfile(rtt_ms=10, mbit_per_second=8), hop_seconds=0.001)
+    for num_bytes in (1000, 1000, 1):
+        link.send(0.0, num_bytes, lambda: arrivals.append(clock.now))
+    clock.run()
+    assert arrivals[0] == pytest.approx(0.001 + 0.005 + 0.001)
+    assert arrivals[1] - arrivals[0] == pytest.approx(0.001)
+    assert all(before <= after for before, after in pairwise(arrivals))
