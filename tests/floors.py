@@ -19,6 +19,7 @@ BANS = {
     "paceline": ("torch", "ray"),
     "workers": ("ray",),
     "workers.verification": _PURE,
+    "cluster.simulation": ("ray", "grpc", "asyncio", "time"),
     "cluster.decoding": (*_PURE, "torch", "transformers", "google.protobuf", "paceline.v1"),
 }
 

@@ -137,18 +137,16 @@ class SimulatedDriver:
         """A request arrived."""
         self._unfinished += 1
         self._target.has_work()
-        self._hear(lambda now: Admitted(now, request))
+        self._hear(partial(Admitted, request=request))
 
     def _answered(self, step: int, verdicts: tuple[SequenceVerdict, ...], seconds: float) -> None:
-        self._from_target.send(
-            self._clock.now, 0, self._hear, lambda now: StepDone(now, step, verdicts, seconds)
-        )
+        done = partial(StepDone, step=step, verdicts=verdicts, step_seconds=seconds)
+        self._from_target.send(self._clock.now, 0, self._hear, done)
 
     def _proposed(self, name: str, answer: DraftAnswer) -> None:
         if answer.proposals or answer.pass_seconds:
-            self._hear(
-                lambda now: Proposed(now, name, answer.proposals, pass_seconds=answer.pass_seconds)
-            )
+            proposed = partial(Proposed, drafter=name, proposals=answer.proposals)
+            self._hear(partial(proposed, pass_seconds=answer.pass_seconds))
         for sequence_id in answer.declined:
             self._hear(partial(DraftDeclined, drafter=name, sequence_id=sequence_id))
 

@@ -110,7 +110,8 @@ def test_shares_of_time_make_a_whole() -> None:
 
 
 def test_what_is_due_together_comes_in_the_order_of_asking() -> None:
-    clock, seen = VirtualClock(), []
+    clock = VirtualClock()
+    seen: list[str] = []
     for name in ("a", "b"):
         clock.at(1.0, seen.append, name)
     clock.at(0.5, seen.append, "first")
