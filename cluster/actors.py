@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config_model import Config
+from cluster.config_model import Config, DrafterConfig
 from cluster.placement import WorkerPlan
 
 if TYPE_CHECKING:
@@ -71,6 +71,16 @@ class ShardActor(_Actor):
         assert plan.model is not None
         files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
         target = setup.config.target
+        if target.emulated is not None:
+            from workers.emulated.profiles import load_profile
+            from workers.emulated.serve import serve_replay_target
+
+            profile = load_profile(target.emulated, role="target")
+            return self._serving(
+                await serve_replay_target(
+                    files.folder, profile, host=_worker_host(setup), port=port
+                )
+            )
         options = TargetShardOptions(
             folder=files.folder,
             weights=files.weights,
@@ -95,6 +105,8 @@ class DrafterActor(_Actor):
         from workers.models import resolve_model
 
         assert plan.kind != "target"
+        if plan.drafter is not None and plan.drafter.emulated is not None:
+            return self._serving(await self._emulated(setup, plan, plan.drafter))
         options = DrafterOptions(kind=plan.kind, threads=plan.threads, cores=plan.cores)
         if plan.model is not None:
             files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
@@ -110,6 +122,26 @@ class DrafterActor(_Actor):
             )
         host = _worker_host(setup)
         return self._serving(await serve_drafter(options, host=host, port=port))
+
+    async def _emulated(
+        self, setup: WorkerSetup, plan: WorkerPlan, drafter: DrafterConfig
+    ) -> RunningServer:
+        from workers.emulated.profiles import load_profile
+        from workers.emulated.replay_text import Guess
+        from workers.emulated.serve import serve_replay_drafter
+        from workers.models import resolve_model
+
+        assert drafter.emulated is not None
+        assert drafter.model is not None
+        files = await asyncio.to_thread(resolve_model, drafter.model, home=setup.home)
+        (server,) = await serve_replay_drafter(
+            files.folder,
+            load_profile(drafter.emulated, role="drafter"),
+            [Guess(drafter.acceptance, drafter.hit_rate, seed=plan.bundle)],
+            max_sequences=setup.config.target.max_num_seqs,
+            host=_worker_host(setup),
+        )
+        return server
 
 
 class DriverActor(_Actor):

@@ -22,7 +22,7 @@ from cluster.fitting import (
     check_rule_fits,
 )
 from cluster.plan_config import PlanConfig
-from paceline.errors import InvalidRequestError
+from paceline.errors import ConfigError, InvalidRequestError
 from paceline.rules import (
     DRAFTER_KINDS,
     MAX_BRANCHES,
@@ -32,7 +32,9 @@ from paceline.rules import (
     Stopping,
 )
 from paceline.text import did_you_mean
+from workers.emulated.profiles import load_profile
 from workers.engine.weight_form import DTYPES, Dtype
+from workers.models import STAND_IN
 
 _BYTE_UNITS = {
     "B": 1,
@@ -110,10 +112,42 @@ class _Closed(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+def _emulated(role: Literal["target", "drafter"]) -> BeforeValidator:
+    """The name of a latency profile of that role, or None."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str):
+            try:
+                load_profile(value, role=role)
+            except ConfigError as error:
+                raise _refusal(str(error)) from None
+        return value
+
+    return BeforeValidator(check)
+
+
+def _model_or_emulated(given: Any, usual: str) -> Any:
+    """What is emulated has the stand-in checkpoint for a model, and no other may have it."""
+    if not isinstance(given, dict):
+        return given
+    if given.get("emulated") is None:
+        if given.get("model") == STAND_IN:
+            raise _refusal(f'"{STAND_IN}" is no model; name a latency profile with "emulated"')
+        return {"model": usual} | given
+    if given.get("model", STAND_IN) != STAND_IN:
+        raise _refusal('what is emulated has no model; remove the key "model" or "emulated"')
+    return given | {"model": STAND_IN}
+
+
 class TargetConfig(_Closed):
-    """The model whose text is served."""
+    """The model whose text is served.
+
+    `emulated` is a latency profile (docs/emulation.md): then no model is run, and the text is made
+    up.
+    """
 
     model: Text = "demo"
+    emulated: Annotated[Text | None, _emulated("target")] = None
     tensor_parallel: OneForNow = 1
     groups: OneForNow = 1
     # "auto": float32 on a CPU, the checkpoint's on a GPU. float16 is for GPUs, int8 for CPUs.
@@ -130,14 +164,26 @@ class TargetConfig(_Closed):
     # Requests of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
 
+    @model_validator(mode="before")
+    @classmethod
+    def _emulated_or_not(cls, given: Any) -> Any:
+        return _model_or_emulated(given, "demo")
+
 
 class DrafterConfig(_Closed):
-    """`count` drafters of one kind. `model` is of kind "model" alone."""
+    """`count` drafters of one kind. `model` and `emulated` are of kind "model" alone.
+
+    `emulated` is a latency profile; such a drafter guesses right at the rate `acceptance`, and with
+    its second guess at the rate `hit_rate` where the first is wrong.
+    """
 
     kind: Annotated[DrafterKind, _choice(*DRAFTER_KINDS, later=("suffix", "heads", "mixed"))] = (
         "model"
     )
     model: Text | None = None
+    emulated: Annotated[Text | None, _emulated("drafter")] = None
+    acceptance: Annotated[float, Field(ge=0, le=1)] = 0.8
+    hit_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1
     threads: AutoCount = "auto"
 
@@ -146,12 +192,17 @@ class DrafterConfig(_Closed):
     def _model_of_kind(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("kind", "model") != "model":
             return given
-        return {"model": "demo-draft"} | given
+        return _model_or_emulated(given, "demo-draft")
 
     @model_validator(mode="after")
     def _model_fits_kind(self) -> DrafterConfig:
-        if self.kind != "model" and self.model is not None:
-            raise _refusal(f'a drafter of kind "{self.kind}" has no model; remove the key "model"')
+        for key in ("model", "emulated"):
+            if self.kind != "model" and getattr(self, key) is not None:
+                raise _refusal(
+                    f'a drafter of kind "{self.kind}" has no model; remove the key "{key}"'
+                )
+        if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
+            raise _refusal('"acceptance" and "hit_rate" are of emulated drafters; remove them')
         return self
 
 
@@ -224,6 +275,29 @@ class Config(_Closed):
             raise _refusal(
                 f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
             ) from None
+        return self
+
+    @model_validator(mode="after")
+    def _emulated_together(self) -> Config:
+        """Emulated workers share a made-up vocabulary and have no logits."""
+        emulated = self.target.emulated is not None
+        for drafter in self.drafters:
+            if drafter.kind == "model" and (drafter.emulated is not None) != emulated:
+                raise _refusal(
+                    "drafters: target and model drafters are all emulated or none is; give every "
+                    'one the key "emulated", or remove it everywhere'
+                )
+        chosen = self.speculation
+        if emulated and chosen.verification != "coupled":
+            raise _refusal(
+                "speculation.verification: emulated workers have no distributions; expected "
+                f'"coupled", got "{chosen.verification}"'
+            )
+        if emulated and chosen.stopping != "fixed":
+            raise _refusal(
+                "speculation.stopping: emulated drafters have no logits to stop by; expected "
+                f'"fixed", got "{chosen.stopping}"'
+            )
         return self
 
     def deployment_digest(self) -> str:

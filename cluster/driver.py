@@ -167,7 +167,7 @@ class Driver:
         checkpoint, target = self._started().checkpoint, self._dispatch.target
         assert target is not None
         return ModelDescription(
-            model=checkpoint.name,
+            model=target.model,
             vocab_size=checkpoint.vocab_size,
             max_model_len=target.room,
             end_token_ids=checkpoint.end_token_ids,

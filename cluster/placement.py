@@ -30,7 +30,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker. `group` and `bundle` say where; `cores` None: wherever the system puts it."""
+    """One worker. `group` and `bundle` say where; `cores` None: wherever the system puts it.
+
+    `drafter`: the configuration of what is one.
+    """
 
     name: str
     kind: WorkerKind
@@ -41,6 +44,7 @@ class WorkerPlan:
     bundle: int
     reserved_cpus: int
     reserved_gpus: int
+    drafter: DrafterConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,7 @@ def plan_placement(
                 bundle=sum(worker.kind == "model" for worker in workers) if is_model else 0,
                 reserved_cpus=threads if is_model else 0,
                 reserved_gpus=gpus if is_model else 0,
+                drafter=drafter,
             )
         )
     groups = [GroupPlan(_bundles(workers, "target"), "STRICT_PACK")]

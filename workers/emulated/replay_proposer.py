@@ -73,7 +73,7 @@ class ReplayProposer:
     @property
     def info(self) -> DrafterInfo:
         return DrafterInfo(
-            kind="replay",
+            kind="emulated",
             model=f"emulated {self._profile.name}",
             vocab_size=self._text.vocab_size,
             vocabulary_digest=self._vocabulary_digest,

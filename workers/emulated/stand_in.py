@@ -6,6 +6,8 @@ The driver reads a checkpoint's tokenizer and defaults; an emulated target has n
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -18,6 +20,24 @@ from workers.emulated.replay_text import NUM_RESERVED
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 8192
 END_TOKEN_ID = 2
+
+
+def stand_in_at(folder: Path) -> Path:
+    """The stand-in checkpoint in `folder`, made where it is absent; several may ask at once."""
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        make_stand_in(partial)
+        partial.chmod(0o755)
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else somebody else was faster
+            raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return folder
 
 
 def make_stand_in(folder: Path) -> Path:

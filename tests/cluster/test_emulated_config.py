@@ -1,0 +1,88 @@
+"""A configuration with emulated workers: what it accepts, and that it serves, labelled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.actors import DrafterActor, DriverActor, ShardActor, WorkerSetup
+from cluster.placement import Node, plan_placement
+from paceline import AsyncClient
+from tests.cluster.test_config import complaint_of, config_of
+from workers.models import STAND_IN
+
+EMULATED = """
+[target]
+emulated = "70b-4xh100"
+[[drafters]]
+emulated = "1b-h100"
+acceptance = 0.9
+"""
+
+
+def test_what_is_emulated_has_the_stand_in_for_a_model(tmp_path: Path) -> None:
+    config = config_of(tmp_path, EMULATED)
+    assert config.target.model == STAND_IN
+    (drafter,) = config.drafters
+    assert (drafter.model, drafter.acceptance, drafter.hit_rate) == (STAND_IN, 0.9, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            EMULATED.replace("70b-4xh100", "70b-4xh10"),
+            "target.emulated: there is no latency profile '70b-4xh10'; expected one of "
+            "0.5b-h100, 1b-h100, 70b-4xh100, 70b-8xh100-2hosts, 8b-h100; did you mean "
+            "70b-4xh100?",
+        ),
+        (
+            EMULATED.replace("1b-h100", "8b-h100"),
+            "drafters[0].emulated: the latency profile '8b-h100' is that of a target, expected one "
+            "of a drafter: choose another",
+        ),
+        ("[target]\nemulated = '8b-h100'\n", "drafters: target and model drafters are all"),
+        ("[[drafters]]\nemulated = '1b-h100'\n", "drafters: target and model drafters are all"),
+        (f"[target]\nmodel = '{STAND_IN}'\n", 'target: "stand-in" is no model'),
+        ("[[drafters]]\nacceptance = 0.5\n", 'drafters[0]: "acceptance" and "hit_rate" are of'),
+        (
+            EMULATED.replace("acceptance", "model = 'demo-draft'\nacceptance"),
+            "drafters[0]: what is",
+        ),
+        (
+            f"{EMULATED}[speculation]\nverification = 'rejection'\n",
+            "speculation.verification: emulated workers have no distributions",
+        ),
+        (
+            f"{EMULATED}[speculation]\nstopping = 'cost'\n",
+            "speculation.stopping: emulated drafters have no logits",
+        ),
+    ],
+)
+def test_a_mistake_is_told(tmp_path: Path, text: str, complaint: str) -> None:
+    assert complaint in complaint_of(tmp_path, text)
+
+
+async def test_the_actors_serve_it_and_say_that_it_is_emulated(tmp_path: Path) -> None:
+    config = config_of(tmp_path, f"{EMULATED}[server]\ngrpc_port = 0\n")
+    setup = WorkerSetup(config, tmp_path, "127.0.0.1")
+    shard_plan, drafter_plan = plan_placement(config, [Node("here", 2)]).workers
+    shard, drafter, driver = ShardActor(), DrafterActor(), DriverActor()
+    try:
+        target = await shard.serve(setup, shard_plan, 0)
+        guesser = await drafter.serve(setup, drafter_plan, 0)
+        served = await driver.serve(setup, target.address, {drafter_plan.name: guesser.address}, 0)
+        async with AsyncClient(served.address) as client:
+            assert (await client.describe()).model == "emulated 70b-4xh100"
+            texts = {
+                policy: await client.generate([50, 51], max_tokens=24, seed=1, policy=policy)
+                for policy in ("off", "chain")
+            }
+            assert texts["off"].token_ids == texts["chain"].token_ids
+            assert texts["chain"].stats.accepted > 0
+            kinds = {worker.name: worker.kind for worker in (await client.stats()).workers}
+        assert kinds == {"shard-0": "target", "drafter-0": "emulated"}
+    finally:
+        for actor in (driver, drafter, shard):
+            await actor.stop()
