@@ -10,8 +10,8 @@ from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import RunStep, Slice
 from paceline.v1 import drafting_pb2, target_pb2, trace_pb2
 
-_KEPT_POSITIONS = 256
-"""Of each sequence candidates are remembered so far behind the furthest one."""
+_KEPT_CANDIDATES, _KEPT_POSITIONS = 2048, 256
+"""Of a sequence's candidates, when there are so many, those of the last positions are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,9 @@ class RoundTap:
             depths = _depths(len(proposal.token_ids), proposal.parents)
             for depth, token_id in zip(depths, proposal.token_ids, strict=True):
                 origins[base + depth - 1, token_id] = self._num_passes
-            for key in [key for key in origins if key[0] < base - _KEPT_POSITIONS]:
-                del origins[key]
+            if len(origins) > _KEPT_CANDIDATES:
+                for key in [key for key in origins if key[0] < base - _KEPT_POSITIONS]:
+                    del origins[key]
         traced = trace_pb2.TracedPass(
             number=self._num_passes,
             drafter=drafter,
