@@ -118,6 +118,7 @@ def measure_time(
                 "vocab_size": row.vocab_size,
                 "window": row.window,
                 "batch": row.batch,
+                "best_ms": row.best_ms,
                 "worst_ms": row.worst_ms,
                 "accepted": row.accepted,
             },

@@ -37,7 +37,7 @@ of the noise, so that all of it is computed."""
 class RuleTime:
     """Milliseconds to verify the windows of a batch, noise included.
 
-    `ms` is the median, `worst_ms` the longest of the repeats. `accepted` is the mean number of
+    `ms` is the median, `best_ms` and `worst_ms` are the shortest and longest of the repeats. `accepted` is the mean number of
     accepted candidates: the walk looks at one row more than that.
     """
 
@@ -47,6 +47,7 @@ class RuleTime:
     window: int
     batch: int
     ms: float
+    best_ms: float
     worst_ms: float
     accepted: float
 
@@ -110,6 +111,7 @@ def _time_rule(
         window=window,
         batch=batch,
         ms=statistics.median(counted) * 1e3,
+        best_ms=min(counted) * 1e3,
         worst_ms=max(counted) * 1e3,
         accepted=accepted / batch,
     )
