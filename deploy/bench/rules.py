@@ -24,6 +24,8 @@ NEEDED: Mapping[str, frozenset[str]] = {
 }
 """The deployments that each part needs."""
 QUICK_WINDOWS = (1, 8)
+WAIT_MS = 60_000.0
+"""So long lockstep waits for its drafter: what is accepted must not depend on how busy a host is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,21 @@ class RulesSettings:
 def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]:
     """What the parts need: `drafted` has a model drafter and a core each, `plain` the others."""
     server = config.server.model_copy(update={"http_port": 0, "grpc_port": 0})
+    speculation = config.speculation.model_copy(update={"wait_ms": WAIT_MS})
     drafter = next(
         (one for one in config.drafters if one.kind == "model"), DrafterConfig(model="demo-draft")
     )
 
     def deployment(threads: int, *drafters: DrafterConfig) -> Config:
         target = config.target.model_copy(update={"threads": threads})
-        return config.model_copy(update={"target": target, "drafters": drafters, "server": server})
+        return config.model_copy(
+            update={
+                "target": target,
+                "drafters": drafters,
+                "server": server,
+                "speculation": speculation,
+            }
+        )
 
     both = {
         "drafted": deployment(1, drafter.model_copy(update={"count": 1, "threads": 1})),

@@ -115,6 +115,7 @@ def test_a_part_starts_only_what_it_needs() -> None:
     assert [one.kind for one in both["plain"].drafters] == ["ngram", "recycling"]
     assert both["drafted"].target.threads == 1
     assert both["plain"].target.threads == 2
+    assert both["drafted"].speculation.wait_ms == 60_000, "a busy host changes no acceptance"
 
 
 def test_no_tenant_sees_a_prompt_twice(served: Served) -> None:
