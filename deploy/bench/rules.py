@@ -25,7 +25,7 @@ NEEDED: Mapping[str, frozenset[str]] = {
 """The deployments that each part needs."""
 QUICK_WINDOWS = (1, 8)
 WAIT_MS = 60_000.0
-"""So long lockstep waits for its drafter: what is accepted must not depend on how busy a host is."""
+"""So long lockstep waits for its drafter: how busy a host is must not decide what is accepted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ of the noise, so that all of it is computed."""
 class RuleTime:
     """Milliseconds to verify the windows of a batch, noise included.
 
-    `ms` is the median, `best_ms` and `worst_ms` are the shortest and longest of the repeats. `accepted` is the mean number of
-    accepted candidates: the walk looks at one row more than that.
+    `ms` is the median of the repeats, `best_ms` and `worst_ms` the shortest and the longest.
+    `accepted` is the mean number of accepted candidates: the walk looks at one row more than that.
     """
 
     rule: str

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from paceline.errors import OverloadedError
 from paceline.rules import Rule
-from workers.drafting.acceptance_map import AcceptanceMap
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.device_rows import expand_on_device
 from workers.drafting.draw import MODEL_RULES
@@ -15,6 +14,7 @@ from workers.drafting.growth import Growth
 from workers.drafting.nodes import ROOT, Kept
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
+from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree
 from workers.drafting.tree_kv import TreeKv
 from workers.engine.engine import Slice
@@ -60,7 +60,7 @@ class ModelProposer:
             rule: RankChances(coupled_prior if rule is Rule.COUPLED else drawn_prior)
             for rule in MODEL_RULES
         }
-        self._acceptance = AcceptanceMap()
+        self._stopping = DrafterStopping()
 
     @property
     def info(self) -> DrafterInfo:
@@ -81,7 +81,7 @@ class ModelProposer:
         except OverloadedError:
             self._cache.close(tree)
             raise
-        stopper = Stopper(tree.stopping, self._acceptance)
+        stopper = Stopper(tree.stopping, self._stopping)
         growth = Growth(tree, self._chances[tree.spec.rule], stopper)
         self._held[tree] = _Held(TreeKv(sequence), growth, stopper)
 

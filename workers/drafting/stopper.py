@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from paceline.rules import Stopping
-from workers.drafting.acceptance_map import AcceptanceMap, TokenSignal, signal_of
+from workers.drafting.acceptance_map import TokenSignal, signal_of
 from workers.drafting.nodes import Kept
-from workers.drafting.stopping import CostAware, Prices, stopping_rule
+from workers.drafting.stopping import CostAware, DrafterStopping, Prices
 from workers.drafting.tree import Grant
 
 
@@ -20,8 +20,8 @@ class Stopper:
     It looks at tokens that are in the tree, hence sent: none is dropped for what it says.
     """
 
-    def __init__(self, stopping: Stopping, acceptance: AcceptanceMap) -> None:
-        self.rule = stopping_rule(stopping, acceptance)
+    def __init__(self, stopping: Stopping, shared: DrafterStopping) -> None:
+        self.rule = shared.rule(stopping)
         self._signals: dict[int, TokenSignal] = {}
         self._kept = 0
 

@@ -57,7 +57,8 @@ class StoppingRule(Protocol):
 class AdaEdl:
     """AdaEDL (Agrawal et al. 2024): an entropy bound on acceptance against a threshold.
 
-    The threshold follows the acceptance rate; what a token costs it does not know.
+    The threshold follows the acceptance rate; what a token costs it does not know. It moves by a
+    thousandth a draft, so all sequences of a drafter move the same one.
     """
 
     threshold: float = 0.4
@@ -137,17 +138,21 @@ class CostAware:
         }
 
 
-def stopping_rule(name: Stopping, acceptance: AcceptanceMap) -> StoppingRule | None:
-    """A rule for a new sequence, None for `fixed`: the grant bounds a draft by itself.
+class DrafterStopping:
+    """A drafter's stopping rules. What they learned of its pair of models outlives a sequence."""
 
-    `acceptance` is its drafter's map, which the cost rule fits.
-    """
-    match name:
-        case Stopping.FIXED:
-            return None
-        case Stopping.ADAEDL:
-            return AdaEdl()
-        case Stopping.CONFIDENCE:
-            return Confidence()
-        case Stopping.COST:
-            return CostAware(acceptance)
+    def __init__(self) -> None:
+        self._acceptance = AcceptanceMap()
+        self._adaedl = AdaEdl()
+
+    def rule(self, name: Stopping) -> StoppingRule | None:
+        """The rule of a new sequence, None for `fixed`: the grant bounds a draft by itself."""
+        match name:
+            case Stopping.FIXED:
+                return None
+            case Stopping.ADAEDL:
+                return self._adaedl
+            case Stopping.CONFIDENCE:
+                return Confidence()
+            case Stopping.COST:
+                return CostAware(self._acceptance)

@@ -12,13 +12,13 @@ from typing import Protocol
 
 from paceline.errors import OverloadedError
 from paceline.rules import Rule, Stopping
-from workers.drafting.acceptance_map import AcceptanceMap
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.draw import Children
 from workers.drafting.growth import Growth
 from workers.drafting.nodes import ROOT, Kept
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
+from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
@@ -87,7 +87,7 @@ class ReplayProposer:
                 f"an emulated drafter has no logits to stop by: expected the stopping rule fixed, "
                 f"got {tree.stopping.value}"
             )
-        growth = Growth(tree, self._chances, Stopper(tree.stopping, AcceptanceMap()))
+        growth = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
         self._read(tree)
 

@@ -12,13 +12,13 @@ from paceline.rules import Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
-from workers.drafting.acceptance_map import AcceptanceMap
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.device_rows import expand_on_device
 from workers.drafting.growth import Growth
 from workers.drafting.model import ModelProposer
 from workers.drafting.nodes import ROOT
 from workers.drafting.stopper import Stopper
+from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree, Grant
 from workers.engine.engine import Engine
 from workers.engine.open import AnyEngine
@@ -48,7 +48,7 @@ def make_growths() -> list[tuple[DraftTree, Growth, int]]:
     for seed, (rule, branches, stopping, token_alone) in enumerate(KINDS):
         tree = make_tree(seed, rule, branches, stopping)
         prior = coupled_prior if rule is Rule.COUPLED else drawn_prior
-        growth = Growth(tree, RankChances(prior), Stopper(stopping, AcceptanceMap()))
+        growth = Growth(tree, RankChances(prior), Stopper(stopping, DrafterStopping()))
         assert growth.to_feed(pass_ms=1.0) == [ROOT]
         assert growth.needs_token_alone == token_alone
         fed.append((tree, growth, ROOT))

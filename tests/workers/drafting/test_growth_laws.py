@@ -19,7 +19,7 @@ from workers.drafting import draw
 from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.growth import Growth
 from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import AcceptanceMap
+from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import ROOT, DraftTree, Grant
 
 PROMPT = (1, 2)
@@ -32,7 +32,7 @@ def _grown(rule: Rule, seed: int) -> DraftTree:
     spec = SequenceSpec(SamplingParams(), seed=seed, prompt_length=len(PROMPT), rule=rule)
     tree = DraftTree(spec, PROMPT, max_position=100)
     tree.set_grant(Grant(until_position=5, branches=2, nodes=6))
-    growth = Growth(tree, RankChances(drawn_prior), Stopper(Stopping.FIXED, AcceptanceMap()))
+    growth = Growth(tree, RankChances(drawn_prior), Stopper(Stopping.FIXED, DrafterStopping()))
     while fed := growth.to_feed(pass_ms=1.0)[:1]:  # a node a pass, so that the order tells most
         for node in fed:
             growth.expand(node, LOGITS_V)
@@ -79,7 +79,7 @@ def _next_tokens(rule: Rule, branches: int, seed: int) -> list[int]:
     for prompt in ((1, 2), (1, 3)):
         tree = DraftTree(spec, prompt, max_position=100)
         tree.set_grant(Grant(until_position=3, branches=branches, nodes=branches))
-        growth = Growth(tree, RankChances(drawn_prior), Stopper(Stopping.FIXED, AcceptanceMap()))
+        growth = Growth(tree, RankChances(drawn_prior), Stopper(Stopping.FIXED, DrafterStopping()))
         fed = growth.to_feed(pass_ms=1.0)
         growth.expand(ROOT, LOGITS_V[:3])
         tree.extend(growth.harvest(fed, pass_ms=1.0))

@@ -13,7 +13,7 @@ from paceline.rules import Stopping
 from workers.drafting.acceptance_map import AcceptanceMap, TokenSignal, signal_of
 from workers.drafting.nodes import Kept
 from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import AdaEdl, Confidence, CostAware, Prices, stopping_rule
+from workers.drafting.stopping import AdaEdl, Confidence, CostAware, DrafterStopping, Prices
 from workers.drafting.tree import Grant
 
 SURE = TokenSignal(entropy=0.02, margin=0.98, draft_prob=0.99)
@@ -23,7 +23,7 @@ FREE = Prices(tokens_per_ms=0.1, draft_ms=0.0, step_ms_per_candidate=0.0)
 
 def test_fixed_is_no_rule() -> None:
     """The grant bounds a draft: nothing is asked of the distribution."""
-    stopper = Stopper(Stopping.FIXED, AcceptanceMap())
+    stopper = Stopper(Stopping.FIXED, DrafterStopping())
     assert not stopper.watches
     assert not stopper.stops_after([1, 2, 3], Grant(9, nodes=8), pass_ms=1.0)
     assert stopper.state() == {}
@@ -111,7 +111,7 @@ def test_what_is_seen_of_some_tokens_says_something_of_the_others() -> None:
 def test_a_round_begins_with_an_outcome() -> None:
     """Run-ahead that was kept stops nothing by its entropy; by cost it may."""
     for stopping, stops in ((Stopping.ADAEDL, False), (Stopping.COST, True)):
-        stopper = Stopper(stopping, AcceptanceMap())
+        stopper = Stopper(stopping, DrafterStopping())
         for node in (1, 2):
             stopper.note(node, UNSURE)
         grant = Grant(9, nodes=8, tokens_per_ms=1.0, step_ms_per_candidate=1.0)
@@ -120,6 +120,17 @@ def test_a_round_begins_with_an_outcome() -> None:
         assert stopper.stops_after([1], grant, pass_ms=1.0) is stops
         stopper.note(2, UNSURE)
         assert stopper.stops_after([1, 2], grant, pass_ms=1.0)
+
+
+def test_what_was_learned_outlives_a_sequence() -> None:
+    """Five drafts of one sequence move the threshold of the next one, but not another drafter's."""
+    shared = DrafterStopping()
+    first = Stopper(Stopping.ADAEDL, shared)
+    for _ in range(5):
+        first.note(1, SURE)
+        first.committed(Kept((5,), (1,), (), agreed=True), [], longest=8)
+    assert Stopper(Stopping.ADAEDL, shared).state()["threshold"] == pytest.approx(0.395)
+    assert Stopper(Stopping.ADAEDL, DrafterStopping()).state()["threshold"] == 0.4
 
 
 _logit = st.one_of(st.floats(-20, 20, width=32), st.sampled_from([1e4, -1e4, 3e38, -math.inf]))
@@ -140,7 +151,7 @@ def test_signals_are_those_of_the_softmax(logits: list[float], at: int) -> None:
     first, second = np.sort(exact_V)[::-1][:2]
     assert signal.margin == pytest.approx(first - second, abs=1e-5)
     for name in set(Stopping) - {Stopping.FIXED}:
-        rule = stopping_rule(name, AcceptanceMap())
+        rule = DrafterStopping().rule(name)
         assert rule is not None
         rule.should_stop([signal], FREE)
         rule.learn([signal] * 4, 2, longest=4)
