@@ -18,6 +18,7 @@ from cluster.decoding.policies import PolicyName
 from cluster.fitting import (
     check_branches,
     check_deployed,
+    check_layout,
     check_policy_fits,
     check_rule_fits,
 )
@@ -213,7 +214,7 @@ class SpeculationConfig(_Closed):
         str,
         _choice(
             *(policy.value for policy in PolicyName),
-            later=("fanout", "spread", "replicas", "auto"),
+            later=("replicas", "auto"),
         ),
     ] = "chain"
     verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
@@ -265,6 +266,7 @@ class Config(_Closed):
         try:
             check_branches(rule, chosen.branches, chosen.window)
             check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
+            check_layout(PolicyName(chosen.policy), sum(drafter.count for drafter in self.drafters))
             if chosen.drafter != "any":
                 check_deployed(chosen.drafter, kinds)
                 kinds = {chosen.drafter}

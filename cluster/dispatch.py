@@ -41,6 +41,7 @@ from cluster.decoding.scheduler import Scheduler
 from cluster.drafter_link import DrafterDescription
 from cluster.generation import Generation
 from cluster.meters import DriverTimeMeter, GapMeter
+from cluster.requests import widest_proposal
 from cluster.round_tap import RoundTap
 from cluster.target_link import TargetDescription
 from cluster.worker_wire import DraftInstruction, proposal_from_wire, verdicts_from_wire
@@ -193,7 +194,7 @@ class Dispatch:
                 proposal = proposal_from_wire(
                     message,
                     generation.speculation.rule,
-                    branches=generation.speculation.branches,
+                    branches=widest_proposal(generation.speculation),
                     vocab_size=self.target.vocab_size,
                 )
                 proposals.append(proposal)

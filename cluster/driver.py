@@ -123,6 +123,7 @@ class Driver:
             options,
             room=target.room,
             drafters=running.drafters.kinds,
+            num_drafters=len(running.drafters.meters),
         )
         loop = asyncio.get_running_loop()
         resolved = await loop.run_in_executor(self._threads, resolve)

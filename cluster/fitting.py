@@ -83,6 +83,18 @@ def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
         )
 
 
+def check_layout(policy: PolicyName, num_drafters: int) -> None:
+    """Raise InvalidRequestError where the layout lacks what the policy needs."""
+    needed = policy_named(policy).needs.drafters
+    if num_drafters < needed:
+        raise InvalidRequestError(
+            "policy",
+            f"the policy {policy.value!r} shares work between at least {needed} drafters, and the "
+            f"layout has {num_drafters}: raise the count of a drafter or add another one to the "
+            "configuration, or choose the policy 'fanout'",
+        )
+
+
 def check_branches(rule: Rule, branches: int, window: int) -> None:
     """Raise InvalidRequestError unless the rule takes so many candidates a position."""
     if not 1 <= branches <= MAX_BRANCHES:

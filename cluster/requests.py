@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.policies import PolicyName, policy_named
 from cluster.fitting import (
     check_branches,
     check_deployed,
+    check_layout,
     check_policy_fits,
     check_rule_fits,
     most_branches,
@@ -20,7 +21,7 @@ from cluster.fitting import (
 from cluster.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, GenerateOptions, Message
-from paceline.rules import DRAFTER_KINDS, MAX_WINDOW, Rule, Stopping
+from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.checkpoint import CheckpointInfo
 
@@ -44,6 +45,11 @@ class Speculation:
     branches: int = 1
     stopping: Stopping = Stopping.FIXED
     drafter: str | None = None
+
+
+def widest_proposal(speculation: Speculation) -> int:
+    """Most candidates of one position that a drafter may send, or k-SEQ paths."""
+    return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +80,16 @@ class RequestResolver:
         *,
         room: int,
         drafters: frozenset[str] | None = None,
+        num_drafters: int | None = None,
     ) -> ResolvedRequest:
         """Raise InvalidRequestError naming the field, or return what is to be decoded.
 
         `room`: most tokens that a sequence may have. `drafters`: the kinds that are deployed, None
-        where that is not known. Tokenises, so call it off the loop.
+        where that is not known; `num_drafters`: how many. Tokenises, so call it off the loop.
         """
         speculation = self._speculation(options)
+        if num_drafters is not None:
+            check_layout(speculation.policy, num_drafters)
         _check_drafters(speculation, drafters)
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)

@@ -115,6 +115,9 @@ def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
                 tokens_per_ms=instruction.tokens_per_ms,
                 step_ms_per_candidate=instruction.step_ms_per_candidate,
                 drafting_is_free=instruction.drafting_is_free,
+                fan_out=instruction.fan_out,
+                share=instruction.share,
+                shares=instruction.shares,
             )
             return drafting_pb2.DraftRequest(grant=grant)
         case OpenDraft():

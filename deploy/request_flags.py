@@ -11,6 +11,7 @@ from cluster.decoding.policies import PolicyName
 from cluster.fitting import (
     check_branches,
     check_deployed,
+    check_layout,
     check_policy_fits,
     check_rule_fits,
 )
@@ -120,6 +121,8 @@ class RequestFlags:
 def check_drafters(flags: RequestFlags, config: Config) -> None:
     """Raise InvalidRequestError where no drafter of the configuration could draft what is asked."""
     chosen = config.speculation
+    num_drafters = sum(drafter.count for drafter in config.drafters)
+    check_layout(PolicyName(flags.policy or chosen.policy), num_drafters)
     if (flags.policy or chosen.policy) == "off":
         return
     kinds = {drafter.kind for drafter in config.drafters}

@@ -43,6 +43,8 @@ _POLICIES: dict[str, Any] = {
     "lockstep": inference_pb2.LOOKAHEAD_POLICY_LOCKSTEP,
     "chain": inference_pb2.LOOKAHEAD_POLICY_CHAIN,
     "pearl": inference_pb2.LOOKAHEAD_POLICY_PEARL,
+    "fanout": inference_pb2.LOOKAHEAD_POLICY_FANOUT,
+    "spread": inference_pb2.LOOKAHEAD_POLICY_SPREAD,
 }
 _POLICY_NAMES: dict[int, str] = {number: name for name, number in _POLICIES.items()}
 _RULES: dict[str, Any] = {rule.value: rule_to_wire(rule) for rule in Rule}

@@ -24,6 +24,16 @@ _SLOW_CHANGE = 0.9
 MALFORMED_LIMIT = 3
 """So many malformed proposals make a drafter suspect."""
 
+SILENT_STEPS, SILENT_SECONDS = 16, 0.25
+"""A drafter with work that says nothing for so long is avoided where work may move."""
+
+_SHUNNED_SECONDS = 5.0
+LONGEST_PASS = 3600.0
+"""Seconds; what a drafter says beyond that is no duration."""
+
+_MUCH_SLOWER = 2.0
+_AS_FAST = 1.5
+
 
 @dataclass(slots=True)
 class _Drafter:
@@ -31,6 +41,9 @@ class _Drafter:
     load: int = 0
     pass_ms: float = 0.0
     malformed: int = 0
+    heard_at: float = 0.0
+    steps_unheard: int = 0
+    shunned_until: float = 0.0
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can draft for this sequence at all."""
@@ -53,25 +66,27 @@ class Drafters:
     def join(self, joined: DrafterJoined) -> None:
         """A drafter can be used; it knows no sequence."""
         assert joined.drafter not in self._drafters, f"{joined.drafter} joined twice"
-        self._drafters[joined.drafter] = _Drafter(joined)
+        self._drafters[joined.drafter] = _Drafter(joined, heard_at=joined.now)
 
     def lose(self, drafter: str, sequences: Iterable[Sequence]) -> None:
         """A drafter is gone, and what it knew with it. Losing it twice is no error."""
         self._drafters.pop(drafter, None)
         for sequence in sequences:
             sequence.declined_by.discard(drafter)
-            if sequence.drafter == drafter:
-                _forget(sequence)
+            self._leave(sequence, drafter)
 
     @property
     def names(self) -> Collection[str]:
         """Those that can be used."""
         return self._drafters.keys()
 
-    def drafted(self, drafter: str, pass_seconds: float) -> None:
-        """A pass of the drafter that gave candidates took so long."""
+    def heard(self, now: float, drafter: str, pass_seconds: float, *, drafted: bool) -> None:
+        """A pass of the drafter took so long; `drafted`: it gave candidates."""
         known = self._drafters.get(drafter)
-        if known is not None and pass_seconds > 0:
+        if known is None:
+            return
+        known.heard_at, known.steps_unheard = now, 0
+        if drafted and 0 < pass_seconds < LONGEST_PASS:
             kept = _SLOW_CHANGE if known.pass_ms else 0.0
             known.pass_ms = kept * known.pass_ms + (1 - kept) * 1000 * pass_seconds
 
@@ -93,23 +108,98 @@ class Drafters:
         """Give the sequence a drafter that fits, if it wants one: a model, the least loaded."""
         if sequence.drafter is not None or not sequence.policy.drafts:
             return
-        able = [one for one in self._drafters.values() if one.fits(sequence)]
-        if not able:
+        chosen = self._best_for(sequence)
+        if chosen is None:
             return
-        chosen = min(
-            able, key=lambda one: (one.joined.kind != "model", one.load, one.joined.drafter)
-        )
-        chosen.load += 1
         sequence.drafter = chosen.joined.drafter
         sequence.draft_limit = chosen.joined.max_position
-        sequence.wants_top_tokens = chosen.joined.wants_top_tokens
-        request = sequence.request
-        if request.spec.rule is not Rule.COUPLED:
+        if sequence.request.spec.rule is not Rule.COUPLED:
             # Candidates of two drafters, or of two draws, must not stand side by side.
             sequence.tree.drop_run_ahead()
+        self._open(sequence, chosen, out)
+        self.grant(sequence, out)
+
+    def share_out(self, sequences: Collection[Sequence], out: list[Instruction]) -> None:
+        """Give idle drafters to sequences that want several: `sequences` are the running ones.
+
+        Drafters beyond the number of sequences that draft go to those that can use them, the same
+        number to each as far as that goes.
+        """
+        takers = [one for one in sequences if one.policy.spreads and one.drafter is not None]
+        takers = [one for one in takers if one.request.spec.rule is Rule.COUPLED]
+        if not takers:
+            return
+        drafting = sum(one.policy.drafts for one in sequences)
+        spare = max(0, len(self._drafters) - drafting)
+        for number, sequence in enumerate(takers):
+            wanted = spare // len(takers) + (number < spare % len(takers))
+            changed = len(sequence.helpers) != wanted
+            while len(sequence.helpers) > wanted:
+                self._close(sequence, sequence.helpers[-1], out)
+            while len(sequence.helpers) < wanted:
+                helper = self._best_for(sequence)
+                if helper is None or helper.shunned_until > sequence.ready_since:
+                    break
+                sequence.helpers.append(helper.joined.drafter)
+                self._open(sequence, helper, out)
+            if changed:
+                self.grant(sequence, out)
+
+    def stepped(self, now: float, sequences: Collection[Sequence], out: list[Instruction]) -> None:
+        """A step was answered: work that may move leaves drafters which are silent or slow."""
+        for one in self._drafters.values():
+            one.steps_unheard += one.load > 0
+            if one.steps_unheard >= SILENT_STEPS and now - one.heard_at >= SILENT_SECONDS:
+                one.shunned_until = now + _SHUNNED_SECONDS
+        if len(self._drafters) == 1:
+            return
+        for sequence in sequences:
+            if sequence.policy.spreads and sequence.drafter is not None:
+                self._move(now, sequence, out)
+        self.share_out(sequences, out)
+
+    def _move(self, now: float, sequence: Sequence, out: list[Instruction]) -> None:
+        """Change the sequence's drafters where others would do much better."""
+        for name in [one for one in sequence.helpers if self._drafters[one].shunned_until > now]:
+            self._close(sequence, name, out)
+        assert sequence.drafter is not None
+        current, best = self._drafters[sequence.drafter], self._best_for(sequence)
+        if current.shunned_until > now and sequence.helpers:
+            self._close(sequence, sequence.drafter, out)  # a helper takes its place
+            self.grant(sequence, out)
+        elif best is not None and _is_better(best, current, now):
+            self._close(sequence, sequence.drafter, out)
+            self.assign(sequence, out)
+
+    def _best_for(self, sequence: Sequence) -> _Drafter | None:
+        """The drafter that should work for the sequence, of those that do not."""
+        taken = {sequence.drafter, *sequence.helpers}
+        able = [
+            one for name, one in self._drafters.items() if name not in taken and one.fits(sequence)
+        ]
+        if not able:
+            return None
+        fastest = min((one.pass_ms for one in able if one.pass_ms), default=0.0)
+        return min(
+            able,
+            key=lambda one: (
+                one.joined.kind != "model",
+                one.shunned_until > sequence.ready_since,
+                sequence.policy.spreads and one.pass_ms > _MUCH_SLOWER * fastest,
+                one.load,
+                one.joined.drafter,
+            ),
+        )
+
+    def _open(self, sequence: Sequence, chosen: _Drafter, out: list[Instruction]) -> None:
+        chosen.load += 1
+        chosen.heard_at = max(chosen.heard_at, sequence.ready_since)
+        chosen.steps_unheard = 0
+        sequence.wants_top_tokens |= chosen.joined.wants_top_tokens
+        request = sequence.request
         out.append(
             OpenDraft(
-                sequence.drafter,
+                chosen.joined.drafter,
                 sequence.sequence_id,
                 request.spec,
                 tuple(sequence.tree.token_ids),
@@ -117,7 +207,23 @@ class Drafters:
                 request.tenant,
             )
         )
-        self.grant(sequence, out)
+
+    def _close(self, sequence: Sequence, drafter: str, out: list[Instruction]) -> None:
+        out.append(CloseDraft(drafter, sequence.sequence_id))
+        self._drafters[drafter].load -= 1
+        self._leave(sequence, drafter)
+
+    def _leave(self, sequence: Sequence, drafter: str) -> None:
+        """A drafter works for the sequence no more; a helper takes its place."""
+        if drafter in sequence.helpers:
+            sequence.helpers.remove(drafter)
+        elif sequence.drafter == drafter:
+            helpers = sequence.helpers
+            _forget(sequence)
+            if helpers:
+                sequence.drafter, *sequence.helpers = helpers
+                sequence.draft_limit = self._drafters[sequence.drafter].joined.max_position
+        sequence.granted_shares = 0  # whoever is left has another share
 
     def grant(self, sequence: Sequence, out: list[Instruction]) -> None:
         """Tell its drafter how far it may draft, where that has changed."""
@@ -126,25 +232,37 @@ class Drafters:
         request = sequence.request
         pass_ms = self._drafters[sequence.drafter].pass_ms
         sequence.pace = self._costs.step_ms / pass_ms if pass_ms else 0.0
-        nodes = sequence.policy.granted_candidates(sequence.draft_view())
+        view = sequence.draft_view()
+        nodes = sequence.policy.granted_candidates(view)
+        branches = sequence.policy.granted_branches(view)
         depth = min(nodes // (sequence.num_paths or 1), sequence.useful_candidates)
+        # Of a branch as much is of use as a step verifies after the token that it begins with.
+        nodes += branches * (1 + request.window)
         until = sequence.tree.num_committed + depth
         by_cost = request.stopping is Stopping.COST
-        if (until, nodes) == (sequence.granted_until, sequence.granted_nodes) and not by_cost:
+        team = [sequence.drafter, *sequence.helpers]
+        nodes += (len(team) - 1) * depth  # their chains may differ
+        granted = (sequence.granted_until, sequence.granted_nodes, sequence.granted_shares)
+        if (until, nodes, len(team)) == granted and not by_cost:
             return
         sequence.granted_until, sequence.granted_nodes = until, nodes
-        out.append(
-            Grant(
-                sequence.drafter,
-                sequence.sequence_id,
-                until,
-                branches=request.branches,
-                nodes=nodes,
-                tokens_per_ms=self._costs.tokens_per_ms if by_cost else 0.0,
-                step_ms_per_candidate=self._costs.ms_per_candidate if by_cost else 0.0,
-                drafting_is_free=sequence.policy.drafting_is_free,
+        sequence.granted_shares = len(team)
+        for share, name in enumerate(team):
+            out.append(
+                Grant(
+                    name,
+                    sequence.sequence_id,
+                    until,
+                    branches=request.branches,
+                    nodes=nodes,
+                    tokens_per_ms=self._costs.tokens_per_ms if by_cost else 0.0,
+                    step_ms_per_candidate=self._costs.ms_per_candidate if by_cost else 0.0,
+                    drafting_is_free=sequence.policy.drafting_is_free,
+                    fan_out=branches,
+                    share=share,
+                    shares=len(team) if len(team) > 1 else 0,
+                )
             )
-        )
 
     def outcome(
         self,
@@ -157,32 +275,34 @@ class Drafters:
         """Tell its drafter what was committed, and how far it may go now."""
         if sequence.drafter is None:
             return
-        out.append(
-            SendOutcome(sequence.drafter, sequence.sequence_id, position, token_ids, top_tokens)
-        )
+        for name in (sequence.drafter, *sequence.helpers):
+            out.append(SendOutcome(name, sequence.sequence_id, position, token_ids, top_tokens))
         self.grant(sequence, out)
 
     def decline(self, drafter: str, sequence: Sequence, out: list[Instruction]) -> None:
         """A drafter will not work for the sequence; another may."""
         sequence.declined_by.add(drafter)
-        if sequence.drafter == drafter:
+        if drafter in (sequence.drafter, *sequence.helpers):
             self._drafters[drafter].load -= 1
-            _forget(sequence)
+            self._leave(sequence, drafter)
             self.assign(sequence, out)
+            self.grant(sequence, out)
 
     def release(self, sequence: Sequence, out: list[Instruction]) -> None:
         """The sequence ended."""
-        if sequence.drafter is not None:
-            out.append(CloseDraft(sequence.drafter, sequence.sequence_id))
-            self._drafters[sequence.drafter].load -= 1
-            _forget(sequence)
+        for name in [*reversed(sequence.helpers), sequence.drafter]:
+            if name is not None:
+                self._close(sequence, name, out)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that loads count the sequences that they should."""
         counted = dict.fromkeys(self._drafters, 0)
         for sequence in sequences:
             if sequence.drafter is not None:
+                assert sequence.drafter not in sequence.helpers
                 counted[sequence.drafter] += 1
+            for name in sequence.helpers:
+                counted[name] += 1
         assert counted == {name: one.load for name, one in self._drafters.items()}
 
 
@@ -192,5 +312,18 @@ def _forget(sequence: Sequence) -> None:
     sequence.wants_top_tokens = False
     sequence.granted_until = 0
     sequence.granted_nodes = 0
+    sequence.granted_shares = 0
+    sequence.helpers = []
     sequence.pace = 0.0
     sequence.draft_exhausted = False
+
+
+def _is_better(one: _Drafter, current: _Drafter, now: float) -> bool:
+    """Whether work should move from `current`: from silence, to much more speed, or off a crowd."""
+    if one.shunned_until > now:
+        return False
+    if current.shunned_until > now:
+        return True
+    if one.pass_ms and one.pass_ms * _MUCH_SLOWER < current.pass_ms:
+        return True
+    return one.pass_ms <= _AS_FAST * current.pass_ms and one.load + 2 <= current.load

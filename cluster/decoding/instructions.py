@@ -76,7 +76,10 @@ class SendOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Let a drafter draft for positions below `until_position`, at most `nodes` candidates."""
+    """Let a drafter draft for positions below `until_position`, at most `nodes` candidates.
+
+    The other fields are those of drafting.proto.
+    """
 
     drafter: str
     sequence_id: int
@@ -86,6 +89,9 @@ class Grant:
     tokens_per_ms: float = 0.0
     step_ms_per_candidate: float = 0.0
     drafting_is_free: bool = False
+    fan_out: int = 0
+    share: int = 0
+    shares: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,14 +20,17 @@ class PolicyName(enum.Enum):
     LOCKSTEP = "lockstep"
     PEARL = "pearl"
     CHAIN = "chain"
+    FANOUT = "fanout"
+    SPREAD = "spread"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftView:
     """What a policy may look at. Counts are tokens, `ready_since` is the driver's clock.
 
-    `window` bounds the candidates of a step; no more than `useful_candidates` on one path can be
-    of use. `in_flight` of the candidates are being verified; the last verdict left `kept` of them.
+    `num_candidates` are those that a step could verify, up to `window` of them. No more than
+    `useful_candidates` on one path can be of use. `in_flight` of the candidates are being verified;
+    the last verdict left `kept` of them.
     `is_coupled`: drafts are compared with the target's own tokens, else coins are tossed for them.
     `pace`: passes of the drafter in the time of a step; 0: not known yet.
     """
@@ -39,6 +42,7 @@ class DraftView:
     is_tree: bool
     useful_candidates: int
     has_drafter: bool
+    num_drafters: int
     draft_exhausted: bool
     ready_since: float
     is_coupled: bool
@@ -83,14 +87,34 @@ class LookaheadPolicy(Protocol):
     grants_by_step: bool
     """Whether a grant depends on what is being verified, so that each step brings a new one."""
 
+    spreads: bool
+    """Whether several drafters may work for one sequence, and work moves between them."""
+
+    fans_out: bool
+    """Whether branches for other outcomes are held, of which a step verifies the first alone."""
+
     def granted_candidates(self, view: DraftView) -> int:
-        """How many candidates beyond the committed tokens there may be."""
+        """How many candidates beyond the committed tokens there may be, branches left out."""
+
+    def granted_branches(self, view: DraftView) -> int:
+        """How many branches beside them (drafting.proto, Grant.fan_out)."""
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
         """How many candidates a step that starts now verifies, or until when to wait."""
 
 
-class Off:
+class _NoBranches:
+    """Of a policy that has all that it holds verified."""
+
+    fans_out = False
+    spreads = False
+
+    def granted_branches(self, view: DraftView) -> int:
+        """None."""
+        return 0
+
+
+class Off(_NoBranches):
     """Plain decoding."""
 
     needs = Needs()
@@ -108,7 +132,7 @@ class Off:
         return 0
 
 
-class Lockstep:
+class Lockstep(_NoBranches):
     """Speculative decoding as published (Leviathan et al. 2023): draft a window, verify, repeat.
 
     The drafter rests while the target works, and the target waits for a full window, at most
@@ -133,7 +157,7 @@ class Lockstep:
         return _await_candidates(view, full, now, wait_seconds)
 
 
-class Pearl:
+class Pearl(_NoBranches):
     """Draft the next window while this one is verified (PEARL, Liu et al. 2024).
 
     Phases of a step and as many drafts as fit beside it. Post-verify: a whole window is verified
@@ -174,7 +198,7 @@ class Pearl:
         return max(1, min(view.window, round(view.pace) - 1))
 
 
-class Chain:
+class Chain(_NoBranches):
     """The drafter keeps drafting; the target takes what has arrived and never waits."""
 
     needs = Needs()
@@ -192,6 +216,36 @@ class Chain:
         return min(view.num_candidates, view.window)
 
 
+class FanOut(Chain):
+    """As chain, and the drafter also drafts for the likeliest other outcomes.
+
+    It sends these branches ahead. At a verdict the driver goes on with the branch that continues
+    it, where one does; a miss is an ordinary chain. (After SSD, Kumar et al. 2026, whose drafter
+    answers when it has the outcome.)
+    """
+
+    needs = Needs(rules=frozenset({Rule.COUPLED, Rule.ONE_HOT}))
+    fans_out = True
+
+    def granted_branches(self, view: DraftView) -> int:
+        """For each drafter as many as there are positions that may fork in the grant."""
+        if not view.useful_candidates:
+            return 0
+        return self.granted_candidates(view) * max(1, view.num_drafters)
+
+
+class Spread(FanOut):
+    """As fanout, with several drafters.
+
+    Sequences are balanced between them. Where there are more drafters than sequences, several work
+    for one: all draft the chain, and each a share of the branches; drafters of different kinds
+    differ in the chain too. Work leaves a drafter that is lost, silent, or much slower than others.
+    """
+
+    needs = Needs(rules=frozenset({Rule.COUPLED, Rule.ONE_HOT}), drafters=2)
+    spreads = True
+
+
 def _await_candidates(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
     """`full` candidates, or what is there when no more will come or the wait is over."""
     give_up_at = view.ready_since + wait_seconds
@@ -205,6 +259,8 @@ _POLICIES: dict[PolicyName, LookaheadPolicy] = {
     PolicyName.LOCKSTEP: Lockstep(),
     PolicyName.PEARL: Pearl(),
     PolicyName.CHAIN: Chain(),
+    PolicyName.FANOUT: FanOut(),
+    PolicyName.SPREAD: Spread(),
 }
 
 

@@ -168,8 +168,8 @@ class Scheduler:
         """Admit and plan, if the target is free."""
         if self._step is not None:
             return None
-        for sequence in self._batching.admit():
-            self._drafters.assign(sequence, out.drafters)
+        if self._batching.admit():
+            self._assign(out)
         self._step = self._batching.plan(now)
         for part in self._step.slices if self._step else ():
             sequence = self._batching.running[part.sequence_id]
@@ -185,8 +185,11 @@ class Scheduler:
         return self._step
 
     def _assign(self, out: _Outbox) -> None:
-        for sequence in self._batching.running.values():
+        running = self._batching.running.values()
+        self._drafters.share_out(running, out.drafters)  # those who have several give some back
+        for sequence in running:
             self._drafters.assign(sequence, out.drafters)
+        self._drafters.share_out(running, out.drafters)
 
     def _join_target(self, event: TargetJoined, out: _Outbox) -> None:
         if self._batching.target is not None:
@@ -232,8 +235,8 @@ class Scheduler:
 
     def _propose(self, event: Proposed) -> None:
         self.utilisation.drafted(event.drafter, event.pass_seconds)
-        if any(proposal.token_ids for proposal in event.proposals):
-            self._drafters.drafted(event.drafter, event.pass_seconds)
+        drafted = any(proposal.token_ids for proposal in event.proposals)
+        self._drafters.heard(event.now, event.drafter, event.pass_seconds, drafted=drafted)
         for proposal in event.proposals:
             sequence = self._find(proposal.sequence_id)
             if sequence is None:
@@ -252,11 +255,15 @@ class Scheduler:
             return False
         if sequence.request.spec.rule is not Rule.COUPLED and drafter != sequence.drafter:
             return False  # Only the coupled rule may mix candidates of several drafters.
+        leads = drafter not in sequence.helpers
         if not sequence.tree.attach(
-            proposal, until_position=sequence.granted_until, max_nodes=sequence.granted_nodes
+            proposal,
+            until_position=sequence.granted_until,
+            max_nodes=sequence.granted_nodes,
+            leads=leads,
         ):
             return False
-        if proposal.last:
+        if proposal.last and leads:
             sequence.draft_exhausted = True
         if proposal.stopping_state:
             sequence.stopping_state = proposal.stopping_state
@@ -287,6 +294,7 @@ class Scheduler:
                 self._batching.keep(sequence)
             else:
                 self._commit(event.now, sequence, part, verdict, out)
+        self._drafters.stepped(event.now, self._batching.running.values(), out.drafters)
         prefill_tokens = self._batching.answered(step, event.step_seconds)
         self.totals.prefilled += prefill_tokens
         if not prefill_tokens:

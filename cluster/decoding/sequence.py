@@ -38,10 +38,13 @@ class Sequence:
     cancelled: bool = False
     # Drafting.
     drafter: str | None = None
+    helpers: list[str] = field(default_factory=list)
+    """Further drafters, of policies that spread a sequence over several."""
     draft_limit: int = 0
     wants_top_tokens: bool = False
     granted_until: int = 0
     granted_nodes: int = 0
+    granted_shares: int = 0
     draft_exhausted: bool = False
     declined_by: set[str] = field(default_factory=set)
     ready_since: float = 0.0
@@ -59,11 +62,16 @@ class Sequence:
     @classmethod
     def admitted(cls, request: Request, now: float) -> Sequence:
         """A sequence that has only its prompt."""
+        policy = policy_named(request.policy)
         return cls(
             request=request,
             admitted_at=now,
-            tree=TokenTree(request.prompt_token_ids, chain=request.branches == 1),
-            policy=policy_named(request.policy),
+            tree=TokenTree(
+                request.prompt_token_ids,
+                chain=request.branches == 1 and not policy.fans_out,
+                verified_width=request.branches if policy.fans_out else None,
+            ),
+            policy=policy,
             ready_since=now,
         )
 
@@ -90,13 +98,14 @@ class Sequence:
     def draft_view(self) -> DraftView:
         """What a policy may look at."""
         return DraftView(
-            num_candidates=self.tree.num_candidates,
+            num_candidates=self.tree.num_verifiable(self.request.window),
             in_flight=self.tree.num_pinned,
             kept=self.kept,
             window=self.request.window,
             is_tree=self.request.branches > 1,
             useful_candidates=self.useful_candidates,
             has_drafter=self.drafter is not None,
+            num_drafters=(self.drafter is not None) + len(self.helpers),
             draft_exhausted=self.draft_exhausted,
             ready_since=self.ready_since,
             is_coupled=self.request.spec.rule is Rule.COUPLED,

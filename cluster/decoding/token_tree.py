@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cluster.decoding.counts import Foresight
 from cluster.decoding.events import Proposal
 from paceline.prefix_hash import extend_hash, hash_prefix
+from paceline.rules import MAX_BRANCHES
 from workers.verification.draft_probs import SparseProbs
 
 
@@ -16,7 +18,8 @@ class Node:
     """A candidate, or the last committed token, which is the root.
 
     `length` counts the tokens up to this one, itself included; `prefix_hash` is their hash.
-    `distribution` is what its children were drawn from, where their rule needs it.
+    `distribution` is what its children were drawn from, where their rule needs it. `leads`: it is
+    the sequence's own drafter's, not a helper's; such children come first.
     """
 
     token_id: int
@@ -24,6 +27,7 @@ class Node:
     prefix_hash: int
     parent: Node | None = None
     multiplicity: int = 1
+    leads: bool = True
     distribution: SparseProbs | None = None
     children: list[Node] = field(default_factory=list)
 
@@ -38,6 +42,9 @@ class Window:
     distributions: Mapping[int, SparseProbs]
 
 
+_RANK_CHANCES = (0.8, *(0.1 * 0.5**rank for rank in range(MAX_BRANCHES)))
+"""About how likely the children of a node are, in their order: where a tree's window is spent."""
+
 # Where a token of a proposal lies: a number of committed tokens, a node, or nowhere.
 _Place = int | Node | None
 
@@ -49,6 +56,10 @@ class TokenTree:
     hash. So it does not matter when a proposal arrives, or how often. With `chain` there is one
     branch at most: where a proposal disagrees, the newer tokens win, since they are what the
     drafter goes on from, but for those that are being verified.
+
+    With `verified_width` some of the candidates are held for other outcomes: a step verifies the
+    likeliest of them, at most so many children of a node. Where it is 1, that is the chain of first
+    children. Without it a step verifies what came first.
     """
 
     __slots__ = (
@@ -60,10 +71,18 @@ class TokenTree:
         "repeats",
         "root",
         "token_ids",
+        "verified_width",
     )
 
-    def __init__(self, prompt_token_ids: Sequence[int], *, chain: bool = True) -> None:
+    def __init__(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        chain: bool = True,
+        verified_width: int | None = None,
+    ) -> None:
         self.chain = chain
+        self.verified_width = verified_width
         self.token_ids: list[int] = []
         self.repeats = 0
         """Tokens of proposals that were held already as candidates."""
@@ -85,12 +104,18 @@ class TokenTree:
         """Candidates held, those that are being verified included."""
         return len(self._nodes)
 
+    def num_verifiable(self, limit: int) -> int:
+        """Candidates that a step of at most `limit` could verify, perhaps more than those."""
+        return self.num_candidates if self.verified_width is None else len(self._choose(limit))
+
     @property
     def num_pinned(self) -> int:
         """Candidates that are being verified."""
         return len(self._pinned)
 
-    def attach(self, proposal: Proposal, *, until_position: int, max_nodes: int) -> bool:
+    def attach(
+        self, proposal: Proposal, *, until_position: int, max_nodes: int, leads: bool = True
+    ) -> bool:
         """Place a proposal: skip what is held already, take the rest.
 
         Takes no token at or beyond `until_position` and holds at most `max_nodes` candidates.
@@ -109,7 +134,7 @@ class TokenTree:
                 continue
             node = None
             if parent is not None and parent.length < until_position:
-                node = self._child(parent, token_id, used, max_nodes)
+                node = self._child(parent, token_id, used, max_nodes, leads=leads)
             if node is not None:
                 used.add(id(node))
                 if proposal.multiplicities:
@@ -122,7 +147,7 @@ class TokenTree:
         return len(places) == 1 or any(place is not None for place in places[1:])
 
     def pin(self, limit: int, *, num_paths: int = 0) -> Window:
-        """The first `limit` candidates, held fast until the verdict.
+        """The `limit` candidates that are to be verified, held fast until the verdict.
 
         With `num_paths` (k-SEQ) all candidates down to the depth at which so many paths surely
         fit: which of them are cut off must not depend on what they are.
@@ -131,7 +156,7 @@ class TokenTree:
             deepest = self.root.length + limit // num_paths
             self._pinned = [node for node in self._nodes if node.length <= deepest]
         else:
-            self._pinned = self._nodes[:limit]
+            self._pinned = self._choose(limit)
         number = {id(self.root): 0}
         parents = []
         for index, node in enumerate(self._pinned):
@@ -247,6 +272,24 @@ class TokenTree:
         for node in kept:
             self._by_hash.setdefault(node.prefix_hash, node)
 
+    def _choose(self, limit: int) -> list[Node]:
+        """The candidates that a step verifies, each after its parent."""
+        if self.verified_width is None:
+            return self._nodes[:limit]
+        chosen: list[Node] = []
+        heap: list[tuple[float, int, Node]] = []
+        node, chance, pushed = self.root, 1.0, 0
+        while len(chosen) < limit:
+            for rank, child in enumerate(node.children[: self.verified_width]):
+                heapq.heappush(heap, (-chance * _RANK_CHANCES[rank], pushed, child))
+                pushed += 1
+            if not heap:
+                break
+            negative, _, node = heapq.heappop(heap)
+            chance = -negative
+            chosen.append(node)
+        return chosen
+
     def _place_of_base(self, length: int, prefix_hash: int) -> _Place:
         if length < len(self.token_ids):
             return length if self._hashes[length] == prefix_hash else None
@@ -259,10 +302,15 @@ class TokenTree:
             return None
         return self.root if length + 1 == len(self.token_ids) else length + 1
 
-    def _child(self, parent: Node, token_id: int, used: set[int], max_nodes: int) -> Node | None:
+    def _child(
+        self, parent: Node, token_id: int, used: set[int], max_nodes: int, *, leads: bool
+    ) -> Node | None:
         """The child with this token that `used` lacks, made where there is none and room for it."""
         for child in parent.children:
             if child.token_id == token_id and id(child) not in used:
+                if leads and not child.leads:
+                    parent.children.remove(child)
+                    _put(parent, child, leads=True)
                 self.repeats += 1
                 return child
         if self.chain and parent.children:
@@ -274,10 +322,17 @@ class TokenTree:
             return None
         prefix_hash = extend_hash(parent.prefix_hash, token_id)
         node = Node(token_id, parent.length + 1, prefix_hash, parent)
-        parent.children.append(node)
+        _put(parent, node, leads=leads)
         self._nodes.append(node)
         self._by_hash.setdefault(prefix_hash, node)
         return node
 
     def _node_numbered(self, number: int) -> Node:
         return self._pinned[number - 1] if number else self.root
+
+
+def _put(parent: Node, child: Node, *, leads: bool) -> None:
+    """Make it the last child, or the last of those that lead."""
+    child.leads = leads
+    place = sum(one.leads for one in parent.children) if leads else len(parent.children)
+    parent.children.insert(place, child)

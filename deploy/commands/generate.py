@@ -155,7 +155,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         top_k: TopKOption = None,
         top_p: TopPOption = None,
         seed: SeedOption = 0,
-        policy: Annotated[str | None, typer.Option(help="off, lockstep, pearl or chain.")] = None,
+        policy: Annotated[
+            str | None, typer.Option(help="off, lockstep, pearl, chain, fanout or spread.")
+        ] = None,
         verification: VerificationOption = None,
         window: Annotated[int | None, typer.Option(help="Most candidates a step verifies.")] = None,
         branches: BranchesOption = None,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cluster.config_model import Config
 from cluster.decoding.policies import PolicyName
-from cluster.fitting import check_branches, check_policy_fits
+from cluster.fitting import check_branches, check_layout, check_policy_fits
 from deploy.commands.options import (
     BranchesOption,
     ConfigOption,
@@ -73,16 +73,26 @@ def parse_matrix(
     return Matrix(temperatures, variants_of(policies, windows, concurrencies))
 
 
-def check_matrix(matrix: Matrix, flags: RequestFlags, config: Config, branches: int | None) -> None:
+def check_matrix(
+    matrix: Matrix,
+    flags: RequestFlags,
+    config: Config,
+    branches: int | None,
+    layout: Config | None,
+) -> None:
     """Raise InvalidRequestError where the rule and what is to be run with it do not fit.
 
     `branches` as asked for; those of the configuration give way to smaller windows.
+    `layout`: of the cluster, None where it is another one than the configuration's.
     """
     for temperature in matrix.temperatures:
         if temperature is not None:
             check_text(flags.verification, temperature)
     for variant in matrix.variants:
-        check_policy_fits(PolicyName(variant.policy), Rule(flags.verification), branches or 1)
+        policy = PolicyName(variant.policy)
+        check_policy_fits(policy, Rule(flags.verification), branches or 1)
+        if layout is not None:
+            check_layout(policy, sum(drafter.count for drafter in layout.drafters))
     if branches is None:
         return
     for variant in matrix.variants:
@@ -150,7 +160,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             stopping=stopping,
             drafter=drafter,
         )
-        check_matrix(matrix, flags, config, branches)
+        check_matrix(matrix, flags, config, branches, config if server is None else None)
         if server is None:
             check_drafters(flags, config)
         check_at_least_one("limit", limit)

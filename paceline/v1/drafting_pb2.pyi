@@ -261,11 +261,14 @@ class Grant(_message.Message):
     TOKENS_PER_MS_FIELD_NUMBER: _builtins.int
     STEP_MS_PER_CANDIDATE_FIELD_NUMBER: _builtins.int
     DRAFTING_IS_FREE_FIELD_NUMBER: _builtins.int
+    FAN_OUT_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     until_position: _builtins.int
     """Draft tokens for positions below this one."""
     branches: _builtins.int
-    """Candidates for each position; 1: a chain. For k-SEQ the number of independent paths."""
+    """Candidates for each position; 1: a chain, but for fan_out. For k-SEQ the number of independent paths."""
     nodes: _builtins.int
     """Most candidates beyond the committed tokens, all branches together. 0: as many as positions."""
     tokens_per_ms: _builtins.float
@@ -275,6 +278,18 @@ class Grant(_message.Message):
     step_ms_per_candidate: _builtins.float
     drafting_is_free: _builtins.bool
     """The target is busy anyway: the time to draft costs nothing."""
+    fan_out: _builtins.int
+    """Fan-out: what may come instead of the first candidates. Beside the chain that those make, the
+    drafter draws at most so many branches, each another candidate of a position and a chain after
+    it, and sends them as they grow, in `nodes` and `until_position` like the rest. 0: none. For
+    rules without draft probabilities. A drafter whose candidates have no order may ignore it.
+    """
+    share: _builtins.int
+    """Where several drafters share a sequence's branches: of the branch that begins with candidate
+    number i (from 1 on, the best after the first) for position p, draw it where
+    (p + i) mod shares = share. 0 of 0: all. All of them draw the chain.
+    """
+    shares: _builtins.int
     def __init__(
         self,
         *,
@@ -285,10 +300,13 @@ class Grant(_message.Message):
         tokens_per_ms: _builtins.float = ...,
         step_ms_per_candidate: _builtins.float = ...,
         drafting_is_free: _builtins.bool = ...,
+        fan_out: _builtins.int = ...,
+        share: _builtins.int = ...,
+        shares: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "drafting_is_free", b"drafting_is_free", "nodes", b"nodes", "sequence_id", b"sequence_id", "step_ms_per_candidate", b"step_ms_per_candidate", "tokens_per_ms", b"tokens_per_ms", "until_position", b"until_position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "drafting_is_free", b"drafting_is_free", "fan_out", b"fan_out", "nodes", b"nodes", "sequence_id", b"sequence_id", "share", b"share", "shares", b"shares", "step_ms_per_candidate", b"step_ms_per_candidate", "tokens_per_ms", b"tokens_per_ms", "until_position", b"until_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -343,7 +361,7 @@ Global___DraftResponse: _TypeAlias = DraftResponse  # noqa: Y015
 
 @_typing.final
 class ProposalBatch(_message.Message):
-    """What one forward pass of the drafter produced, at most one proposal a sequence."""
+    """What one forward pass of the drafter produced: at most one proposal for each base of a sequence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -38,6 +38,12 @@ class _LookaheadPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Looka
     """A window is verified while the next is drafted; both wait for each other, a bounded time.
     Chains alone.
     """
+    LOOKAHEAD_POLICY_FANOUT: _LookaheadPolicy.ValueType  # 5
+    """As chain; beside its chain the drafter drafts for the likeliest other outcomes and sends these
+    branches ahead. For the rules coupled and one-hot.
+    """
+    LOOKAHEAD_POLICY_SPREAD: _LookaheadPolicy.ValueType  # 6
+    """As fanout, with several drafters, which share sequences or one sequence's branches."""
 
 class LookaheadPolicy(_LookaheadPolicy, metaclass=_LookaheadPolicyEnumTypeWrapper):
     """Lookahead policies: what a drafter does while a step runs."""
@@ -54,6 +60,12 @@ LOOKAHEAD_POLICY_PEARL: LookaheadPolicy.ValueType  # 4
 """A window is verified while the next is drafted; both wait for each other, a bounded time.
 Chains alone.
 """
+LOOKAHEAD_POLICY_FANOUT: LookaheadPolicy.ValueType  # 5
+"""As chain; beside its chain the drafter drafts for the likeliest other outcomes and sends these
+branches ahead. For the rules coupled and one-hot.
+"""
+LOOKAHEAD_POLICY_SPREAD: LookaheadPolicy.ValueType  # 6
+"""As fanout, with several drafters, which share sequences or one sequence's branches."""
 Global___LookaheadPolicy: _TypeAlias = LookaheadPolicy  # noqa: Y015
 
 class _FinishReason:

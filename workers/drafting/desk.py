@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
-from workers.drafting.excerpt import excerpt_of
+from workers.drafting.excerpt import excerpt_of, excerpts_of
 from workers.drafting.nodes import NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
 from workers.drafting.tree import DraftTree, Grant
 from workers.verification.draft_probs import SparseProbs
+from workers.verification.rules import FACTS
 
 _SLOW_CHANGE = 0.8
 """Of the duration of a pass, so much is remembered from one to the next."""
@@ -113,8 +114,16 @@ class DraftingSession:
         """Leave to draft; replaces the grant before."""
         if grant.branches < 1:
             raise ProtocolError(f"grant.branches: expected at least 1, got {grant.branches}")
+        number, shares = grant.share
+        if number >= shares:
+            raise ProtocolError(f"grant.share: expected a number below {shares}, got {number}")
         tree = self.trees.get(sequence_id)
         if tree is not None:
+            if grant.fan_out and FACTS[tree.spec.rule].needs_draft_probs:
+                raise ProtocolError(
+                    f"grant.fan_out: expected 0 for the rule {tree.spec.rule.value!r}, whose "
+                    f"outcomes a drafter cannot foresee, got {grant.fan_out}"
+                )
             tree.set_grant(grant)
 
     def close(self, sequence_id: int) -> None:
@@ -175,6 +184,9 @@ class DraftingDesk:
         """Draft once for every sequence that has room."""
         everyone = list(self._all_trees())
         ready = [tree for _, _, tree in everyone if tree.ready]
+        first_new = {tree: tree.end + 1 for tree in ready}
+        for tree in ready:
+            tree.extend(self.proposer.known(tree))
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
         drafts = {draft.tree: draft for draft in result.drafts}
         self._drafted_only = result.tokens_fed > 0 and not result.prefilled
@@ -182,17 +194,18 @@ class DraftingDesk:
         took_part = set(result.took_part)
         news: dict[DraftingSession, SessionNews] = {}
         for session, sequence_id, tree in everyone:
+            first = first_new.get(tree, tree.end + 1)
+            has_news = first <= tree.end or tree.wants_last
             draft = drafts.get(tree)
-            if tree not in took_part and tree not in declined and not tree.wants_last:
+            if tree not in took_part and tree not in declined and not has_news:
                 continue
             mine = news.setdefault(session, SessionNews(session, result.tokens_fed))
             if tree in declined:
                 mine.declined.append((sequence_id, declined[tree]))
                 session.close(sequence_id)
-            elif draft is not None:
-                mine.proposals.append(_propose(sequence_id, draft))
-            elif tree.wants_last:
-                mine.proposals.append(_propose(sequence_id, Draft(tree, NewNodes())))
+            elif draft is not None or has_news:
+                draft = draft or Draft(tree, NewNodes())
+                mine.proposals.extend(_propose(sequence_id, draft, first))
         return list(news.values())
 
     def pass_took(self, milliseconds: float) -> None:
@@ -214,27 +227,29 @@ class DraftingDesk:
                 yield session, sequence_id, tree
 
 
-def _propose(sequence_id: int, draft: Draft) -> Proposal:
+def _propose(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
+    """Add what was drafted; the nodes from `first` on are told."""
     tree = draft.tree
-    first = tree.end + 1
     tree.extend(draft.new)
     final = draft.last or tree.finished
     last = final or draft.grant_used or tree.used_up
     if last:
         tree.tell_last(until_grant=not final)
-    excerpt = excerpt_of(tree, first)
-    base_length, base_hash = tree.base(excerpt.base)
-    return Proposal(
-        sequence_id,
-        base_length,
-        base_hash,
-        excerpt.token_ids,
-        last=last,
-        parents=excerpt.parents,
-        multiplicities=excerpt.multiplicities,
-        distributions=excerpt.distributions,
-        stopping_state=draft.stopping_state,
-    )
+    # Of branches in many places only what is new is told, each under its own base.
+    excerpts = excerpts_of(tree, first) if tree.grant.fan_out else [excerpt_of(tree, first)]
+    return [
+        Proposal(
+            sequence_id,
+            *tree.base(excerpt.base),
+            excerpt.token_ids,
+            last=last and excerpt is excerpts[-1],
+            parents=excerpt.parents,
+            multiplicities=excerpt.multiplicities,
+            distributions=excerpt.distributions,
+            stopping_state=draft.stopping_state,
+        )
+        for excerpt in excerpts
+    ]
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int], info: DrafterInfo) -> None:

@@ -60,6 +60,35 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
     )
 
 
+def excerpts_of(tree: DraftTree, first_new: int) -> list[Excerpt]:
+    """The same with nothing told again: one for each older node that got children.
+
+    For rules without draft probabilities.
+    """
+    if first_new > tree.end:
+        return [excerpt_of(tree, first_new)]
+    # Of each new node the older one under which it hangs, and its number in that one's excerpt.
+    above: dict[int, tuple[int, int]] = {}
+    found: dict[int, tuple[list[int], list[int]]] = {}
+    for node in range(first_new, tree.end + 1):
+        parent = tree.parents[node]
+        base, number = above.get(parent, (parent, 0))
+        tokens, parents = found.setdefault(base, ([], []))
+        tokens.append(tree.tokens[node])
+        parents.append(number)
+        above[node] = (base, len(tokens))
+    return [
+        Excerpt(
+            base,
+            tuple(tokens),
+            () if parents == list(range(len(parents))) else tuple(parents),
+            (),
+            {},
+        )
+        for base, (tokens, parents) in found.items()
+    ]
+
+
 def _common_ancestor(tree: DraftTree, nodes: set[int]) -> tuple[int, set[int]]:
     """The deepest node above (or among) all of `nodes`, and those between, it left out."""
     # The larger number of two different nodes is not above the other.

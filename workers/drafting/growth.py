@@ -16,6 +16,7 @@ from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.allocation import Allocation, Place, allocate
 from workers.drafting.chances import RankChances
 from workers.drafting.draw import Children, draw_children, draw_one, draw_paths
+from workers.drafting.fan_out import RANKS, candidates_to_send
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
@@ -62,7 +63,7 @@ class Growth:
         tree = self._tree
         leaf = tree.end
         self._longest = tree.room(ROOT)
-        self.as_chain = tree.is_chain and tree.grant.branches == 1 and leaf not in self._expansions
+        self.as_chain = tree.is_chain and tree.grows_as_chain and leaf not in self._expansions
         if self.as_chain:
             return [] if tree.chain_room == 0 or self._stop(leaf, pass_ms) else [leaf]
         if self._rule is Rule.KSEQ:
@@ -75,6 +76,12 @@ class Growth:
     def needs_token_alone(self) -> bool:
         """Whether the coupled rule's token is all that this pass needs to know of a node."""
         return self.as_chain and self._rule is Rule.COUPLED and not self._stopper.watches
+
+    @property
+    def width(self) -> int:
+        """How many candidates a node's expansion should have."""
+        grant = self._tree.grant
+        return max(grant.branches, 1 + RANKS) if grant.fan_out else grant.branches
 
     def expand_chain(self, node: int, token_id: int) -> None:
         """Take a token that was drawn elsewhere. Only where needs_token_alone."""
@@ -93,8 +100,9 @@ class Growth:
             numbers = self._numbers(node)
             children = draw_paths(logits_V, tree.spec, prefix, numbers, prefix_hash=prefix_hash)
         else:
-            count = tree.grant.branches
-            children = draw_children(logits_V, tree.spec, prefix, count, prefix_hash=prefix_hash)
+            children = draw_children(
+                logits_V, tree.spec, prefix, self.width, prefix_hash=prefix_hash
+            )
         signals = []
         if self._stopper.watches:
             signals = self._stopper.signals(logits_V, children.token_ids)
@@ -138,6 +146,10 @@ class Growth:
             if (kept := self._expansions[node].children.distribution) is not None
         }
         return NewNodes(tokens, parents, distributions, multiplicities)
+
+    def known(self) -> NewNodes:
+        """Branches to begin that were drawn with what was fed before: after an outcome, many."""
+        return self.harvest((), pass_ms=0.0) if self._tree.grant.fan_out else NewNodes()
 
     def committed(self, kept: Kept) -> None:
         """The tree was cut: learn from it, and renumber."""
@@ -203,6 +215,10 @@ class Growth:
         reached = [1.0] * (tree.end + 1)
         for node in range(1, tree.end + 1):
             reached[node] = reached[tree.parents[node]] * self._chance[node]
+        if tree.grant.fan_out:
+            mean, exponent = self._chances.mean(0), self._chances.hits.exponent
+            send = candidates_to_send(tree, self._expansions, reached, mean=mean, exponent=exponent)
+            return Allocation(self._leaves(pass_ms), send)
         means = [self._chances.mean(rank) for rank in range(branches)]
         places = [
             Place(leaf, 0, reached[leaf], tree.room(leaf), known=False)
@@ -215,6 +231,7 @@ class Growth:
                     Place(node, index, reached[node] * chance, room - 1, known=True)
                     for index, chance in enumerate(expansion.chances)
                     if expansion.nodes[index] is None
+                    and (index < branches or self._rule is not Rule.COUPLED)
                 ]
         # What the stopping rule refused would have been better than what is less likely.
         floor = max((reached[node] * means[0] for node in self._stopped), default=0.0)
@@ -245,6 +262,8 @@ class Growth:
             expansion = self._expansions.get(node)
             if expansion is not None and len(expansion.chances) > 1:
                 self._observe(expansion.children, token_id)
+                if token_id in expansion.children.token_ids:
+                    self._chances.hits.observe(expansion.children.token_ids.index(token_id))
         refused: list[int] = []
         if not kept.agreed:
             follower = self._first_child(above[-1])

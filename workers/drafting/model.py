@@ -11,7 +11,7 @@ from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.device_rows import expand_on_device
 from workers.drafting.draw import MODEL_RULES
 from workers.drafting.growth import Growth
-from workers.drafting.nodes import ROOT, Kept
+from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
@@ -97,6 +97,9 @@ class ModelProposer:
             self._engine.move_kv(held.kv.block_table, moves)
         held.kv.keep(kept)
         held.growth.committed(kept)
+
+    def known(self, tree: DraftTree) -> NewNodes:
+        return self._held[tree].growth.known()
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass()

@@ -42,6 +42,9 @@ class NgramProposer:
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         self._indices[tree].grow(tree)
 
+    def known(self, tree: DraftTree) -> NewNodes:
+        return NewNodes()
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees))
         for tree in trees:

@@ -100,6 +100,13 @@ class NodeTree:
             node = self.parents[node]
         return path[::-1]
 
+    def chain_end(self) -> int:
+        """The end of the path that follows first children from the root."""
+        node = ROOT
+        while self._children[node]:
+            node = self._children[node][0]
+        return node
+
     def prefix(self, node: int) -> list[int]:
         """All token ids up to and including a node."""
         return self.committed + [self.tokens[step] for step in self.path_to(node)]

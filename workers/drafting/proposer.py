@@ -90,6 +90,12 @@ class Proposer(Protocol):
         `top_tokens`: what the target told since the last time, for a drafter that wants it.
         """
 
+    def known(self, tree: DraftTree) -> NewNodes:
+        """Nodes for a ready tree that need no pass, since what they are drawn from is there.
+
+        They are added before the next pass, which may feed them. None is no reason to stop.
+        """
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         """Draft for `trees`, each of which is open and ready, within their grants.
 

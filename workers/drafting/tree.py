@@ -13,7 +13,7 @@ from workers.drafting.nodes import ROOT, Kept, NewNodes, NodeTree
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Leave to draft (drafting.proto, Grant)."""
+    """Leave to draft (drafting.proto, Grant). `share`: (number, of how many) of the branches."""
 
     until_position: int = 0
     branches: int = 1
@@ -21,6 +21,8 @@ class Grant:
     tokens_per_ms: float = 0.0
     step_ms_per_candidate: float = 0.0
     drafting_is_free: bool = False
+    fan_out: int = 0
+    share: tuple[int, int] = (0, 1)
 
 
 class DraftTree(NodeTree):
@@ -77,9 +79,14 @@ class DraftTree(NodeTree):
         """Whether a pass should look for more to draft."""
         if self._told_last or self.nodes_left == 0:
             return False
-        if self.is_chain and self.grant.branches == 1:
+        if self.is_chain and self.grows_as_chain:
             return self.room(self.end) > 0
         return self.room(ROOT) > 0
+
+    @property
+    def grows_as_chain(self) -> bool:
+        """Whether the grant is for one candidate a position."""
+        return self.grant.branches == 1 and self.grant.fan_out == 0
 
     @property
     def used_up(self) -> bool:
@@ -89,7 +96,9 @@ class DraftTree(NodeTree):
     @property
     def finished(self) -> bool:
         """Whether nothing can follow, whatever is granted, as far as that is plain to see."""
-        return self.ends(ROOT) or (self.is_chain and self.ends(self.end))
+        if self.ends(ROOT):
+            return True
+        return self.is_chain and self.grant.fan_out == 0 and self.ends(self.end)
 
     @property
     def wants_last(self) -> bool:
@@ -105,6 +114,7 @@ class DraftTree(NodeTree):
         if self._told_until_grant and (
             grant.until_position > before.until_position
             or grant.branches > before.branches
+            or grant.fan_out > before.fan_out
             or grant.nodes > before.nodes
             or (grant.nodes == 0 and before.nodes > 0)
         ):

@@ -67,6 +67,8 @@ def _grant(message: drafting_pb2.Grant) -> Grant:
         tokens_per_ms=message.tokens_per_ms,
         step_ms_per_candidate=message.step_ms_per_candidate,
         drafting_is_free=message.drafting_is_free,
+        fan_out=message.fan_out,
+        share=(message.share, max(1, message.shares)),
     )
 
 

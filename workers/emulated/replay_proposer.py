@@ -15,7 +15,7 @@ from paceline.rules import Rule, Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.draw import Children
 from workers.drafting.growth import Growth
-from workers.drafting.nodes import ROOT, Kept
+from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
@@ -100,6 +100,9 @@ class ReplayProposer:
         held.growth.committed(kept)
         held.num_unfed += len(kept.token_ids) - len(kept.path)
 
+    def known(self, tree: DraftTree) -> NewNodes:
+        return self._held[tree].growth.known()
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         begin = self._clock.now()
         result = Pass(took_part=list(trees))
@@ -135,7 +138,7 @@ class ReplayProposer:
             (token_id,) = self._text.guesses(digest, tree.spec, self._guess, 1)
             held.growth.expand_chain(node, token_id)
             return
-        count = tree.grant.branches
+        count = held.growth.width
         guesses = self._text.guesses(digest, tree.spec, self._guess, count)
         held.growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
 

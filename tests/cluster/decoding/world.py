@@ -191,7 +191,8 @@ class PretendedDrafter:
             case Grant(_, sequence_id):
                 drafted = self.sequences[sequence_id]
                 drafted.until_position, drafted.nodes = message.until_position, message.nodes
-                drafted.branches = message.branches
+                # Where branches are wanted, some nodes get a second child.
+                drafted.branches = max(message.branches, 2 if message.fan_out else 1)
             case CloseDraft(_, sequence_id):
                 del self.sequences[sequence_id]
 

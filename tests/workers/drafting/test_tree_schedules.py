@@ -18,6 +18,7 @@ from tests.workers.drafting.mirror import (
     Mirror,
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.fan_out import RANKS
 from workers.drafting.model import ModelProposer
 from workers.drafting.tree import Grant
 from workers.engine.engine import Engine
@@ -91,6 +92,9 @@ def _grant(random: Random, session: DraftingSession, sequence_id: int, mirror: M
     branches = 1 if mirror.spec.rule is Rule.REJECTION else random.randint(1, MOST_BRANCHES)
     if mirror.max_branches > 1:
         branches = random.choice([branches, mirror.max_branches])
+    fan_out = random.choice([0, 0, 3, 8]) if mirror.spec.rule is Rule.COUPLED else 0
+    if fan_out:
+        mirror.max_branches = max(mirror.max_branches, 1 + RANKS)
     grant = Grant(
         until_position=len(mirror.root.prefix) + random.choice([0, 1, 3, 6, 9, 12]),
         branches=branches,
@@ -98,6 +102,8 @@ def _grant(random: Random, session: DraftingSession, sequence_id: int, mirror: M
         tokens_per_ms=random.choice([0.0, 0.01, 1.0]),
         step_ms_per_candidate=random.choice([0.0, 0.5]),
         drafting_is_free=random.random() < 0.5,
+        fan_out=fan_out,
+        share=random.choice([(0, 1), (0, 2), (1, 2)]),
     )
     mirror.grant = grant
     mirror.told_last = False

@@ -1,0 +1,90 @@
+"""Policy fanout on short scripts: branches are held, one is picked at the verdict."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.decoding.instructions import Grant, Instruction
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.fitting import check_policy_fits
+from paceline.errors import InvalidRequestError
+from paceline.rules import Rule
+from tests.cluster.decoding.scripts import (
+    PROMPT,
+    proposal,
+    started,
+    the_step,
+    tree_proposal,
+    verdict,
+)
+
+
+def fanned_out(**options: object) -> Scheduler:
+    """10, 11, 12, 13 and 14 were drafted as the chain, and 10, 21, 22 and 23 as a branch."""
+    scheduler = started(PolicyName.FANOUT, window=2, **options)
+    scheduler.handle(tree_proposal(PROMPT, (10, 11, 21, 12, 22), (0, 1, 1, 2, 3)))
+    scheduler.handle(tree_proposal((*PROMPT, 10), (11, 12, 13, 14), (0, 1, 2, 3)))
+    scheduler.handle(proposal((*PROMPT, 10, 21, 22), 23))
+    return scheduler
+
+
+def test_grants_say_how_many_branches_and_make_room_for_them() -> None:
+    scheduler = started(PolicyName.FANOUT, window=2)
+    (grant,) = [one for one in scheduler.handle(verdict(1, 0, 10)) if isinstance(one, Grant)]
+    assert (grant.branches, grant.fan_out, grant.nodes) == (1, 5, 5 + 5 * 3)
+    assert grant.until_position == len(PROMPT) + 1 + 5
+
+
+def test_a_step_verifies_the_chain_alone_and_the_verdict_picks_the_branch() -> None:
+    scheduler = fanned_out()
+    out = scheduler.handle(verdict(1, 0, 10))
+    assert the_step(out).slices[0].token_ids == (10, 11, 12)
+    assert the_step(out).slices[0].parents == ()
+    out = scheduler.handle(verdict(2, 0, 21))
+    assert the_step(out).slices[0].token_ids == (21, 22, 23), "the branch, at once"
+    assert scheduler.totals.counts.branch_hits == 1
+
+
+def test_a_miss_is_an_ordinary_chain() -> None:
+    scheduler = fanned_out()
+    scheduler.handle(verdict(1, 0, 10))
+    out = scheduler.handle(verdict(2, 1, 40))
+    assert the_step(out).slices[0].token_ids == (40,)
+    scheduler.handle(proposal((*PROMPT, 10, 21, 22, 23), 24))
+    assert scheduler.totals.dropped_proposals == 1, "of a branch that came to nothing"
+    scheduler.handle(proposal((*PROMPT, 10, 11, 40), 41, 42))
+    assert the_step(scheduler.handle(verdict(3, 0, 41))).slices[0].token_ids == (41, 42)
+
+
+def test_a_branch_that_comes_after_its_verdict_is_found_by_content() -> None:
+    scheduler = started(PolicyName.FANOUT, window=2)
+    scheduler.handle(proposal(PROMPT, 10, 11))
+    scheduler.handle(verdict(1, 0, 10))
+    scheduler.handle(verdict(2, 0, 21))
+    scheduler.handle(tree_proposal((*PROMPT, 10), (21, 22, 23), (0, 1, 2)))
+    assert the_step(scheduler.handle(verdict(3, 0, 22))).slices[0].token_ids == (22, 23)
+
+
+def test_with_branches_of_its_own_a_window_is_a_tree() -> None:
+    scheduler = fanned_out(branches=2)
+    out: list[Instruction] = scheduler.handle(verdict(1, 0, 10))
+    assert the_step(out).slices[0].token_ids == (10, 11, 12)
+    scheduler = started(PolicyName.FANOUT, window=4, branches=2)
+    scheduler.handle(tree_proposal(PROMPT, (10, 11, 21, 12, 22), (0, 1, 1, 2, 3)))
+    out = scheduler.handle(verdict(1, 0, 10))
+    assert the_step(out).slices[0].token_ids == (10, 11, 12, 21, 22)
+    assert the_step(out).slices[0].parents == (0, 1, 0, 3)
+    accepted = verdict(2, 2, 23)
+    path = replace(accepted.verdicts[0], accepted=(2, 3))
+    out = scheduler.handle(replace(accepted, verdicts=(path,)))
+    assert the_step(out).slices[0].token_ids == (23,)
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.KSEQ, Rule.RECURSIVE, Rule.MCSD])
+def test_rules_whose_outcomes_cannot_be_foreseen_are_refused(rule: Rule) -> None:
+    with pytest.raises(InvalidRequestError, match="fanout"):
+        check_policy_fits(PolicyName.FANOUT, rule, 1)
+    check_policy_fits(PolicyName.FANOUT, Rule.COUPLED, 2)

@@ -1,0 +1,230 @@
+"""Thousands of random schedules for every policy, with drafters that nobody would want.
+
+They lag, burst, reorder, repeat, go silent, send garbage, come and go; the clock jumps. The text
+stays plain decoding's, and all invariants hold after each event (World.send).
+
+A schedule is a tape of bytes that says what happens next, so that a failure shrinks to a short one.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.decoding.events import (
+    Admitted,
+    Cancelled,
+    DraftDeclined,
+    DrafterJoined,
+    DrafterLost,
+    Proposal,
+    Proposed,
+    TargetLost,
+    Tick,
+)
+from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
+from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.scheduler import Scheduler
+from cluster.decoding.token_tree import TokenTree
+from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+
+NAMES = ("a", "b", "c")
+JUMPS = (0.0, 0.001, 0.02, 3.0, 1000.0)
+"""Of the driver's clock, in seconds: it stands still, or much time passes at once."""
+
+DURATIONS = (0.003, 0.0, -1.0, math.inf, math.nan, 1e300)
+"""Of a pass, in seconds, as a drafter tells them."""
+
+
+class Tape:
+    """Choices read from bytes; after their end always the first."""
+
+    def __init__(self, tape: bytes) -> None:
+        self._bytes = iter(tape)
+        self.ended = False
+
+    def choose(self, count: int) -> int:
+        """One of so many."""
+        byte = next(self._bytes, None)
+        self.ended = byte is None
+        return 0 if byte is None else byte % count
+
+
+@dataclass
+class FarDrafter(PretendedDrafter):
+    """A drafter at the end of a link: what either side says waits until it is let through."""
+
+    to_drafter: list[OpenDraft | SendOutcome | Grant | CloseDraft] = field(default_factory=list)
+    to_driver: list[tuple[Proposal, ...]] = field(default_factory=list)
+
+    def tell(self, message: OpenDraft | SendOutcome | Grant | CloseDraft) -> None:
+        self.to_drafter.append(message)
+
+    def hear(self, count: int) -> None:
+        """The next messages of the driver arrive."""
+        for message in self.to_drafter[:count]:
+            super().tell(message)
+        del self.to_drafter[:count]
+
+
+class Schedule:
+    """One schedule: about three requests, up to three drafters."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.world = World(Scheduler(max_num_seqs=2, max_step_tokens=32, wait_seconds=5.0))
+        self.far: dict[str, FarDrafter] = {}
+        self.sent: list[tuple[str, tuple[Proposal, ...]]] = []
+        self.world.join_target()
+        for _ in range(1 + tape.choose(3)):
+            self.admit()
+        self.come_or_go(NAMES[0])
+
+    def admit(self) -> None:
+        world, tape = self.world, self.tape
+        policy = list(PolicyName)[tape.choose(len(PolicyName))]
+        narrow = policy_named(policy).needs.chains_only
+        number = len(world.requests) + 1
+        asked = request(
+            number,
+            tuple(range(number, number + 1 + tape.choose(6))),
+            policy=policy,
+            max_tokens=1 + tape.choose(24),
+            window=2 + tape.choose(6),
+            branches=1 if narrow else 1 + tape.choose(2),
+        )
+        world.send(Admitted(world.now, asked))
+
+    def guess(self, path: list[int], seed: int) -> int:
+        return self.tape.choose(50) if self.tape.choose(4) == 0 else true_token(path, seed)
+
+    def act(self) -> None:
+        """Whatever the tape says happens next."""
+        world, tape = self.world, self.tape
+        name = NAMES[tape.choose(3)]
+        drafter = self.far.get(name)
+        match tape.choose(16):
+            case 0 | 1 | 2:
+                if world.step is not None:
+                    world.answer()
+            case 3 | 4 | 5 | 6 if drafter is not None:
+                drafter.hear(len(drafter.to_drafter))
+                drafter.to_driver.append(drafter.run_pass())
+                self.deliver(name, 0)
+            case 7 if drafter is not None:
+                drafter.hear(1 + tape.choose(4))  # it lags behind
+                drafter.to_driver.append(drafter.run_pass())
+            case 8 if drafter is not None:
+                while drafter.to_driver:  # a burst, the latest first or the oldest
+                    self.deliver(name, -1 if tape.choose(2) else 0)
+            case 9 if self.sent:
+                late_name, late = self.sent[tape.choose(len(self.sent))]
+                world.send(Proposed(world.now, late_name, late))
+            case 10:
+                self.send_garbage(name)
+            case 11:
+                self.come_or_go(name)
+            case 12:
+                world.now += JUMPS[tape.choose(len(JUMPS))]
+                world.send(Tick(world.now))
+            case 13 if tape.choose(4) == 0:
+                world.step = None
+                world.send(TargetLost(world.now))
+                world.join_target()
+            case 14:
+                victim = 1 + tape.choose(len(world.requests))
+                if tape.choose(3) == 0:
+                    world.send(Cancelled(world.now, victim))
+                elif drafter is not None:
+                    world.send(DraftDeclined(world.now, name, victim))
+            case 15:
+                if len(world.requests) < 5:
+                    self.admit()
+
+    def deliver(self, name: str, index: int) -> None:
+        """One message of a drafter arrives, after others that were sent later perhaps."""
+        proposals = self.far[name].to_driver.pop(index)
+        self.sent.append((name, proposals))
+        told = 0.003 if self.tape.choose(2) else DURATIONS[self.tape.choose(len(DURATIONS))]
+        self.world.send(Proposed(self.world.now, name, proposals, pass_seconds=told))
+
+    def send_garbage(self, name: str) -> None:
+        """What is sound by form: candidates of a wrong place, in another shape, or of nobody."""
+        world, tape = self.world, self.tape
+        tokens = tuple(tape.choose(60) for _ in range(tape.choose(5)))
+        parents = tuple(tape.choose(index + 1) for index in range(len(tokens)))
+        wrong = Proposal(1 + tape.choose(4), tape.choose(30), tape.choose(256), tokens, True)
+        if self.sent:
+            _, proposals = self.sent[tape.choose(len(self.sent))]
+            for one in proposals[:1]:
+                wrong = replace(one, token_ids=tokens, parents=parents, last=True)
+        world.send(Proposed(world.now, name, (wrong,)))
+
+    def come_or_go(self, name: str) -> None:
+        world = self.world
+        if name in self.far:
+            del self.far[name], world.drafters[name]
+            world.send(DrafterLost(world.now, name))
+        else:
+            drafter = FarDrafter(self.guess, self.tape.choose)
+            self.far[name] = world.drafters[name] = drafter
+            world.send(DrafterJoined(world.now, name, 12 + self.tape.choose(60)))
+
+    def drain(self) -> None:
+        """No drafter says anything more; everything comes to its end all the same."""
+        world = self.world
+        for _ in range(500):
+            if world.finished.keys() == world.requests.keys():
+                return
+            if world.step is not None:
+                world.answer()
+            else:
+                assert world.wake_at is not None, "nothing to wait for"
+                world.now = max(world.now, world.wake_at)
+                world.send(Tick(world.now))
+        raise AssertionError("it does not end")
+
+
+def run(tape: bytes) -> Schedule:
+    """A whole schedule."""
+    schedule = Schedule(Tape(tape))
+    while not schedule.tape.ended:
+        schedule.act()
+    schedule.drain()
+    return schedule
+
+
+@settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(min_size=20, max_size=160))
+def test_text_and_invariants_under_random_schedules(tape: bytes) -> None:
+    run(tape)
+
+
+def test_the_fuzzer_notices_a_branch_that_was_picked_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: the branch of another outcome is taken for that of the verdict."""
+    right_commit = TokenTree.commit
+
+    def careless_commit(
+        tree: TokenTree, accepted: tuple[int, ...], token_id: int | None
+    ) -> tuple[int, ...]:
+        leaf = tree._pinned[accepted[-1]] if accepted else tree.root
+        if len(leaf.children) > 1:
+            token_id = leaf.children[-1].token_id
+        return right_commit(tree, accepted, token_id)
+
+    monkeypatch.setattr(TokenTree, "commit", careless_commit)
+    with pytest.raises(AssertionError):
+        _run_many(300)
+
+
+def _run_many(count: int) -> None:
+    draw = random.Random(3)
+    for _ in range(count):
+        run(draw.randbytes(120))

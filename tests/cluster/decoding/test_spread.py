@@ -1,0 +1,155 @@
+"""Policy spread on short scripts: who drafts what, and when work moves."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.decoding.events import (
+    Admitted,
+    DrafterJoined,
+    DrafterLost,
+    Proposal,
+    Proposed,
+    SequenceVerdict,
+    StepDone,
+    TargetJoined,
+)
+from cluster.decoding.instructions import CloseDraft, Grant, Instruction, OpenDraft, RunStep
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.fitting import check_layout
+from paceline.errors import InvalidRequestError
+from paceline.prefix_hash import hash_prefix
+from tests.cluster.decoding.scripts import PROMPT, the_step
+from tests.cluster.decoding.world import request
+
+
+class Script:
+    """A scheduler whose target accepts nothing."""
+
+    def __init__(self, drafters: str, *, sequences: int = 1) -> None:
+        self.scheduler = Scheduler()
+        self.now = 0.0
+        self.step: RunStep | None = None
+        self.open: dict[str, set[int]] = {name: set() for name in drafters}
+        self.grants: dict[tuple[str, int], Grant] = {}
+        self.send(TargetJoined(0, 50, 1000, 4, 64))
+        for name in drafters:
+            self.send(DrafterJoined(0, name, 1000))
+        for number in range(1, sequences + 1):
+            asked = request(number, PROMPT, policy=PolicyName.SPREAD, window=2, max_tokens=200)
+            self.send(Admitted(0, asked))
+        if sequences > 1:
+            self.answer()  # the first one's prefill: the others are let in
+
+    def send(self, event: object) -> list[Instruction]:
+        out = self.scheduler.handle(event)  # type: ignore[arg-type]
+        for one in out:
+            match one:
+                case RunStep():
+                    self.step = one
+                case OpenDraft(drafter, sequence_id):
+                    assert sequence_id not in self.open[drafter]
+                    self.open[drafter].add(sequence_id)
+                case CloseDraft(drafter, sequence_id):
+                    self.open[drafter].remove(sequence_id)
+                case Grant(drafter, sequence_id):
+                    assert sequence_id in self.open[drafter]
+                    self.grants[drafter, sequence_id] = one
+        self.scheduler.check_integrity()
+        return out
+
+    def answer(self, seconds: float = 0.05, token_id: int = 9) -> list[Instruction]:
+        assert self.step is not None
+        self.now += seconds
+        verdicts = tuple(
+            SequenceVerdict(part.sequence_id, 0, token_id)
+            for part in self.step.slices
+            if part.verdict
+        )
+        return self.send(StepDone(self.now, self.step.step, verdicts, step_seconds=seconds))
+
+    def say(self, drafter: str, *token_ids: int, pass_ms: float = 2.0) -> None:
+        """It drafts something for nobody in particular."""
+        one = Proposal(1, 1, hash_prefix(PROMPT[:1]), (*PROMPT[1:], *token_ids))
+        self.send(Proposed(self.now, drafter, (one,), pass_seconds=pass_ms / 1000))
+
+
+def shares(script: Script, sequence_id: int) -> dict[str, tuple[int, int]]:
+    return {
+        name: (grant.share, grant.shares)
+        for (name, of), grant in script.grants.items()
+        if of == sequence_id and of in script.open[name]
+    }
+
+
+def test_sequences_are_balanced_and_spare_drafters_share_the_branches_of_one() -> None:
+    assert Script("ab", sequences=4).open == {"a": {1, 3}, "b": {2, 4}}
+    script = Script("abc")
+    assert shares(script, 1) == {"a": (0, 3), "b": (1, 3), "c": (2, 3)}
+    one = script.grants["a", 1]
+    assert one.fan_out == 3 * 5, "so many branches for each drafter"
+    # Another request needs a drafter of its own, so each has one and the third goes to the first.
+    script.send(Admitted(script.now, request(2, PROMPT, policy=PolicyName.SPREAD)))
+    script.answer()
+    assert sum(len(open_) for open_ in script.open.values()) == 3
+    assert len(shares(script, 1)) == 2
+    assert len(shares(script, 2)) == 1
+
+
+def test_a_helper_takes_the_place_of_a_lost_drafter_with_what_it_has() -> None:
+    script = Script("ab")
+    out = script.send(DrafterLost(script.now, "a"))
+    assert not any(isinstance(one, OpenDraft) for one in out), "b knows the sequence"
+    script.answer()
+    assert shares(script, 1) | {"a": (0, 0)} == {"a": (0, 0), "b": (0, 0)}
+
+
+def test_the_chain_of_the_sequences_own_drafter_is_verified_whoever_comes_first() -> None:
+    script = Script("ab")
+    script.say("b", 20, 21)
+    script.say("a", 10, 11)
+    script.answer(token_id=30)
+    script.scheduler.check_integrity()
+    script = Script("ab")
+    prefill = script.step
+    assert prefill is not None
+    script.say("b", 9, 20, 21)
+    script.say("a", 9, 10, 11)
+    assert the_step(script.answer()).slices[0].token_ids == (9, 10, 11)
+    # The helper's is held as a branch.
+    assert the_step(script.answer(token_id=20)).slices[0].token_ids == (20, 21)
+
+
+def test_work_leaves_a_silent_drafter() -> None:
+    script = Script("ab", sequences=2)
+    assert script.open == {"a": {1}, "b": {2}}
+    for _ in range(20):
+        script.answer()
+        script.say("b")
+    assert script.open == {"a": set(), "b": {1, 2}}
+
+
+def test_work_leaves_a_slow_drafter_and_does_not_come_back() -> None:
+    script = Script("ab", sequences=2)
+    for _ in range(40):
+        script.say("a", 5, pass_ms=20.0)
+        script.say("b", 5, pass_ms=2.0)
+        script.answer()
+    assert script.open == {"a": set(), "b": {1, 2}}
+
+
+def test_work_leaves_a_crowd() -> None:
+    script = Script("a", sequences=3)
+    script.open["b"] = set()
+    script.send(DrafterJoined(script.now, "b", 1000))
+    script.say("a", 5)
+    script.answer()
+    assert {len(open_) for open_ in script.open.values()} == {1, 2}
+
+
+def test_one_drafter_is_refused_with_the_reason() -> None:
+    with pytest.raises(InvalidRequestError, match="at least 2 drafters"):
+        check_layout(PolicyName.SPREAD, 1)
+    check_layout(PolicyName.SPREAD, 2)
+    check_layout(PolicyName.FANOUT, 1)
