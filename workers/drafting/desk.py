@@ -114,9 +114,10 @@ class DraftingSession:
         """Leave to draft; replaces the grant before."""
         if grant.branches < 1:
             raise ProtocolError(f"grant.branches: expected at least 1, got {grant.branches}")
-        number, shares = grant.share
-        if number >= shares:
-            raise ProtocolError(f"grant.share: expected a number below {shares}, got {number}")
+        if grant.share >= max(1, grant.shares):
+            raise ProtocolError(
+                f"grant.share: expected less than grant.shares ({grant.shares}), got {grant.share}"
+            )
         tree = self.trees.get(sequence_id)
         if tree is not None:
             if grant.fan_out and FACTS[tree.spec.rule].needs_draft_probs:

@@ -105,9 +105,8 @@ def candidates_to_send(
 
 def _is_mine(tree: DraftTree, node: int, index: int) -> bool:
     """Whether a branch is of this drafter's share (drafting.proto, Grant)."""
-    number, shares = tree.grant.share
     length, _ = tree.base(node)
-    return (length + index) % shares == number
+    return (length + index) % max(1, tree.grant.shares) == tree.grant.share
 
 
 class HitCurve:

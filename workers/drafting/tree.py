@@ -13,7 +13,7 @@ from workers.drafting.nodes import ROOT, Kept, NewNodes, NodeTree
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Leave to draft (drafting.proto, Grant). `share`: (number, of how many) of the branches."""
+    """Leave to draft (drafting.proto, Grant)."""
 
     until_position: int = 0
     branches: int = 1
@@ -22,7 +22,8 @@ class Grant:
     step_ms_per_candidate: float = 0.0
     drafting_is_free: bool = False
     fan_out: int = 0
-    share: tuple[int, int] = (0, 1)
+    share: int = 0
+    shares: int = 0
 
 
 class DraftTree(NodeTree):

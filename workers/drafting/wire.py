@@ -68,7 +68,8 @@ def _grant(message: drafting_pb2.Grant) -> Grant:
         step_ms_per_candidate=message.step_ms_per_candidate,
         drafting_is_free=message.drafting_is_free,
         fan_out=message.fan_out,
-        share=(message.share, max(1, message.shares)),
+        share=message.share,
+        shares=message.shares,
     )
 
 

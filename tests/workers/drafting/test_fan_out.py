@@ -118,7 +118,7 @@ def test_drafters_that_share_the_branches_draw_each_once(
     engine: Engine, fresh: FreshDrafter
 ) -> None:
     chain = _drafted(engine)
-    shares = [_drafted(engine, fan_out=8, share=(number, 2)) for number in range(2)]
+    shares = [_drafted(engine, fan_out=8, share=number, shares=2) for number in range(2)]
     assert shares[0] & shares[1] == chain
     for number, paths in enumerate(shares):
         heads = [(path, rank) for path in paths if (rank := _rank(fresh, path))]
@@ -154,5 +154,5 @@ def test_it_is_refused_where_outcomes_cannot_be_foreseen(engine: Engine) -> None
     with pytest.raises(ProtocolError, match="fan_out"):
         session.grant(1, Grant(8, nodes=8, fan_out=2))
     with pytest.raises(ProtocolError, match="share"):
-        session.grant(1, Grant(8, nodes=8, share=(2, 2)))
+        session.grant(1, Grant(8, nodes=8, share=2, shares=2))
     desk.close_session(session)

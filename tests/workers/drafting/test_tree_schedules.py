@@ -103,7 +103,8 @@ def _grant(random: Random, session: DraftingSession, sequence_id: int, mirror: M
         step_ms_per_candidate=random.choice([0.0, 0.5]),
         drafting_is_free=random.random() < 0.5,
         fan_out=fan_out,
-        share=random.choice([(0, 1), (0, 2), (1, 2)]),
+        share=random.choice([0, 1]),
+        shares=2,
     )
     mirror.grant = grant
     mirror.told_last = False
