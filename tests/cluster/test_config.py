@@ -96,8 +96,14 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[target]\ngroups = 3", "target.groups: 3 is not in this version; available: 1"),
         ("[target]\ndtype = 'int4'", "target.dtype: expected one of auto, float32, bfloat16, "),
         (
-            "[speculation]\npolicy = 'fanout'",
-            "not in this version; available: off, lockstep, pearl, chain",
+            "[speculation]\npolicy = 'replicas'",
+            "not in this version; available: off, lockstep, pearl, chain, fanout, spread",
+        ),
+        ("[speculation]\npolicy = 'spread'", "at least 2 drafters, and the layout has 1"),
+        ("[speculation]\npolicy = 'pearl'\nbranches = 2", "drafts chains alone"),
+        (
+            "[speculation]\npolicy = 'fanout'\nverification = 'rejection'",
+            "speculation.policy: the policy 'fanout' needs the rule 'coupled' or 'one-hot'",
         ),
         ("[speculation]\npolicy = 'chian'", "got 'chian'; did you mean chain?"),
         ("[speculation]\nverification = 'ksek'", "got 'ksek'; did you mean kseq?"),
