@@ -18,6 +18,9 @@ from paceline.generation import (
     Started,
 )
 
+_DRAFT: tuple[Origin, ...] = ("draft",)
+_TARGET: tuple[Origin, ...] = ("target",)
+
 
 class Generation:
     """Iterate over its events: `Started`, any number of `Chunk`, `Finished`.
@@ -73,11 +76,11 @@ class Generation:
         pieces, rest = self._text.take(emit.token_ids, last=finish is not None)
         if rest:
             pieces[-1] += rest
-        origins: list[Origin] = ["draft"] * emit.num_drafted
-        origins += ["target"] * (len(emit.token_ids) - emit.num_drafted)
-        self._num_output = emit.offset + len(emit.token_ids)
+        count = len(emit.token_ids)
+        origins = _DRAFT * emit.num_drafted + _TARGET * (count - emit.num_drafted)
+        self._num_output = emit.offset + count
         self._events.put_nowait(
-            Chunk(emit.offset, emit.token_ids, tuple(origins), "".join(pieces), tuple(pieces))
+            Chunk(emit.offset, emit.token_ids, origins, "".join(pieces), tuple(pieces))
         )
         if finish is not None:
             self._events.put_nowait(_finished(finish))

@@ -23,7 +23,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MAX_UNFINISHED = 3
 # The decoding window: at its limit it is cut to the tokens that it keeps, which must cover what is
 # unfinished (three replacement characters may stand for nine bytes) and a byte run before it.
-_WINDOW_LIMIT = 48
+_WINDOW_LIMIT = 24
 _WINDOW_KEPT = 16
 
 

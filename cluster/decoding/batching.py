@@ -129,10 +129,12 @@ class Batching:
 
     def answered(self, step: RunStep, step_seconds: float) -> int:
         """Learn what a step cost; returns how many tokens of it were prefill."""
-        fed = sum(len(part.token_ids) for part in step.slices)
-        decoding = sum(
-            len(part.token_ids) for part in step.slices if len(part.token_ids) == 1 + part.window
-        )
+        fed = decoding = 0
+        for part in step.slices:
+            count = len(part.token_ids)
+            fed += count
+            if count == 1 + part.window:
+                decoding += count
         self._prefill_costs.add(
             decoding_tokens=decoding, prefill_tokens=fed - decoding, step_seconds=step_seconds
         )
@@ -151,11 +153,10 @@ class Batching:
         draft = _Draft(self._max_step_tokens)
         to_prefill = self._to_prefill()
         decoding = self._decoding_windows(now)
-        spare = draft.budget - len(decoding)
+        spare, room = draft.budget - len(decoding), self.target.room
         for sequence, wanted in decoding:
             # Candidates of a tree take KV positions of their own, more than its depth.
-            room = self.target.room - sequence.tree.num_committed
-            window = min(wanted, spare, room)
+            window = min(wanted, spare, room - sequence.tree.num_committed)
             if self._take(draft, sequence, 1, window):
                 spare -= window
         self._take_prefill(draft, to_prefill)

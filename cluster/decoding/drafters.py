@@ -235,7 +235,7 @@ class Drafters:
         view = sequence.draft_view()
         nodes = sequence.policy.granted_candidates(view)
         branches = sequence.policy.granted_branches(view)
-        depth = min(nodes // (sequence.num_paths or 1), sequence.useful_candidates)
+        depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)
         # Of a branch as much is of use as a step verifies after the token that it begins with.
         nodes += branches * (1 + request.window)
         until = sequence.tree.num_committed + depth

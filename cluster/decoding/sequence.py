@@ -23,6 +23,8 @@ class Sequence:
     admitted_at: float
     tree: TokenTree
     policy: LookaheadPolicy
+    max_length: int
+    """Most tokens that prompt and output may have."""
     # KV. Positions below kv_length are computed; blocks_sent of the table are known to the shards.
     kv_length: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -72,6 +74,7 @@ class Sequence:
                 verified_width=request.branches if policy.fans_out else None,
             ),
             policy=policy,
+            max_length=len(request.prompt_token_ids) + request.max_tokens,
             ready_since=now,
         )
 
@@ -81,14 +84,9 @@ class Sequence:
         return self.request.sequence_id
 
     @property
-    def max_length(self) -> int:
-        """Most tokens that prompt and output may have."""
-        return len(self.request.prompt_token_ids) + self.request.max_tokens
-
-    @property
     def prefilling(self) -> bool:
         """It has not begun, or more than the last committed token has no KV yet."""
-        return not self.open_at_target or self.kv_length < self.tree.num_committed - 1
+        return not self.open_at_target or self.kv_length < len(self.tree.token_ids) - 1
 
     @property
     def num_paths(self) -> int:
@@ -115,7 +113,8 @@ class Sequence:
     @property
     def useful_candidates(self) -> int:
         """Most candidates on a path: the verdict always adds a token of the target's."""
-        return max(0, min(self.max_length - 1, self.draft_limit) - self.tree.num_committed)
+        most = min(self.max_length - 1, self.draft_limit) - len(self.tree.token_ids)
+        return most if most > 0 else 0
 
     def forget_kv(self) -> None:
         """Its blocks are no longer its own: the next slice starts from the first token."""

@@ -42,6 +42,8 @@ class Window:
     distributions: Mapping[int, SparseProbs]
 
 
+_NO_CANDIDATES = Window((), (), (), {})
+
 _RANK_CHANCES = (0.8, *(0.1 * 0.5**rank for rank in range(MAX_BRANCHES)))
 """About how likely the children of a node are, in their order: where a tree's window is spent."""
 
@@ -122,7 +124,8 @@ class TokenTree:
         Returns False, and takes nothing, when the proposal continues something else than this.
         """
         base = self._place_of_base(proposal.base_length, proposal.base_hash)
-        is_chain = proposal.parents in ((), tuple(range(len(proposal.token_ids))))
+        parents = proposal.parents
+        is_chain = not parents or parents == tuple(range(len(proposal.token_ids)))
         if base is None or (self.chain and not is_chain):
             return False
         places: list[_Place] = [base]
@@ -157,6 +160,8 @@ class TokenTree:
             self._pinned = [node for node in self._nodes if node.length <= deepest]
         else:
             self._pinned = self._choose(limit)
+        if not self._pinned:
+            return _NO_CANDIDATES
         number = {id(self.root): 0}
         parents = []
         for index, node in enumerate(self._pinned):
