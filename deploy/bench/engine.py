@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from deploy.bench.engine_delay import measure_delay
 from deploy.bench.engine_driver import BATCHES as DRIVER_BATCHES
 from deploy.bench.engine_driver import measure_driver
 from deploy.bench.engine_prefix import measure_prefix
@@ -16,6 +17,7 @@ PARTS: Mapping[str, Callable[[EngineTask], list[EngineRow]]] = {
     "serving": measure_serving,
     "prefix": measure_prefix,
     "driver": measure_driver,
+    "delay": measure_delay,
 }
 """What can be measured. A further part is a function that takes the task and gives rows."""
 ALL_BATCHES = sorted({*BATCHES, *DRIVER_BATCHES})

@@ -103,6 +103,12 @@ def _remarks(row: EngineRow) -> Iterator[str]:
             f"driver, {row.name}, batch {row.batch}: {row.details['driver_ms_p50']:.2f} ms a step "
             f"(aim at most {row.details['aim_ms']:.2f})"
         )
+    if "delay_steps" in row.details:
+        yield (
+            f"delay, batch {row.batch}: a prompt of {row.details['prompt_tokens']} tokens delays a "
+            f"token by at most {row.details['delay_steps']:.2f} steps (aim 2; without it "
+            f"{row.details['delay_steps_without']:.2f})"
+        )
 
 
 def _cells(row: EngineRow) -> Iterator[str]:

@@ -83,9 +83,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         part: Annotated[
             list[str] | None,
             typer.Option(
-                help="rules: time, acceptance, stopping or train-free; default all. engine: steps, "
-                "serving, prefix or driver; default steps and serving. lookahead: a policy, or "
-                "natural. May be repeated."
+                help="rules: time, acceptance, stopping or train-free; default all. engine: "
+                "steps, serving, prefix, driver or delay; default steps and serving. lookahead: a "
+                "policy, or natural. May be repeated."
             ),
         ] = None,
         batch: Annotated[

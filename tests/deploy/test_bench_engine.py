@@ -17,6 +17,7 @@ from rich.console import Console
 from cluster.config import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
 from deploy.bench.engine import PARTS, USUAL_PARTS
+from deploy.bench.engine_delay import delay_in_steps
 from deploy.bench.engine_driver import measure_one
 from deploy.bench.engine_load import Request, batches_of, random_tokens, seeded_requests
 from deploy.bench.engine_memory import (
@@ -296,6 +297,18 @@ def test_the_prefix_part_compares_texts_and_counts_what_was_there(task: EngineTa
     assert off.details["prefix_hit_tokens"] == 0
     # All but the first prompt find three blocks of 128 tokens computed.
     assert cached.details["prefix_hit_tokens"] == 7 * 3 * 128
+
+
+def test_the_delay_is_counted_in_usual_steps() -> None:
+    assert delay_in_steps([0.02, 0.01, 0.01], [0.01, 0.025]) == pytest.approx(1.5)
+
+
+def test_the_delay_part_has_a_row_for_each_batch(task: EngineTask) -> None:
+    (row,) = PARTS["delay"](replace(task, batches=[4]))
+    assert (row.part, row.name, row.batch) == ("delay", "off", 4)
+    assert isinstance(row.details["prompt_tokens"], int)
+    assert row.details["prompt_tokens"] > 100
+    assert isinstance(row.details["delay_steps"], float)
 
 
 def test_the_drivers_time_is_measured_with_so_many_sequences_at_once(task: EngineTask) -> None:

@@ -236,6 +236,7 @@ class World:
     def __init__(self, scheduler: Scheduler, *, num_blocks: int = 64) -> None:
         self.scheduler = scheduler
         self.num_blocks = num_blocks
+        self.max_model_len = 1000
         self.now = 0.0
         self.step_seconds: Callable[[int], float] = lambda tokens: 0.010 + 0.001 * tokens
         self.target = PretendedTarget()
@@ -293,7 +294,9 @@ class World:
     def join_target(self) -> None:
         """A fresh target joins."""
         self.target, self.step = PretendedTarget(), None
-        self.send(TargetJoined(self.now, VOCAB_SIZE, 1000, BLOCK_SIZE, self.num_blocks))
+        self.send(
+            TargetJoined(self.now, VOCAB_SIZE, self.max_model_len, BLOCK_SIZE, self.num_blocks)
+        )
 
     def answer(self) -> None:
         """The step in flight is done."""
