@@ -1,0 +1,170 @@
+"""Nothing inside a step makes the host wait; one small copy at its end does; the kernel's call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline.sampling import SamplingParams, SequenceSpec
+from tests.tiny import make_tiny_checkpoint
+from tests.workers.engine.cuda.engines import DEVICES, make_engine
+from tests.workers.engine.cuda.test_attention import ragged, random_layer, random_queries
+from tests.workers.engine.trees import random_tree
+from workers import device_verdicts
+from workers.device_verdicts import choose_tokens
+from workers.engine.cuda import attention
+from workers.engine.cuda.engine import CudaEngine
+from workers.engine.slices import Slice
+from workers.row_params import Row
+from workers.slice_candidates import Candidates
+from workers.target_session import VerdictTask
+from workers.verification.candidates import CandidateTree
+
+VOCAB = 384
+SAMPLED = SamplingParams(
+    temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, min_tokens=400
+)
+_WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
+"""Operations whose result, or its shape, the host must know: a device would be waited for."""
+_BY_INDICES = ("index", "index_put", "index_put_")
+"""Masks among their indices are counted first, which is the same."""
+
+
+class RefuseWaiting(TorchDispatchMode):
+    """Raises at the first operation that would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        name = func.overloadpacket.__name__
+        indices = args[1] if name in _BY_INDICES else ()
+        by_mask = any(one is not None and one.dtype == torch.bool for one in indices)
+        if name.startswith(_WAITING) or by_mask:
+            raise AssertionError(f"{func} makes the host wait")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waiting(device: str) -> Iterator[None]:
+    """On a GPU torch itself refuses; on a CPU the operations show it."""
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        with RefuseWaiting():
+            yield
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(device: str, tmp_path_factory: pytest.TempPathFactory) -> CudaEngine:
+    folder: Path = make_tiny_checkpoint(tmp_path_factory.mktemp("waits"), architecture="qwen3")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return make_engine(folder, device, dtype=dtype)
+
+
+def test_no_step_waits_for_the_device(engine: CudaEngine, device: str) -> None:
+    """Prefill, chains, trees, moved KV, and tokens drawn with every filter there is."""
+    tree = random_tree(1, prefix_length=250, num_nodes=8, vocab_size=VOCAB)
+    spec = SequenceSpec(SAMPLED, seed=3, prompt_length=100, end_token_ids=(0, 2))
+    prompt = list(range(3, 103))
+    # Once before: kernels are loaded, and pinned memory is had, the first time.
+    for _ in range(2):
+        with no_waiting(device):
+            engine.step([Slice([1], 0, prompt, 0), Slice([3, 4], 0, tree.prefix, 0)])
+            chains = engine.step([Slice([1], 100, [5, 6, 7], 3), Slice([2], 0, [9], 1)])
+            engine.step([tree.piece([3, 4], 249, 8, 9)])
+            engine.move_kv([3, 4], [(251, 250), (253, 251)])
+            rows = [Row(spec, prompt, tuple([5, 6, 7][:depth])) for depth in range(3)]
+            choose_tokens(chains, [*rows, Row(spec, [9])])
+
+
+def test_what_waits_is_noticed() -> None:
+    """Negative control of the CPU's way to see it."""
+    values = torch.arange(4)
+    for waits in (
+        lambda: values.sum().item(),
+        lambda: values[values > 1],
+        lambda: values.nonzero(),
+        lambda: bool(values.max() > 2),
+    ):
+        with pytest.raises(AssertionError, match="makes the host wait"), RefuseWaiting():
+            waits()
+
+
+def test_eight_bytes_a_row_come_back_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[tuple[torch.Tensor, ...]] = []
+
+    def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        copies.append(tensors)
+        return [tensor.cpu() for tensor in tensors]
+
+    monkeypatch.setattr(device_verdicts, "to_host", to_host)
+    tasks: list[VerdictTask] = []
+    spans: list[tuple[int, int]] = []
+    for number, window in enumerate((0, 8, 3)):
+        spec = SequenceSpec(SamplingParams(), seed=number, prompt_length=5)
+        tree = CandidateTree(tuple(range(3, 3 + window)), tuple(range(window)))
+        tasks.append(
+            VerdictTask(
+                number,
+                spec,
+                [4] * 9,
+                Candidates(tree),
+                names_path=False,
+                has_verdict=True,
+                fed=(),
+                top_tokens=[],
+            )
+        )
+        first = spans[-1][1] if spans else 0
+        spans.append((first, first + 1 + window))
+    logits_TV = torch.randn(spans[-1][1], VOCAB, generator=torch.Generator().manual_seed(1))
+    device_verdicts.device_verdicts(logits_TV, tasks, spans)
+    (copied,) = copies
+    assert sum(tensor.nbytes for tensor in copied) == 8 * logits_TV.shape[0]
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+def test_the_kernel_is_called_as_torch_has_it(
+    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
+) -> None:
+    """Block tables, grouped queries, and keys that are not split where bits are to be equal."""
+    calls: list[dict[str, Any]] = []
+    signature = inspect.signature(varlen_attn)
+
+    def kernel(*arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(signature.bind(*arguments, **named).arguments)
+        query_TAD = arguments[0]
+        return query_TAD, query_TAD.new_zeros(query_TAD.shape[1], query_TAD.shape[0])
+
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    monkeypatch.setattr(attention, "can_use_kernel", lambda *_: True)
+    layer, queries = random_layer("cpu", torch.float32), random_queries(10, "cpu", torch.float32)
+    asked = ragged([(1, 300), (9, 514)], "cpu")
+    attention.attend(queries, layer, asked, 0.3, causal=True, batch_invariant=batch_invariant)
+    (call,) = calls
+    assert call["num_splits"] == (1 if batch_invariant else None)
+    assert call["block_table"] is asked.table_BP
+    assert call["seqused_k"] is asked.used_B
+    assert call["enable_gqa"] is True
+    assert call["window_size"] == (-1, 0)
+    assert (call["max_q"], call["max_k"]) == (9, 768)
