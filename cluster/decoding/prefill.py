@@ -40,8 +40,11 @@ class PrefillCosts:
         decoding_ms = self._decoding_step_ms(decoding_tokens)
         size = decoding_tokens.bit_length()
         if size and prefill_tokens <= MIN_CHUNK and size < min(self._decoding_ms, default=math.inf):
-            # Where prompts never pause, no step so small may ever come without prefill.
-            self._decoding_ms[size] = step_ms
+            # Where prompts never pause, no step so small may ever come without prefill. What is
+            # known of prefill is taken off, for too little does less harm than too much.
+            known_ms = self._extra_ms / self._tokens * prefill_tokens if self._tokens else None
+            share = 0.25 if known_ms is None else min(0.75, known_ms / step_ms)
+            self._decoding_ms[size] = step_ms * (1 - share)
             return
         extra_ms = max(0.0, step_ms - (decoding_ms or 0.0))
         self._extra_ms = self._extra_ms * _SLOW_CHANGE + extra_ms

@@ -64,7 +64,7 @@ def test_the_other_half_goes_to_those_that_lack_least() -> None:
 def test_chunks_grow_even_where_no_step_is_without_prefill() -> None:
     costs = PrefillCosts()
     chunks = []
-    for _ in range(8):
+    for _ in range(12):
         chunks.append(costs.chunk_beside(4))
         costs.add(decoding_tokens=4, prefill_tokens=chunks[-1], step_seconds=0.02)
     assert chunks[0] == MIN_CHUNK
