@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -267,3 +268,12 @@ def merged_trees(models: TinyModels, num_paths: int, depth: int) -> Iterator[Dra
     """Trees of independent paths, each order of drawing apart."""
     for drawn in itertools.product(drawn_paths(models, depth), repeat=num_paths):
         yield merge_paths([path for path, _ in drawn]), math.prod(prob for _, prob in drawn)
+
+
+def unordered_trees(models: TinyModels, num_paths: int, depth: int) -> Iterator[Draft]:
+    """The same, equal multisets of paths taken once: for what does not know their order."""
+    for drawn in itertools.combinations_with_replacement(drawn_paths(models, depth), num_paths):
+        counts = Counter(path for path, _ in drawn).values()
+        orders = math.factorial(num_paths) / math.prod(math.factorial(n) for n in counts)
+        tree = merge_paths([path for path, _ in drawn])
+        yield tree, orders * math.prod(prob for _, prob in drawn)

@@ -6,27 +6,23 @@ test_broken_rules.py has broken variants that the same check rejects.
 from __future__ import annotations
 
 import itertools
-import math
-from collections import Counter
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 from tests.workers.verification.enumeration import (
     KINDS,
-    Draft,
     Shape,
     TinyModels,
     committed_law,
     drawn_chains,
-    drawn_paths,
     drawn_trees,
     is_exact,
     merged_trees,
     rule_node,
+    unordered_trees,
 )
-from workers.verification.candidates import CandidateTree, merge_paths
+from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftDistribution
 from workers.verification.kseq import KSeqNode, accepted_mass, smallest_ratio, some_accepted
 from workers.verification.one_hot import OneHotNode
@@ -40,17 +36,6 @@ PAIR_OF_PAIRS: Shape = (((), ()), ((), ()))
 SPINE: Shape = ((((), ()), ()), ())  # two children thrice, always under the first
 FORK: Shape = (((),), (((),),))  # one child each, to depth 2 and 3
 SHAPES = {"pair of pairs": PAIR_OF_PAIRS, "spine": SPINE, "fork": FORK}
-
-
-def _merged_unordered(models: TinyModels, num_paths: int) -> Iterator[Draft]:
-    """Depth 1, equal multisets of draws taken once."""
-    for drawn in itertools.combinations_with_replacement(drawn_paths(models, 1), num_paths):
-        counts = Counter(path for path, _ in drawn).values()
-        orders = math.factorial(num_paths) / math.prod(math.factorial(n) for n in counts)
-        yield (
-            merge_paths([path for path, _ in drawn]),
-            orders * math.prod(prob for _, prob in drawn),
-        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,7 +76,7 @@ def test_kseq_at_one_position(kind: str) -> None:
     """Up to 4 draws of 3 to 5 tokens."""
     for vocab_size, num_paths in SIZES:
         models = TinyModels(vocab_size, kind)
-        drafts = _merged_unordered(models, num_paths)
+        drafts = unordered_trees(models, num_paths, 1)
         law = committed_law(models, drafts, 1, rule_node(Rule.KSEQ), shuffled=True)
         assert is_exact(models, law)
 

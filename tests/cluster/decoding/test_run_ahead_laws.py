@@ -1,0 +1,284 @@
+"""Rules that toss coins keep the law through scheduler and drafter, run-ahead and all: exactly.
+
+Every draw and every coin is summed over, for windows that begin with what was drafted while the
+window before was being verified: cut where a step's size ends, narrowed to the paths that were
+accepted, late, or given up for the token that was to follow them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cluster.decoding.events import Proposal, Request, SequenceVerdict
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.decoding.sequence import Sequence
+from cluster.decoding.token_tree import TokenTree, Window
+from cluster.decoding.verdicts import gives_up_bonus
+from paceline.prefix_hash import hash_prefix
+from paceline.rules import Rule
+from tests.cluster.decoding.law_world import (
+    PROMPT,
+    BegunModels,
+    NamedCoins,
+    Served,
+    Timing,
+    request,
+    served,
+    verdict_of,
+)
+from tests.workers.verification.enumeration import (
+    Coins,
+    TinyModels,
+    is_exact,
+    merged_trees,
+    unordered_trees,
+)
+from workers.drafting.draw import Children, draw_children
+from workers.verification.candidates import CandidateTree
+from workers.verification.draft_probs import DraftProbs
+from workers.verification.kseq import KSeqNode
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a rule is served. `length` counts the tokens looked at, the first of which is certain."""
+
+    rule: Rule
+    policy: PolicyName
+    branches: int
+    window: int
+    timing: Timing
+    vocab_size: int
+    length: int = 3
+
+    def __str__(self) -> str:
+        shape = f"{self.branches}x{self.window}of{self.vocab_size}"
+        when = f"{self.timing.during}late{self.timing.late}"
+        return f"{self.rule.value}-{self.policy.value}-{shape}-{when}"
+
+    def models(self, kind: str) -> BegunModels:
+        return BegunModels(self.vocab_size, kind)
+
+    def serve(self, kind: str) -> Served:
+        asked = request(
+            self.rule,
+            policy=self.policy,
+            branches=self.branches,
+            window=self.window,
+            max_tokens=self.length + 1,
+        )
+        return served(self.models(kind), asked, self.timing, self.length)
+
+
+LOCKSTEP, CHAIN = PolicyName.LOCKSTEP, PolicyName.CHAIN
+CASES = (
+    Case(Rule.REJECTION, LOCKSTEP, 1, 2, Timing(0), 3),
+    Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3),
+    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(4), 2),
+    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2),
+    Case(Rule.KSEQ, LOCKSTEP, 2, 4, Timing(0), 2),
+    Case(Rule.KSEQ, CHAIN, 2, 2, Timing(2), 2),
+    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(4), 2),
+    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3, 1), 2),
+    Case(Rule.RECURSIVE, LOCKSTEP, 2, 3, Timing(0), 3),
+    Case(Rule.RECURSIVE, CHAIN, 2, 2, Timing(2), 2),
+    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2),
+    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3, 1), 2),
+    Case(Rule.MCSD, LOCKSTEP, 2, 3, Timing(0), 3),
+    Case(Rule.MCSD, CHAIN, 2, 2, Timing(2), 2),
+    Case(Rule.MCSD, CHAIN, 2, 3, Timing(3), 2),
+)
+KSEQ = CASES[5]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_law_is_the_targets(case: Case) -> None:
+    found = case.serve("random")
+    assert is_exact(case.models("random"), found.law)
+    assert max(part.window for part in found.windows) > 0
+
+
+def test_what_is_served_begins_with_run_ahead_of_all_shapes() -> None:
+    """So the test above is about what it says: windows of fewer paths than were drawn."""
+    windows = KSEQ.serve("random").windows
+    assert {part.multiplicities for part in windows} >= {(2,), (1, 1), (1,)}
+
+
+def _in_windows(
+    models: TinyModels, num_paths: int, depth: int, limit: int, *, ordered: bool
+) -> NDArray[np.float64]:
+    """The law of what one tree of paths commits, a window after the other, and then the target."""
+    asked = request(Rule.KSEQ, policy=CHAIN, branches=num_paths, window=limit, max_tokens=9)
+    drafts = merged_trees if ordered else unordered_trees
+    law = np.zeros((models.vocab_size,) * (depth + 1))
+    for tree, drawn in drafts(models, num_paths, depth):
+        coins = Coins()
+        while True:
+            coins.restart()
+            tokens = _committed(models, asked, tree, coins)
+            left = models.law(tokens, depth + 1 - len(tokens))
+            law[tokens] += drawn * coins.probability * left
+            if not coins.turn():
+                break
+    return law
+
+
+def _committed(
+    models: TinyModels, asked: Request, tree: CandidateTree, coins: Coins
+) -> tuple[int, ...]:
+    """What the windows of one tree commit, until none of it is left."""
+    sequence, held = Sequence.admitted(asked, 0.0), models.draft_probs(tree).of_node
+    sequence.tree.attach(
+        Proposal(
+            1,
+            1,
+            hash_prefix(PROMPT),
+            tree.token_ids,
+            False,
+            tree.parents,
+            tree.multiplicities,
+            held,
+        ),
+        until_position=99,
+        max_nodes=99,
+    )
+    while True:
+        window = sequence.tree.pin(asked.window, num_paths=asked.branches)
+        tokens = tuple(sequence.tree.token_ids[1:])
+        if not window.token_ids:
+            return tokens
+        parents = window.parents or tuple(range(len(window.token_ids)))
+        candidates = CandidateTree(window.token_ids, parents, window.multiplicities)
+        probs = DraftProbs(window.distributions)
+        accepted, token_id = verdict_of(models, Rule.KSEQ, tokens, candidates, probs, coins)
+        if token_id is None and not gives_up_bonus(sequence, accepted):
+            token_id = coins.toss(
+                models.target_V((*tokens, *candidates.tokens_of(accepted))).tolist()
+            )
+        sequence.tree.commit(accepted, token_id)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_paths", "depth", "limit"),
+    [(3, 3, 2, 3), (3, 2, 3, 2), (2, 3, 3, 3), (2, 3, 2, 4), (2, 4, 2, 4)],
+)
+@pytest.mark.parametrize("kind", ["random", "zeros"])
+def test_paths_that_are_left_of_a_window_are_verified_as_so_many(
+    kind: str, vocab_size: int, num_paths: int, depth: int, limit: int
+) -> None:
+    """Given what was accepted, the paths through it are independent: fewer, and nothing else."""
+    models = TinyModels(vocab_size, kind)
+    assert is_exact(models, _in_windows(models, num_paths, depth, limit, ordered=False))
+
+
+# Negative controls: each is wrong by more than rounding.
+
+
+def test_windows_cut_by_merged_nodes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three draws of which two are equal fit into a window of four where others do not."""
+    _cut_by_merged_nodes(monkeypatch)
+    models = TinyModels(2, "random")
+    law = _in_windows(models, 3, 2, 4, ordered=True)
+    assert law.sum() == pytest.approx(1)
+    assert np.abs(law - models.law((), 3)).max() > 1e-4
+
+
+def _cut_by_merged_nodes(patch: pytest.MonkeyPatch) -> None:
+    """k-SEQ's windows end after so many merged nodes: two equal draws fit where others do not."""
+    pin = TokenTree.pin
+
+    def cut(tree: TokenTree, limit: int, *, num_paths: int = 0) -> Window:
+        window = pin(tree, limit)
+        return replace(window, multiplicities=tuple(node.multiplicity for node in tree._pinned))
+
+    patch.setattr(TokenTree, "pin", cut)
+
+
+def _forget_multiplicities(patch: pytest.MonkeyPatch) -> None:
+    """Every candidate counts as one path."""
+    pin = TokenTree.pin
+
+    def once(tree: TokenTree, limit: int, *, num_paths: int = 0) -> Window:
+        window = pin(tree, limit, num_paths=num_paths)
+        return replace(window, multiplicities=(1,) * len(window.token_ids))
+
+    patch.setattr(TokenTree, "pin", once)
+
+
+def _count_paths_that_are_gone(patch: pytest.MonkeyPatch) -> None:
+    """k-SEQ's ratio is that of all paths drawn, though fewer lead to this node."""
+    made = KSeqNode.of
+    patch.setattr(KSeqNode, "of", lambda target_V, draft, num_draws: made(target_V, draft, 2))
+
+
+def _keep_the_likelier_sibling(patch: pytest.MonkeyPatch) -> None:
+    """The drafter prunes what it drew."""
+
+    def pruned(*args: Any, **options: Any) -> Children:
+        children = draw_children(*args, **options)
+        best = min(range(len(children.gaps)), key=children.gaps.__getitem__)
+        return replace(children, token_ids=(children.token_ids[best],), gaps=(children.gaps[best],))
+
+    patch.setattr("workers.drafting.growth.draw_children", pruned)
+
+
+def _bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
+    """The bonus is taken where the run-ahead begins with it, and given up elsewhere."""
+    commit = Scheduler._commit
+    bonus: list[int] = []
+
+    def noting(self: Scheduler, *args: Any) -> None:
+        bonus[:] = [one.token_id for one in args if isinstance(one, SequenceVerdict)]
+        commit(self, *args)
+
+    def by_value(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
+        tree = sequence.tree
+        leaf = tree._pinned[accepted[-1]] if accepted else tree.root
+        agrees = bonus[0] in [child.token_id for child in leaf.children]
+        return gives_up_bonus(sequence, accepted) and not agrees
+
+    patch.setattr(Scheduler, "_commit", noting)
+    patch.setattr("cluster.decoding.scheduler.gives_up_bonus", by_value)
+
+
+def _one_uniform_a_position(patch: pytest.MonkeyPatch) -> None:
+    """All tests of a position share a uniform."""
+    below = NamedCoins.below
+
+    def shared(coins: NamedCoins, name: tuple[object, ...], probability: float) -> bool:
+        return below(coins, name[:2], probability)
+
+    patch.setattr(NamedCoins, "below", shared)
+
+
+RECURSIVE, REJECTION = CASES[8], CASES[1]
+
+
+@pytest.mark.parametrize(
+    ("case", "broken"),
+    [
+        (KSEQ, _forget_multiplicities),
+        (KSEQ, _count_paths_that_are_gone),
+        (KSEQ, _bonus_where_it_agrees),
+        (KSEQ, _one_uniform_a_position),
+        (RECURSIVE, _keep_the_likelier_sibling),
+        (RECURSIVE, _one_uniform_a_position),
+        (REJECTION, _bonus_where_it_agrees),
+    ],
+    ids=lambda value: str(value) if isinstance(value, Case) else value.__name__,
+)
+def test_what_is_broken_is_noticed(
+    case: Case, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    law = case.serve("random").law
+    assert not is_exact(case.models("random"), law)
+    assert law.sum() == pytest.approx(1)
+    assert np.abs(law - case.models("random").law((), case.length)).max() > 1e-4
