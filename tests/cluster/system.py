@@ -14,6 +14,8 @@ from cluster.inference import serve_driver
 from paceline import AsyncClient
 from tests.tiny import make_tiny_checkpoint
 from workers.drafter import DrafterOptions, serve_drafter
+from workers.emulated.profiles import LinkProfile
+from workers.emulated.relay import Relay
 from workers.server import RunningServer
 from workers.target_shard import TargetShardOptions, serve_target_shard
 
@@ -76,22 +78,28 @@ async def running_system(
     *,
     drafters: Mapping[str, DrafterChoice] | None = None,
     more_targets: tuple[str, ...] = (),
+    target_rtt_ms: float = 0.0,
     **options: Any,
 ) -> AsyncIterator[System]:
     """`drafters`: by name. `options`: of the driver.
 
-    `more_targets`: addresses of shards after the first.
+    `more_targets`: addresses of shards after the first. `target_rtt_ms`: of the way to the target.
     """
     async with AsyncExitStack() as stack:
         target = await start_target(checkpoints.target)
         stack.push_async_callback(target.stop)
+        target_address = target.address
+        if target_rtt_ms:
+            relay = Relay(target.address, LinkProfile(rtt_ms=target_rtt_ms))
+            stack.callback(relay.close)
+            target_address = relay.address
         servers = {}
         for name, folder in (drafters or {}).items():
             servers[name] = await start_drafter(folder)
             stack.push_async_callback(servers[name].stop)
         wanted = DriverOptions(
             folder=checkpoints.target,
-            target_addresses=(target.address, *more_targets),
+            target_addresses=(target_address, *more_targets),
             drafter_addresses={name: server.address for name, server in servers.items()},
         )
         driver, server = await serve_driver(replace(wanted, **options), host=HOST)

@@ -1,16 +1,18 @@
 """Rules that toss coins, through drafter, driver and shard: the served law is the target's own.
 
 A bias leaves a random checkpoint with three tokens, so what may come can be enumerated. Each case
-serves NUM_REQUESTS requests with the seeds 0, 1, ... under a policy that waits for drafts.
-Pearson's test with 26 degrees of freedom then wrongly fails once in a million choices of those
-seeds (chi_square.bound).
+serves NUM_REQUESTS requests with the seeds 0, 1, ..., under policies that wait for
+drafts, and under chain, whose windows begin with what was drafted during the step before and which
+gives up the bonus for it. Pearson's test with 26 degrees of freedom then wrongly fails once in a
+million choices of those seeds (chi_square.bound). What enumeration can say of the same is in
+tests/cluster/decoding/test_run_ahead_laws.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -18,6 +20,8 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
+from cluster.decoding.sequence import Sequence as Decoded
+from cluster.decoding.verdicts import gives_up_bonus
 from paceline import Completion, GenerateOptions
 from paceline.sampling import SequenceSpec
 from tests.cluster.system import Checkpoints, System, running_system
@@ -38,11 +42,12 @@ TEMPERATURE = 3.0
 NUM_SEEN = 3
 NUM_REQUESTS = 624
 AT_ONCE = 48
+TARGET_RTT_MS = 30.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, the drafter that fits it, and how wide it drafts."""
+    """A rule, the drafter that fits it, how wide it drafts, and the policy."""
 
     rule: str
     drafter: str
@@ -57,7 +62,7 @@ class Case:
             temperature=TEMPERATURE,
             logit_bias=dict.fromkeys(TOKENS, 200.0),
             seed=seed,
-            max_tokens=NUM_SEEN,
+            max_tokens=NUM_SEEN + (2 if self.policy == "chain" else 0),
             policy=self.policy,
             rule=self.rule,
             branches=self.branches,
@@ -77,7 +82,7 @@ class Served:
     accepted: int = 0
 
     def add(self, completion: Completion) -> None:
-        seen = completion.token_ids
+        seen = completion.token_ids[:NUM_SEEN]
         self.counts[tuple(TOKENS.index(token) for token in seen)] += 1
         self.drafted += completion.stats.drafted
         self.accepted += completion.stats.accepted
@@ -91,6 +96,7 @@ CASES = (
     Case("mcsd", "model", 2),
     Case("one-hot", "ngram", 2),
 )
+RUN_AHEAD = tuple(replace(case, policy="chain") for case in CASES)
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +131,11 @@ def follows(served: Served, law: NDArray[np.float64]) -> bool:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
+    """The target answers late enough for drafters to run ahead of it."""
     async with running_system(
-        checkpoints, drafters={"model": checkpoints.drafter, "ngram": None}
+        checkpoints,
+        drafters={"model": checkpoints.drafter, "ngram": None},
+        target_rtt_ms=TARGET_RTT_MS,
     ) as system:
         yield system
 
@@ -151,6 +160,24 @@ async def test_the_served_law_is_the_targets(
 ) -> None:
     served = await serve(system, case)
     assert 0 < served.accepted < served.drafted
+    assert follows(served, law)
+
+
+@pytest.mark.parametrize("case", RUN_AHEAD, ids=str)
+async def test_the_served_law_is_the_targets_with_run_ahead(
+    system: System, law: NDArray[np.float64], case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the bonus is in fact given up now and then, by drafters that run ahead."""
+    given_up: list[bool] = []
+
+    def noting(sequence: Decoded, accepted: tuple[int, ...]) -> bool:
+        given_up.append(gives_up_bonus(sequence, accepted))
+        return given_up[-1]
+
+    monkeypatch.setattr("cluster.decoding.scheduler.gives_up_bonus", noting)
+    served = await serve(system, case)
+    assert 0 < served.accepted < served.drafted
+    assert any(given_up) or case.drafter == "ngram"
     assert follows(served, law)
 
 
@@ -194,7 +221,12 @@ def forgets_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ("case", "broken"),
     [
         (CASES[0], draws_the_likeliest),
+        (CASES[1], draws_the_likeliest),
+        (CASES[2], draws_the_likeliest),
+        (CASES[3], draws_the_likeliest),
         (CASES[4], forgets_what_was_refused),
+        (RUN_AHEAD[1], draws_the_likeliest),
+        (RUN_AHEAD[2], draws_the_likeliest),
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else value.__name__,
 )
