@@ -49,10 +49,11 @@ from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.draw import MODEL_RULES
 from workers.drafting.growth import Growth
+from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import AcceptanceMap
-from workers.drafting.tree import DraftTree, Kept
+from workers.drafting.stopping import DrafterStopping
+from workers.drafting.tree import DraftTree
 from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs, SparseProbs
@@ -139,13 +140,16 @@ class EnumeratedProposer:
         return DrafterInfo("model", "tiny", self._models.vocab_size, b"", 1000, MODEL_RULES)
 
     def open(self, tree: DraftTree) -> None:
-        self._grown[tree] = Growth(tree, self._chances, Stopper(tree.stopping, AcceptanceMap()))
+        self._grown[tree] = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
 
     def close(self, tree: DraftTree) -> None:
         del self._grown[tree]
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         self._grown[tree].committed(kept)
+
+    def known(self, tree: DraftTree) -> NewNodes:
+        return self._grown[tree].known()
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees), tokens_fed=1)

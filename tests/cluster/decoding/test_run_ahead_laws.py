@@ -77,12 +77,14 @@ class Case:
         return served(self.models(kind), asked, self.timing, self.length)
 
 
-LOCKSTEP, CHAIN = PolicyName.LOCKSTEP, PolicyName.CHAIN
+LOCKSTEP, PEARL, CHAIN = PolicyName.LOCKSTEP, PolicyName.PEARL, PolicyName.CHAIN
 CASES = (
     Case(Rule.REJECTION, LOCKSTEP, 1, 2, Timing(0), 3),
     Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3),
     Case(Rule.REJECTION, CHAIN, 1, 2, Timing(4), 2),
     Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2),
+    Case(Rule.REJECTION, PEARL, 1, 1, Timing(2), 3),
+    Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2),
     Case(Rule.KSEQ, LOCKSTEP, 2, 4, Timing(0), 2),
     Case(Rule.KSEQ, CHAIN, 2, 2, Timing(2), 2),
     Case(Rule.KSEQ, CHAIN, 2, 4, Timing(4), 2),
@@ -95,7 +97,7 @@ CASES = (
     Case(Rule.MCSD, CHAIN, 2, 2, Timing(2), 2),
     Case(Rule.MCSD, CHAIN, 2, 3, Timing(3), 2),
 )
-KSEQ = CASES[5]
+KSEQ = next(case for case in CASES if case.rule is Rule.KSEQ and case.policy is CHAIN)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -258,7 +260,19 @@ def _one_uniform_a_position(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NamedCoins, "below", shared)
 
 
-RECURSIVE, REJECTION = CASES[8], CASES[1]
+def _one_uniform_for_all(patch: pytest.MonkeyPatch) -> None:
+    """Pre-verify, post-verify and every position share a uniform."""
+    below = NamedCoins.below
+
+    def shared(coins: NamedCoins, name: tuple[object, ...], probability: float) -> bool:
+        return below(coins, ("test",), probability)
+
+    patch.setattr(NamedCoins, "below", shared)
+
+
+RECURSIVE = next(case for case in CASES if case.rule is Rule.RECURSIVE)
+REJECTION = next(case for case in CASES if case.policy is CHAIN)
+PRE_AND_POST = next(case for case in CASES if case.policy is PEARL)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +284,8 @@ RECURSIVE, REJECTION = CASES[8], CASES[1]
         (KSEQ, _one_uniform_a_position),
         (RECURSIVE, _keep_the_likelier_sibling),
         (REJECTION, _bonus_where_it_agrees),
+        (PRE_AND_POST, _bonus_where_it_agrees),
+        (PRE_AND_POST, _one_uniform_for_all),
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else value.__name__,
 )
