@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.decoding.events import Request, TargetJoined
@@ -30,9 +31,19 @@ class Answered:
     group: int
     arrived: float
     token_ids: list[int] = field(default_factory=list)
-    first_at: float = 0.0
-    last_at: float = 0.0
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """When tokens came, and how many."""
     steps: int = 0
+
+    @property
+    def first_at(self) -> float:
+        """When the first token came."""
+        return self.arrivals[0][0]
+
+    @property
+    def last_at(self) -> float:
+        """When the last one came."""
+        return self.arrivals[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +64,17 @@ class Snapshot:
 class Fleet(Listener):
     """Simulates a load on a layout. `run` once."""
 
-    def __init__(self, layout: Layout, load: Load) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        load: Load,
+        *,
+        requests: Sequence[Request] | None = None,
+        text: ReplayText | None = None,
+    ) -> None:
+        """`requests`: instead of made-up ones, as many as the load has. `text`: of the target."""
         self.clock = VirtualClock()
-        self.text = ReplayText(VOCAB_SIZE)
+        self.text = text or ReplayText(VOCAB_SIZE)
         self.drivers: list[SimulatedDriver] = []
         self.targets: list[SimulatedTarget] = []
         self.drafters: list[SimulatedDrafter] = []
@@ -65,7 +84,7 @@ class Fleet(Listener):
         self._layout = layout
         self._load = load
         self._open: dict[int, Answered] = {}
-        self._coming = requests_of(load, layout)
+        self._coming = iter(requests) if requests else requests_of(load, layout)
         self._num_asked = 0
         # The first answers are those of an empty fleet.
         first = load.requests // 5 if load.concurrency is None else load.concurrency
@@ -116,10 +135,8 @@ class Fleet(Listener):
         """Tokens for a caller."""
         one = self._open[emit.sequence_id]
         assert emit.offset == len(one.token_ids), "tokens were left out or said twice"
-        if not one.token_ids:
-            one.first_at = self.clock.now
         one.token_ids += emit.token_ids
-        one.last_at = self.clock.now
+        one.arrivals.append((self.clock.now, len(emit.token_ids)))
         self.committed += len(emit.token_ids)
 
     def finished(self, finish: Finish) -> None:
@@ -182,10 +199,11 @@ class Fleet(Listener):
                 max_num_seqs=layout.max_num_seqs,
                 max_step_tokens=layout.max_step_tokens,
                 wait_seconds=layout.wait_ms / 1000,
+                prefix_cache=layout.prefix_cache,
             )
             driver = SimulatedDriver(self.clock, scheduler, target, self, costs=costs)
             driver.join_target(
-                TargetJoined(0.0, VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE, layout.kv_blocks)
+                TargetJoined(0.0, self.text.vocab_size, MAX_MODEL_LEN, BLOCK_SIZE, layout.kv_blocks)
             )
             for number, drafter in enumerate(drafters):
                 driver.join_drafter(f"drafter-{number}", drafter, layout.link)

@@ -30,6 +30,7 @@ class Layout:
     max_step_tokens: int = 2048
     wait_ms: float = 1000.0
     kv_blocks: int = 4096
+    prefix_cache: bool = True
     costs: HostCosts = field(default_factory=HostCosts)
 
     @property

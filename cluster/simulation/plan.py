@@ -145,6 +145,7 @@ def _layout(
         max_num_seqs=config.target.max_num_seqs,
         wait_ms=speculation.wait_ms,
         kv_blocks=asked.kv_tokens // BLOCK_SIZE,
+        prefix_cache=config.target.prefix_cache,
     )
 
 

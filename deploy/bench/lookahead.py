@@ -29,11 +29,12 @@ from deploy.bench.lookahead_cells import (
 from deploy.bench.lookahead_load import LoadRequest, pinned_guess, recorded_load, set_load
 from deploy.bench.lookahead_measure import CellRun, measure_cell
 from deploy.bench.lookahead_pairs import EmulatedPair, NaturalPair, Pair, PairLayout
+from deploy.bench.lookahead_simulated import simulated_speed
 from deploy.bench.record_replay import demo_recording, recording_path
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.recording import Recording
-from workers.emulated.replay_text import Guess
-from workers.emulated.stand_in import make_stand_in
+from workers.emulated.replay_text import Guess, ReplayText
+from workers.emulated.stand_in import VOCAB_SIZE, make_stand_in
 from workers.models import resolve_model
 
 TARGET_PROFILE = "70b-4xh100"
@@ -94,6 +95,8 @@ class LookaheadResult:
     recording: Recording | None
     plain: Mapping[tuple[Load, int], CellResult]
     cells: Sequence[CellResult]
+    simulated: Mapping[Cell, float]
+    """Tokens a second of the emulated cells in the simulator."""
 
 
 class LookaheadBench:
@@ -139,9 +142,26 @@ class LookaheadBench:
         assert self._recording is not None
         return self._recording.acceptance
 
+    def simulate(
+        self, wanted: Sequence[Cell], target: DeviceProfile, drafter: DeviceProfile
+    ) -> dict[Cell, float]:
+        """The same cells in the simulator, but for those of the demo pair."""
+        recorded = self._recording.keys(VOCAB_SIZE) if self._recording is not None else None
+        text = ReplayText(VOCAB_SIZE, recorded)
+        return {
+            cell: simulated_speed(
+                cell, self._load(cell), self._guess(cell), text, target=target, drafter=drafter
+            )
+            for cell in wanted
+            if cell.load != NATURAL
+        }
+
+    def _guess(self, cell: Cell) -> Guess:
+        return self._guesses.get((cell.acceptance, cell.hit_rate), AS_IT_DOES)
+
     async def _measure(self, cell: Cell) -> CellRun:
-        guess = self._guesses.get((cell.acceptance, cell.hit_rate), AS_IT_DOES)
-        return await measure_cell(self._pairs[cell.load], cell, self._load(cell), guess)
+        pair, load = self._pairs[cell.load], self._load(cell)
+        return await measure_cell(pair, cell, load, self._guess(cell))
 
     def _load(self, cell: Cell) -> list[LoadRequest]:
         tokens = self._settings.max_tokens if cell.batch == 1 else BATCHED_TOKENS
@@ -185,7 +205,10 @@ def run_lookahead(
             pairs[NATURAL] = stack.enter_context(natural)
         bench = LookaheadBench(pairs, recording, guesses, settings)
         plain, results = asyncio.run(bench.run(wanted, tell=tell))
-    return LookaheadResult(target, drafter, recording, plain, results)
+    tell("simulating the same cells")
+    everything = [one.cell for one in (*plain.values(), *results)]
+    simulated = bench.simulate(everything, target, drafter)
+    return LookaheadResult(target, drafter, recording, plain, results, simulated)
 
 
 def _guesses(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:

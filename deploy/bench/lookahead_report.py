@@ -24,7 +24,8 @@ the demo pair, which computes, on a core each (a core counts as a GPU).
 /off: tokens/s over plain decoding in this run. theory: the closed form of the policy
 (ALGORITHMS.md section 5), without the driver's own time. ideal: every outcome foreseen.
 eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
-idle: target, drafter. spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
+idle: target, drafter. sim: tokens/s of the same cell in the simulator, over what was measured.
+spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
 """
 _WIDTH_OF_A_FILE = 120
 RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what is replayed,
@@ -63,7 +64,7 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("", no_wrap=True)
     headings = ("rtt", "accept", "hits", "batch", "tok/s", "/GPU", "/off", "theory", "ideal", "eff")
-    for heading in (*headings, "len", "idle", "gap", "spread", "same"):
+    for heading in (*headings, "len", "idle", "gap", "sim", "spread", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
     for one in (*result.plain.values(), *result.cells):
         _print_row(table, _row(result, one))
@@ -108,6 +109,7 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "theory": None if off else _theory(result, one),
         "ideal": ideal,
         "efficiency": None if ideal is None else speedup / ideal,
+        "simulated_tokens_per_second": result.simulated.get(cell),
         "spread": one.spread,
         "same_text": same_text(result, one),
     }
@@ -169,9 +171,18 @@ def _print_row(table: Table, row: Mapping[str, object]) -> None:
         _number(row["acceptance_length"], ".2f"),
         " ".join(_number(share, ".0%") for share in idle if share is not None),
         _number(row["target_gap_ms"], ".2f"),
+        _number(_simulated_ratio(row), ".2f"),
         _number(row["spread"], ".1%"),
         "yes" if row["same_text"] else "no",
     )
+
+
+def _simulated_ratio(row: Mapping[str, object]) -> float | None:
+    """How well the simulator foresees a cell; None: it is not simulated."""
+    simulated, measured = row["simulated_tokens_per_second"], row["tokens_per_second"]
+    if not isinstance(simulated, float) or not isinstance(measured, float):
+        return None
+    return simulated / measured
 
 
 def _number(value: object, form: str) -> str:

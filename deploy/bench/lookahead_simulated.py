@@ -1,0 +1,76 @@
+"""A cell of `bench lookahead` in the simulator: the same requests, luck, profiles and policy.
+
+What it says beside what was measured is how well the simulator's costs of driver and messages
+(cluster/simulation/driver.py) fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import count
+
+from cluster.decoding.events import Request
+from cluster.decoding.policies import PolicyName
+from cluster.simulation.fleet import Fleet
+from cluster.simulation.layout import Layout
+from cluster.simulation.layout import Load as SimulatedLoad
+from deploy.bench.lookahead_cells import Cell
+from deploy.bench.lookahead_load import LoadRequest
+from workers.emulated.profiles import DeviceProfile, LinkProfile
+from workers.emulated.replay_text import Guess, ReplayText
+
+LOOPBACK_MS = 0.1
+"""A link that is that short is none: what loopback takes is among the simulator's costs."""
+
+
+def simulated_speed(
+    cell: Cell,
+    load: Sequence[LoadRequest],
+    guess: Guess,
+    text: ReplayText,
+    *,
+    target: DeviceProfile,
+    drafter: DeviceProfile,
+) -> float:
+    """Tokens a second, counted as lookahead_measure.py does."""
+    off = cell.policy is PolicyName.OFF
+    layout = Layout(
+        target=target,
+        policy=cell.policy,
+        window=max(1, cell.window),
+        drafter=None if off else drafter,
+        drafters=0 if off else cell.num_drafters,
+        branches=cell.branches,
+        link=LinkProfile(rtt_ms=cell.rtt_ms if cell.rtt_ms > LOOPBACK_MS else 0.0),
+        max_num_seqs=max(64, cell.batch),
+        prefix_cache=False,
+    )
+    numbers = count()
+    tokens, seconds = 0, 0.0
+    for start in range(0, len(load), cell.batch):
+        together = [_request(next(numbers), cell, one) for one in load[start : start + cell.batch]]
+        asked = SimulatedLoad(
+            requests=len(together),
+            prompt_tokens=len(together[0].prompt_token_ids),
+            output_tokens=together[0].max_tokens,
+            guess=guess,
+            concurrency=len(together),
+        )
+        fleet = Fleet(layout, asked, requests=together, text=text)
+        fleet.run()
+        first = max(one.first_at for one in fleet.answered)
+        seconds += max(one.last_at for one in fleet.answered) - first
+        tokens += sum(num for one in fleet.answered for at, num in one.arrivals if at > first)
+    return tokens / seconds
+
+
+def _request(number: int, cell: Cell, one: LoadRequest) -> Request:
+    return Request(
+        sequence_id=number,
+        prompt_token_ids=one.prompt,
+        spec=one.spec(),
+        max_tokens=one.max_tokens,
+        policy=cell.policy,
+        window=max(1, cell.window),
+        branches=cell.branches,
+    )
