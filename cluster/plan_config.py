@@ -79,6 +79,7 @@ class PlanConfig(BaseModel):
     ratios: Annotated[tuple[Annotated[str, BeforeValidator(_ratio)], ...], _Listed, _SOME] = (
         "1:1",
         "2:1",
+        "1:4",
     )
     policies: Annotated[tuple[Annotated[str, BeforeValidator(_policy)], ...], _Listed, _SOME] = (
         SIMULATED_POLICIES
@@ -94,12 +95,12 @@ class PlanConfig(BaseModel):
     concurrency: Annotated[int, Field(ge=1)] | None = None
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     prompt_tokens: Annotated[int, Field(ge=3, le=16_384)] = 512
-    output_tokens: Annotated[int, Field(ge=2, le=16_384)] = 256
+    output_tokens: Annotated[int, Field(ge=2, le=16_384)] = 128
     # KV that a target group holds.
     kv_tokens: Annotated[int, Field(ge=1024)] = 131_072
     # How many requests are simulated for a layout; and of how many target groups at most, the
     # load being cut alike (0: of all).
-    requests: Annotated[int, Field(ge=1)] = 200
+    requests: Annotated[int, Field(ge=1)] = 100
     simulated_groups: Annotated[int, Field(ge=0)] = 4
     seed: Annotated[int, Field(ge=0)] = 0
 

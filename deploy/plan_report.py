@@ -23,6 +23,7 @@ _HEADINGS = (
     "len",
     "used",
 )
+_WIDTH_OF_A_FILE = 100
 LEGEND = """
 SIMULATED: the scheduler and the drafters' trees are the real ones, devices and links are latency
 profiles; nothing was measured on a GPU. /off: tokens/s over plain decoding on the same hosts.
@@ -47,6 +48,8 @@ def plan_json(asked: PlanConfig, planned: Sequence[PlannedLayout]) -> dict[str, 
 
 def print_plan(console: Console, asked: PlanConfig, planned: Sequence[PlannedLayout]) -> None:
     """The layouts by name, the best first, then their figures; at most 100 columns."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
     gpus = asked.hosts * asked.gpus_per_host
     console.print(
         f"{asked.hosts} x {asked.gpus_per_host} GPUs, {_load(asked)}, {asked.prompt_tokens} prompt "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from cluster.config_model import Config
@@ -14,6 +16,7 @@ from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
 from cluster.simulation.target import BLOCK_SIZE
 from paceline.errors import ConfigError
+from paceline.text import counted
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.replay_text import Guess
 
@@ -66,9 +69,10 @@ def make_plan(config: Config, *, tell: Callable[[str], None]) -> list[PlannedLay
     layouts = list(_layouts(config))
     if not layouts:
         raise ConfigError(
-            f"plan: no target of {', '.join(asked.target)} fits {asked.hosts} hosts of "
+            f"plan.target: none of {', '.join(asked.target)} fits {counted(asked.hosts, 'host')} of "
             f"{asked.gpus_per_host} GPUs; give more hosts or another target"
         )
+    _check_policies(asked, {layout.policy for layout in layouts})
     concurrency = asked.concurrency
     if concurrency is None:
         concurrency = DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts)
@@ -85,6 +89,20 @@ def make_plan(config: Config, *, tell: Callable[[str], None]) -> list[PlannedLay
             one.figures.token_ms[0] if served and one.keeps_up else -one.tokens_per_second,
         ),
     )
+
+
+def _check_policies(asked: PlanConfig, planned: Collection[PolicyName]) -> None:
+    """Refuse a policy that was asked for by name and that no ratio can have."""
+    if "policies" not in asked.model_fields_set:
+        return
+    for name in asked.policies:
+        if PolicyName(name) not in planned and name != PolicyName.OFF.value:
+            needed = policy_named(PolicyName(name)).needs.drafters
+            raise ConfigError(
+                f"plan.policies: no layout can have {name!r}, which needs {max(1, needed)} or more "
+                f"drafters: none of the ratios {', '.join(asked.ratios)} has them within "
+                f"{counted(asked.hosts * asked.gpus_per_host, 'GPU')}; give another ratio or more"
+            )
 
 
 def _layouts(config: Config) -> Iterator[Layout]:
@@ -169,11 +187,26 @@ def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLay
         per_second=None if per_second is None else per_second / scale,
     )
     fleet = Fleet(replace(layout, cells=cells), load)
-    fleet.run()
+    with _collecting_seldom():
+        fleet.run()
     fleet.check_end()
     figures = figures_of(fleet)
     keeps_up = load.per_second is None or figures.completed_per_second >= KEEPS_UP * load.per_second
     return PlannedLayout(layout, cells * layout.targets, scale, figures, fleet.same_text, keeps_up)
+
+
+@contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """Look for garbage in cycles seldom: there is little of it beside much that lives on."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def _compared(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:

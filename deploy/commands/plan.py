@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -55,12 +56,12 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             float | None, typer.Option(help="Requests that come at random, instead of callers.")
         ] = None,
         prompt_tokens: Annotated[int | None, typer.Option(help="Default: 512.")] = None,
-        output_tokens: Annotated[int | None, typer.Option(help="Default: 256.")] = None,
+        output_tokens: Annotated[int | None, typer.Option(help="Default: 128.")] = None,
         kv_tokens: Annotated[
             int | None, typer.Option(help="KV that a target group holds. Default: 131072.")
         ] = None,
         requests: Annotated[
-            int | None, typer.Option(help="How many are simulated a layout. Default: 200.")
+            int | None, typer.Option(help="How many are simulated a layout. Default: 100.")
         ] = None,
         simulated_groups: Annotated[
             int | None,
@@ -102,8 +103,12 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
         flags = {key: value for key, value in given.items() if value is not None}
         config = load_config(config_path, environ, plan_flags=flags)
+        begin = time.process_time()
         with teller(Console(stderr=True)) as tell:
             planned = make_plan(config, tell=tell)
+        seconds = time.process_time() - begin
         print_plan(Console(), config.plan, planned)
+        typer.echo(f"Simulated in {seconds:.1f} s of one core.")
         if json_path is not None:
-            write_json(json_path, plan_json(config.plan, planned))
+            document = plan_json(config.plan, planned)
+            write_json(json_path, document | {"processor_seconds": seconds})

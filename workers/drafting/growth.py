@@ -138,7 +138,8 @@ class Growth:
             parents.append(node)
             multiplicities.append(len(children.paths[index]) if children.paths else 1)
             self._sent(node, index, number)
-            if self.as_chain and self._stops([*self._tree.path_to(node), number], pass_ms):
+            watches = self.as_chain and self._stopper.watches
+            if watches and self._stops([*self._tree.path_to(node), number], pass_ms):
                 self._stopped.add(number)
         distributions = {
             node: kept
@@ -184,6 +185,8 @@ class Growth:
         assert self._chance.keys() == set(range(1, tree.end + 1))
 
     def _stop(self, leaf: int, pass_ms: float) -> bool:
+        if not self._stopper.watches:
+            return False
         if leaf not in self._stopped and self._stops(self._tree.path_to(leaf), pass_ms):
             self._stopped.add(leaf)
         return leaf in self._stopped

@@ -59,10 +59,9 @@ class DraftTree(NodeTree):
 
     def room(self, node: int) -> int:
         """How many tokens may follow a node, one after another, by position alone."""
-        if self.ends(node):
-            return 0
-        length = self.num_committed + self._depths[node]
-        return max(0, min(self.grant.until_position, self.max_position) - length)
+        length = len(self.committed) + self._depths[node]
+        left = min(self.grant.until_position, self.max_position) - length
+        return left if left > 0 and not self.ends(node) else 0
 
     @property
     def nodes_left(self) -> int:

@@ -97,6 +97,8 @@ class ReplayProposer:
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         self._read(tree)
         held = self._held[tree]
+        if not kept.nodes:
+            held.readers.clear()
         held.growth.committed(kept)
         held.num_unfed += len(kept.token_ids) - len(kept.path)
 
@@ -143,7 +145,7 @@ class ReplayProposer:
         held.growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
 
     def _reader(self, tree: DraftTree, held: _Held, node: int) -> PrefixReader:
-        """What has read all up to a node. Kept by the hash of the prefix, until an outcome."""
+        """What has read all up to a node. Kept by the hash of the prefix while nodes stay."""
         if node == ROOT:
             return held.reader
         length, prefix_hash = tree.base(node)
@@ -156,6 +158,5 @@ class ReplayProposer:
 
     def _read(self, tree: DraftTree) -> None:
         held = self._held[tree]
-        held.readers.clear()
         held.reader.read(tree.committed[held.num_read :], held.num_read)
         held.num_read = tree.num_committed

@@ -11,6 +11,7 @@ import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from paceline.sampling import SequenceSpec
 
@@ -52,7 +53,7 @@ class PrefixReader:
         return int.from_bytes(self._hasher.digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Guess:
     """How a drafter guesses: its ranked guesses at a prefix hold the true token or do not.
 
@@ -64,6 +65,11 @@ class Guess:
     acceptance: float | None = 0.75
     hit_rate: float | None = 0.0
     seed: int = 0
+
+    @cached_property
+    def luck_key(self) -> int:
+        """The seed, mixed."""
+        return _mix(self.seed + 0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +92,14 @@ class ReplayText:
 
     def next_token(self, digest: int, spec: SequenceSpec) -> int:
         """The true token after a prefix."""
-        key = prefix_key(digest, spec)
-        recorded = self._recorded.get(key)
-        return NUM_RESERVED + key % self._num_tokens if recorded is None else recorded.token_id
+        return self._truth(prefix_key(digest, spec))
 
     def guesses(self, digest: int, spec: SequenceSpec, guess: Guess, count: int) -> tuple[int, ...]:
         """A drafter's `count` best guesses at the token after a prefix, all different."""
-        truth = self.next_token(digest, spec)
-        rank = self._rank(prefix_key(digest, spec), guess)
+        key = prefix_key(digest, spec)
+        truth, rank = self._truth(key), self._rank(key, guess)
+        if count == 1 and rank == 0:
+            return (truth,)
         first = truth - NUM_RESERVED
         # Wrong guesses follow the truth at odd distances that the prefix decides.
         stride = 1 + _mix(digest + 1) % 97
@@ -104,10 +110,14 @@ class ReplayText:
             for place in range(count)
         )
 
+    def _truth(self, key: int) -> int:
+        recorded = self._recorded.get(key)
+        return NUM_RESERVED + key % self._num_tokens if recorded is None else recorded.token_id
+
     def _rank(self, key: int, guess: Guess) -> int | None:
         """The place of the true token among the guesses; None: it is not there."""
         recorded = self._recorded.get(key)
-        luck = _mix(key ^ _mix(guess.seed + 0x9E3779B97F4A7C15))
+        luck = _mix(key ^ guess.luck_key)
         if guess.acceptance is None:
             right = recorded is not None and recorded.rank == 0
         else:

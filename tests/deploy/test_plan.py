@@ -1,0 +1,115 @@
+"""`paceline plan`: the question, the ranking, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.config import load_config
+from paceline.errors import ConfigError
+from tests.deploy.conftest import Call
+
+SMALL = ("--requests", "12", "--prompt-tokens", "20", "--output-tokens", "24")
+
+
+def test_layouts_are_ranked_and_a_dear_one_is_shown_as_such(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ("--concurrency", "1", "--ratios", "1:1", "--ratios", "1:4", "--policies", "chain")
+    done = call("plan", *SMALL, *asked, "--json", str(path))
+    assert done.code == 0, done.stderr
+    document: dict[str, Any] = json.loads(path.read_text())
+    assert document["simulated"] is True
+    rows = document["rows"]
+    speeds = [row["tokens_per_second"] for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+    assert {row["name"]: row["gpus"] for row in rows} == {
+        "2 x (70b-4xh100), off": 8,
+        "70b-4xh100 + 1b-h100, chain": 5,
+        "70b-4xh100 + 1b-h100 x 4, chain": 8,
+    }
+    # One caller's sequence has one drafter at a time: three GPUs more bring nothing.
+    one, four = (row for row in rows if row["policy"] == "chain")
+    assert one["tokens_per_second"] == pytest.approx(four["tokens_per_second"], rel=0.01)
+    assert one["speedup"] > 1.5
+    for row in rows:
+        shares = row["target_busy"] + row["target_waiting"] + row["target_idle"]
+        assert shares == pytest.approx(1.0)
+        assert row["same_text"] is True
+        assert row["name"] in done.stdout
+    assert "best" in done.stdout
+    assert all(len(line) <= 100 for line in done.stdout.splitlines())
+
+
+def test_a_full_batch_makes_drafters_a_bad_buy(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    config = tmp_path / "plan.toml"
+    config.write_text(
+        '[target]\nmax_num_seqs = 8\n[plan]\ntarget = "8b-h100"\ndrafter = "1b-h100"\n'
+        'gpus_per_host = 2\npolicies = "chain"\nratios = "1:1"\nacceptance = 0.3\n'
+        "concurrency = 16\nhit_rate = 0.0\n"
+    )
+    done = call("plan", "--config", str(config), *SMALL, "--json", str(path))
+    assert done.code == 0, done.stderr
+    chain = next(r for r in json.loads(path.read_text())["rows"] if r["policy"] == "chain")
+    assert chain["per_gpu_gain"] < 1
+    assert chain["faster_but_worse_per_gpu"] == (chain["speedup"] > 1.02)
+
+
+def test_a_thousand_hosts_are_simulated_in_part(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ("--hosts", "1000", "--concurrency", "4000", "--policies", "chain", "--ratios", "1:1")
+    done = call("plan", *SMALL, *asked, "--simulated-groups", "2", "--json", str(path))
+    assert done.code == 0, done.stderr
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["target_groups"] for row in rows} == {2000, 1600}
+    assert all(row["simulated_groups"] == 2 for row in rows)
+    assert min(row["tokens_per_second"] for row in rows) > 100_000
+    assert "2 target groups were simulated" in done.stdout
+
+
+def test_requests_that_are_too_many_are_told(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    config = tmp_path / "plan.toml"
+    config.write_text("[target]\nmax_num_seqs = 1\n")
+    asked = ("--requests-per-second", "50", "--policies", "off", "--requests", "40")
+    done = call("plan", "--config", str(config), *SMALL, *asked, "--json", str(path))
+    assert done.code == 0, done.stderr
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["keeps_up"] is False
+    assert "does not keep up" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--target", "70b-4xh10"), ("--target", "did you mean 70b-4xh100")),
+        (("--target", "1b-h100"), ("--target", "a drafter")),
+        (("--policies", "chian"), ("--policies", "did you mean chain")),
+        (("--ratios", "1-1"), ("--ratios", "TARGETS:DRAFTERS")),
+        (("--hosts", "0"), ("--hosts", "at least 1")),
+        (("--acceptance", "1.5"), ("--acceptance", "at most 1")),
+        (("--concurrency", "4", "--requests-per-second", "1"), ("plan", "both given")),
+        (("--target", "70b-8xh100-2hosts"), ("plan.target", "fits 1 host")),
+        (("--gpus-per-host", "4", "--policies", "chain"), ("plan.policies", "'chain'", "4 GPUs")),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(
+    call: Call, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    done = call("plan", *flags)
+    assert done.code == 2
+    assert all(word in done.stderr for word in words), done.stderr
+
+
+def test_the_table_is_closed_and_flags_go_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text("[plan]\nhosts = 3\n")
+    assert load_config(path, {}).plan.hosts == 3
+    assert load_config(path, {}, plan_flags={"hosts": 5}).plan.hosts == 5
+    assert load_config(path, {"PACELINE_PLAN__HOSTS": "4"}).plan.hosts == 4
+    path.write_text("[plan]\nhost = 3\n")
+    with pytest.raises(ConfigError, match=r"unknown key plan\.host.*did you mean hosts"):
+        load_config(path, {})
