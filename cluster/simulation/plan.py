@@ -69,8 +69,8 @@ def make_plan(config: Config, *, tell: Callable[[str], None]) -> list[PlannedLay
     layouts = list(_layouts(config))
     if not layouts:
         raise ConfigError(
-            f"plan.target: none of {', '.join(asked.target)} fits {counted(asked.hosts, 'host')} of "
-            f"{asked.gpus_per_host} GPUs; give more hosts or another target"
+            f"plan.target: none of {', '.join(asked.target)} fits {counted(asked.hosts, 'host')} "
+            f"of {asked.gpus_per_host} GPUs; give more hosts or another target"
         )
     _check_policies(asked, {layout.policy for layout in layouts})
     concurrency = asked.concurrency
