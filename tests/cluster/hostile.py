@@ -30,12 +30,19 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
         self.told = 0
         self.streams = 0
         self.pid = 1
+        self.kind = "ngram"
+        self.digest = b""
+        self.rules: list[types_pb2.VerificationRule.ValueType] = []
 
     async def DescribeDrafter(
         self, request: drafting_pb2.DescribeDrafterRequest, context: Any
     ) -> drafting_pb2.DescribeDrafterResponse:
         return drafting_pb2.DescribeDrafterResponse(
-            kind="ngram", max_position=1 << 30, pid=self.pid
+            kind=self.kind,
+            max_position=1 << 30,
+            pid=self.pid,
+            rules=self.rules,
+            vocabulary_digest=self.digest,
         )
 
     async def Draft(
@@ -96,12 +103,32 @@ BREACHES: dict[str, dict[str, Any]] = {
 """Proposals that break the contract under the coupled rule."""
 
 
+def _drawn(token_ids: list[int], probabilities: list[float]) -> dict[str, Any]:
+    pairs = types_pb2.DraftDistribution(token_ids=token_ids, probabilities=probabilities)
+    return {"token_ids": [5], "distributions": [pairs]}
+
+
+PROBABILITY_BREACHES: dict[str, dict[str, Any]] = {
+    "none": {"token_ids": [5]},
+    "a sum below 1": _drawn([5, 6], [0.5, 0.4]),
+    "a sum above 1": _drawn([5, 6], [0.6, 0.5]),
+    "less than 0": _drawn([5, 6], [1.5, -0.5]),
+    "no number": _drawn([5, 6], [math.nan, 0.5]),
+    "an id out of range": _drawn([5, 384], [0.5, 0.5]),
+    "ids out of order": _drawn([6, 5], [0.5, 0.5]),
+    "an id twice": _drawn([5, 5], [0.5, 0.5]),
+    "fewer probabilities than ids": _drawn([5, 6], [1.0]),
+    "not the token's": _drawn([6, 7], [0.5, 0.5]),
+}
+"""Draft probabilities that break the contract under a rule that needs them."""
+
+
 class MalformedDrafter(LyingDrafter):
     """Answers each message with a proposal that breaks the contract in one way."""
 
-    def __init__(self, breach: str) -> None:
+    def __init__(self, breach: dict[str, Any]) -> None:
         super().__init__()
-        self.breach = BREACHES[breach]
+        self.breach = breach
 
     def _lie(self, sequence_id: int, known: list[int]) -> drafting_pb2.Proposal:
         base = types_pb2.Base(length=len(known), hash=hash_prefix(known))

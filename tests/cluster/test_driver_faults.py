@@ -25,8 +25,10 @@ from paceline import (
 from paceline.channel import WORKERS
 from paceline.errors import OverloadedError, VocabularyMismatchError, WorkerLostError
 from paceline.generation import CompletionBuilder
+from paceline.v1 import types_pb2
 from tests.cluster.hostile import (
     BREACHES,
+    PROBABILITY_BREACHES,
     HungDrafter,
     HungTarget,
     LyingDrafter,
@@ -206,7 +208,7 @@ async def test_malformed_proposals_make_a_drafter_suspect(
     """After three it is used no more, until another process answers; the text stays right."""
     async with running_system(checkpoints, wait_ms=20.0, drafter_timeout=0.2) as system:
         plain = await _plain(system)
-        hostile = MalformedDrafter(breach)
+        hostile = MalformedDrafter(BREACHES[breach])
         server = await serve_lying_drafter(hostile)
         try:
             await system.driver.set_drafters({"bad": server.address})
@@ -225,6 +227,32 @@ async def test_malformed_proposals_make_a_drafter_suspect(
             hostile.pid = 2
             await eventually(lambda: "bad" in system.connected())
             assert not system.driver.stats().workers[1].suspect
+            await system.settle()
+        finally:
+            await server.stop()
+
+
+@pytest.mark.parametrize("breach", PROBABILITY_BREACHES)
+async def test_malformed_probabilities_make_a_drafter_suspect(
+    checkpoints: Checkpoints, breach: str
+) -> None:
+    """Dropped and counted; the sequence goes on plainly, which at temperature 0 is the same text."""
+    async with running_system(checkpoints, wait_ms=20.0, drafter_timeout=0.2) as system:
+        greedy = replace(OPTIONS, temperature=0.0, max_tokens=20)
+        plain = await system.client.generate(PROMPT, replace(greedy, policy="off"))
+        hostile = MalformedDrafter(PROBABILITY_BREACHES[breach])
+        hostile.kind, hostile.rules = "model", [types_pb2.VERIFICATION_RULE_REJECTION]
+        hostile.digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
+        server = await serve_lying_drafter(hostile)
+        try:
+            await system.driver.set_drafters({"bad": server.address})
+            await eventually(lambda: "bad" in system.connected())
+            options = replace(greedy, policy="lockstep", rule="rejection")
+            answer = await system.client.generate(PROMPT, options)
+            assert answer.token_ids == plain.token_ids
+            assert answer.stats.drafted == 0
+            await eventually(lambda: system.driver.stats().workers[1].suspect)
+            assert system.driver.stats().workers[1].malformed >= 3
             await system.settle()
         finally:
             await server.stop()
