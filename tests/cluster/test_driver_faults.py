@@ -236,7 +236,7 @@ async def test_malformed_proposals_make_a_drafter_suspect(
 async def test_malformed_probabilities_make_a_drafter_suspect(
     checkpoints: Checkpoints, breach: str
 ) -> None:
-    """Dropped and counted; the sequence goes on plainly, which at temperature 0 is the same text."""
+    """Dropped and counted; the sequence goes on plainly: at temperature 0 with the same text."""
     async with running_system(checkpoints, wait_ms=20.0, drafter_timeout=0.2) as system:
         greedy = replace(OPTIONS, temperature=0.0, max_tokens=20)
         plain = await system.client.generate(PROMPT, replace(greedy, policy="off"))
