@@ -52,9 +52,11 @@ class Stopper:
 
         After the root itself something always is. Rules that are blind to cost judge what was
         drafted since the last outcome: as published, a draft begins anew after a verdict, so
-        run-ahead that was kept ends none.
+        run-ahead that was kept ends none. They are published for drafts that the target waits for,
+        and end none while drafting is free: the drafter would only be idle.
         """
-        if not isinstance(self.rule, CostAware):
+        by_cost = isinstance(self.rule, CostAware)
+        if not by_cost:
             path = [node for node in path if node > self._kept]
         if self.rule is None or not path:
             return False
@@ -63,7 +65,8 @@ class Stopper:
             0.0 if grant.drafting_is_free else pass_ms,
             grant.step_ms_per_candidate,
         )
-        return self.rule.should_stop([self._signals[node] for node in path], prices)
+        stops = self.rule.should_stop([self._signals[node] for node in path], prices)
+        return stops and (by_cost or not grant.drafting_is_free)
 
     def committed(self, kept: Kept, refused: Sequence[int], *, longest: int) -> None:
         """Learn from an outcome: `refused` are the verified nodes after the path that agreed, of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -120,6 +121,22 @@ def test_a_round_begins_with_an_outcome() -> None:
         assert stopper.stops_after([1], grant, pass_ms=1.0) is stops
         stopper.note(2, UNSURE)
         assert stopper.stops_after([1, 2], grant, pass_ms=1.0)
+
+
+def test_blind_rules_leave_no_drafter_idle() -> None:
+    """While drafting is free only the cost rule stops: by what candidates cost a step."""
+    for stopping, stops in (
+        (Stopping.ADAEDL, False),
+        (Stopping.CONFIDENCE, False),
+        (Stopping.COST, True),
+    ):
+        stopper = Stopper(stopping, DrafterStopping())
+        stopper.note(1, UNSURE)
+        waited_for = Grant(9, nodes=8, tokens_per_ms=1.0, step_ms_per_candidate=1.0)
+        assert stopper.stops_after([1], waited_for, pass_ms=1.0)
+        free = replace(waited_for, drafting_is_free=True)
+        assert stopper.stops_after([1], free, pass_ms=1.0) is stops
+        assert stopper.state()
 
 
 def test_what_was_learned_outlives_a_sequence() -> None:
