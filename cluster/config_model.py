@@ -222,7 +222,8 @@ class SpeculationConfig(_Closed):
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
     # Candidates for each position; 1: chains.
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
-    # When a drafter stops before the window is full.
+    # When a drafter stops before the window is full. "cost" pays where the target waits for its
+    # drafter, and with recycling; under policy "chain" it was measured to change nothing.
     stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
     # The kind that drafts, where several are deployed and fit.
     drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
