@@ -228,10 +228,17 @@ class FanOut(Chain):
     fans_out = True
 
     def granted_branches(self, view: DraftView) -> int:
-        """For each drafter as many as there are positions that may fork in the grant."""
+        """For each drafter as many as there are positions that may fork in the grant.
+
+        Of a chain it reaches no more of them than it has passes in two steps: a slow drafter, or
+        one that branches make slow, gets fewer.
+        """
         if not view.useful_candidates:
             return 0
-        return self.granted_candidates(view) * max(1, view.num_drafters)
+        forks = self.granted_candidates(view)
+        if view.pace and not view.is_tree:
+            forks = min(forks, max(2, round(2 * view.pace)))
+        return forks * max(1, view.num_drafters)
 
 
 class Spread(FanOut):

@@ -88,3 +88,13 @@ def test_rules_whose_outcomes_cannot_be_foreseen_are_refused(rule: Rule) -> None
     with pytest.raises(InvalidRequestError, match="fanout"):
         check_policy_fits(PolicyName.FANOUT, rule, 1)
     check_policy_fits(PolicyName.FANOUT, Rule.COUPLED, 2)
+
+
+def test_a_slow_drafter_gets_fewer_branches() -> None:
+    scheduler = started(PolicyName.FANOUT, window=8)
+    scheduler.handle(replace(proposal(PROMPT, 10), pass_seconds=0.004))
+    scheduler.handle(verdict(1, 0, 10))
+    out = scheduler.handle(replace(verdict(2, 0, 11), step_seconds=0.010))
+    assert [one.fan_out for one in out if isinstance(one, Grant)] == [17]
+    out = scheduler.handle(verdict(3, 0, 12))
+    assert [one.fan_out for one in out if isinstance(one, Grant)] == [5], "2.5 passes a step"
