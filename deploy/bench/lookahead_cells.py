@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -21,11 +22,13 @@ BATCHES = (8, 64)
 """Beside 1; without a link and at the higher acceptance."""
 CHAIN_WINDOW = 8
 TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
-"""Of the cells whose steps verify trees."""
-NEEDS_BRANCHES = ("fanout", "spread")
-EVERY_HIT_RATE = ("fanout",)
-"""Measured at each hit rate, the others at the first alone."""
-NEEDS_DRAFTERS = {"spread": 4}
+"""Of the cell by whose trees the time between steps is measured."""
+FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 16, 2
+"""Of the cells of fanout whose branches are verified as well as sent ahead."""
+HITS_BRANCHES = ("fanout", "spread", "auto")
+"""Policies to which the second of a drafter's guesses matters."""
+NUM_SPREAD = 4 if len(os.sched_getaffinity(0)) >= 8 else 2
+"""Drafters of spread. Each is a process that wants a third of a core."""
 NOT_MEASURED = ("off", "replicas")
 """Plain decoding is beside every cell; replicas needs several targets."""
 
@@ -49,7 +52,7 @@ class Cell:
     @property
     def num_drafters(self) -> int:
         """Drafters that the policy uses."""
-        return NEEDS_DRAFTERS.get(self.policy.value, 1)
+        return NUM_SPREAD if self.policy is PolicyName.SPREAD else 1
 
     @property
     def name(self) -> str:
@@ -61,7 +64,7 @@ class Cell:
         if self.load == "set":
             load = f", acceptance {self.acceptance:g}"
         hits = "" if self.hit_rate is None else f", hits {self.hit_rate:g}"
-        tree = f", trees of {self.window}" if self.window == TREE_WINDOW else ""
+        tree = f", trees of {self.window}" if self.branches > 1 else ""
         return f"{self.policy.value}, rtt {self.rtt_ms:g} ms{load}{hits}{tree}{batch}"
 
 
@@ -79,20 +82,10 @@ def cells(
         if not parts or policy.value in parts:
             for condition in _conditions(quick=quick):
                 found += _cells_of(policy, condition, target, drafter, quick=quick)
-            if policy is PolicyName.CHAIN and not quick:
-                found.append(
-                    Cell(
-                        policy,
-                        "set",
-                        RTTS_MS[0],
-                        ACCEPTANCES[1],
-                        HIT_RATES[0],
-                        TREE_BATCH,
-                        TREE_WINDOW,
-                        TREE_BRANCHES,
-                    )
-                )
-        if (not parts and not quick) or NATURAL in parts:
+            if not quick:
+                found += _trees_of(policy)
+        wanted = (not parts and not quick) or NATURAL in parts
+        if wanted and policy is not PolicyName.SPREAD:
             window = 3 if policy is PolicyName.LOCKSTEP else CHAIN_WINDOW
             found.append(Cell(policy, NATURAL, RTTS_MS[0], None, None, 1, window))
     return sorted(found, key=lambda cell: cell.load == NATURAL)
@@ -135,8 +128,8 @@ def _cells_of(
 ) -> list[Cell]:
     acceptance, batch, rtt_ms = condition.acceptance, condition.batch, condition.rtt_ms
     hit_rates: Sequence[float | None] = (None,)
-    if policy.value in NEEDS_BRANCHES and acceptance is not None:
-        every = policy.value in EVERY_HIT_RATE and not quick and batch == 1
+    if policy.value in HITS_BRANCHES and acceptance is not None:
+        every = policy is PolicyName.FANOUT and not quick and batch == 1
         hit_rates = HIT_RATES if every else HIT_RATES[:1]
     window = CHAIN_WINDOW
     if policy is PolicyName.LOCKSTEP:
@@ -147,8 +140,19 @@ def _cells_of(
             rtt_ms=rtt_ms,
         )
     load: Load = "recorded" if acceptance is None else "set"
-    branches = 2 if policy.value in NEEDS_BRANCHES else 1
     return [
-        Cell(policy, load, rtt_ms, acceptance, hit_rate, batch, window, branches)
-        for hit_rate in hit_rates
+        Cell(policy, load, rtt_ms, acceptance, hit_rate, batch, window) for hit_rate in hit_rates
     ]
+
+
+def _trees_of(policy: PolicyName) -> Iterator[Cell]:
+    """The cells whose steps verify trees."""
+    if policy is PolicyName.CHAIN:
+        acceptance, hit_rate = ACCEPTANCES[1], HIT_RATES[0]
+        tree = (TREE_BATCH, TREE_WINDOW, TREE_BRANCHES)
+        yield Cell(policy, "set", RTTS_MS[0], acceptance, hit_rate, *tree)
+    if policy is PolicyName.FANOUT:
+        tree = (1, FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES)
+        for rtt_ms in RTTS_MS:
+            for acceptance in ACCEPTANCES:
+                yield Cell(policy, "set", rtt_ms, acceptance, HIT_RATES[0], *tree)

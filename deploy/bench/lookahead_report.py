@@ -16,7 +16,7 @@ from deploy.bench.lookahead import (
     plain_of,
     same_text,
 )
-from deploy.bench.lookahead_cells import NATURAL, NEEDS_BRANCHES
+from deploy.bench.lookahead_cells import HITS_BRANCHES, NATURAL
 
 LEGEND = """
 EMULATED: devices replay, with the latency profiles {target} and {drafter}; but rows "natural" are
@@ -97,6 +97,7 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "batch": cell.batch,
         "window": cell.window,
         "branches": cell.branches,
+        "drafters": 0 if off else cell.num_drafters,
         "speedup": speedup,
         "tokens_per_second": run.tokens_per_second,
         "tokens_per_second_per_gpu": run.tokens_per_second / num_gpus(result, cell),
@@ -122,7 +123,7 @@ def _acceptance(one: CellResult) -> float | str:
 
 def _hit_rate(one: CellResult) -> float | str | None:
     cell = one.cell
-    if cell.load == "recorded" and cell.policy.value in NEEDS_BRANCHES:
+    if cell.load == "recorded" and cell.policy.value in HITS_BRANCHES:
         return "recorded"
     return cell.hit_rate
 
@@ -148,7 +149,7 @@ def _theory(result: LookaheadResult, one: CellResult) -> float | None:
     cell, times = one.cell, _times(result, one)
     if cell.policy is PolicyName.LOCKSTEP:
         return closed_forms.lockstep(one.acceptance, cell.window, **times, rtt_ms=cell.rtt_ms)
-    if cell.policy.value == "pearl":
+    if cell.policy is PolicyName.PEARL:
         return closed_forms.pearl(one.acceptance, **times)
     return None
 
@@ -157,7 +158,7 @@ def _print_row(table: Table, row: Mapping[str, object]) -> None:
     acceptance, hits = row["acceptance"], row["hit_rate"]
     idle = [row["target_idle"], row["drafter_idle"]]
     table.add_row(
-        str(row["policy"]) + ("" if row["emulated"] else " natural"),
+        _label(row),
         _number(row["rtt_ms"], "g"),
         acceptance if isinstance(acceptance, str) else _number(acceptance, ".2f"),
         hits if isinstance(hits, str) else _number(hits, ".2f"),
@@ -183,6 +184,11 @@ def _simulated_ratio(row: Mapping[str, object]) -> float | None:
     if not isinstance(simulated, float) or not isinstance(measured, float):
         return None
     return simulated / measured
+
+
+def _label(row: Mapping[str, object]) -> str:
+    tree = "" if row["branches"] == 1 else f" tree {row['window']}"
+    return f"{row['policy']}{tree}" + ("" if row["emulated"] else " natural")
 
 
 def _number(value: object, form: str) -> str:
