@@ -219,7 +219,7 @@ def _guesses(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
         hit_rates = {cell.hit_rate for cell in wanted if cell.acceptance == acceptance}
         if not hit_rates:
             continue
-        seed = pinned_guess(acceptance, HIT_RATES[-1], load).seed
+        seed = pinned_guess(acceptance, HIT_RATES[0], load).seed
         for hit_rate in sorted(hit_rates, key=lambda rate: rate or 0.0):
             found[acceptance, hit_rate] = Guess(acceptance, hit_rate or 0.0, seed)
     return found

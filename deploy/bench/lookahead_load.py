@@ -6,9 +6,10 @@ taken whose acceptance over exactly these texts is that of the long run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
+from cluster.simulation.closed_forms import expected_tokens
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.emulated.recording import Recording
@@ -18,7 +19,8 @@ from workers.emulated.stand_in import VOCAB_SIZE
 PROMPT_LENGTH = 16
 TEMPERATURES = (0.0, 1.0)
 SEEDS_TRIED = 400
-_LONGEST_RUN = 8
+PACE = 7
+"""Draft passes in a step of the emulated pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +67,81 @@ def recorded_load(recording: Recording, max_tokens: int, *, folded: bool) -> lis
 def pinned_guess(acceptance: float, hit_rate: float, load: Sequence[LoadRequest]) -> Guess:
     """A seed with which this load is guessed as well as an endless one would be.
 
-    What is compared: the share of right guesses, and the mean number of right ones in a row.
+    What is compared: the share of right guesses, and the tokens a step of walks over the texts as
+    lockstep, pearl and fanout make them, with their expectations. `hit_rate` is that of fanout.
     """
     text = ReplayText(VOCAB_SIZE)
     digests = [_path(text, request) for request in load]
-    expected_run = sum(acceptance**length for length in range(1, _LONGEST_RUN + 1))
+    expected = [
+        expected_tokens(acceptance, PACE - 1),
+        expected_walk(acceptance, 0.0),
+        expected_walk(acceptance, hit_rate),
+    ]
 
     def unlike(seed: int) -> float:
         guess = Guess(acceptance, hit_rate, seed)
-        tested = right = runs = 0
+        ranks: list[int] = []
         for path, request in zip(digests, load, strict=True):
-            spec = request.spec()
-            hits = [
-                text.guesses(digest, spec, guess, 1)[0] == text.next_token(digest, spec)
-                for digest in path
-            ]
-            tested += len(hits)
-            right += sum(hits)
-            run = 0
-            for hit in reversed(hits):
-                run = run + 1 if hit else 0
-                runs += min(run, _LONGEST_RUN)
-        if not expected_run:
-            return 0.0
-        share, mean_run = right / tested, runs / tested
-        return abs(share / acceptance - 1) + abs(mean_run / expected_run - 1)
+            ranks += _ranks(text, path, request, guess)
+        share = ranks.count(0) / len(ranks)
+        found = [_lockstep_walk(ranks), walk(ranks, {0}), walk(ranks, {0, 1})]
+        return abs(share / acceptance - 1) + sum(
+            abs(one / wanted - 1) for one, wanted in zip(found, expected, strict=True)
+        )
 
     return Guess(acceptance, hit_rate, min(range(SEEDS_TRIED), key=unlike))
+
+
+def _ranks(
+    text: ReplayText, path: Sequence[int], request: LoadRequest, guess: Guess
+) -> Iterator[int]:
+    """The place of each true token among the drafter's two best guesses; 2: it is neither."""
+    spec = request.spec()
+    for digest in path:
+        truth, guesses = text.next_token(digest, spec), text.guesses(digest, spec, guess, 2)
+        yield guesses.index(truth) if truth in guesses else 2
+
+
+def _lockstep_walk(ranks: Sequence[int]) -> float:
+    """Tokens a step when windows of PACE - 1 are verified, and a token is added to each."""
+    place = steps = 0
+    while place < len(ranks):
+        place += _run(ranks, place) + 1
+        steps += 1
+    return place / steps
+
+
+def walk(ranks: Sequence[int], foreseen: Collection[int]) -> float:
+    """Tokens a step when windows are drafted while a step runs.
+
+    A step whose last token had a rank in `foreseen` leaves a window for the next. That of a whole
+    window must have been the first guess; so must the token of a step without a window.
+    """
+    place = steps = 0
+    has_window = False
+    while place < len(ranks):
+        place += _run(ranks, place) if has_window else 0
+        has_window = place < len(ranks) and ranks[place] in foreseen
+        place += 1
+        steps += 1
+    return place / steps
+
+
+def _run(ranks: Sequence[int], place: int) -> int:
+    """Right guesses from there on, at most a window of them."""
+    run = 0
+    while run < PACE - 1 and place + run < len(ranks) and ranks[place + run] == 0:
+        run += 1
+    return run
+
+
+def expected_walk(acceptance: float, hit_rate: float) -> float:
+    """What `_walk` gives over an endless text."""
+    whole = acceptance**PACE
+    foreseen = acceptance + (1 - acceptance) * hit_rate
+    stays = whole + (1 - whole) * hit_rate
+    with_window = foreseen / (1 - stays + foreseen)
+    return 1 - with_window + with_window * expected_tokens(acceptance, PACE - 1)
 
 
 def _prompt(number: int, temperature: float) -> tuple[int, ...]:
