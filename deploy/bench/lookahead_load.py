@@ -136,7 +136,7 @@ def _run(ranks: Sequence[int], place: int) -> int:
 
 
 def expected_walk(acceptance: float, hit_rate: float) -> float:
-    """What `_walk` gives over an endless text."""
+    """What `walk` gives over an endless text."""
     whole = acceptance**PACE
     foreseen = acceptance + (1 - acceptance) * hit_rate
     stays = whole + (1 - whole) * hit_rate
