@@ -214,7 +214,7 @@ class SpeculationConfig(_Closed):
         str,
         _choice(
             *(policy.value for policy in PolicyName),
-            later=("replicas", "auto"),
+            later=("replicas",),
         ),
     ] = "chain"
     verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"

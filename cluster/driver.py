@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -181,7 +181,7 @@ class Driver:
     def stats(self) -> Stats:
         """Counters since the driver was made. Raises UnavailableError before the start."""
         running = self._started()
-        totals, shares = self.scheduler.totals, self.scheduler.shares
+        totals = self.scheduler.totals
         counts = totals.counts
         return Stats(
             uptime_seconds=time.monotonic() - self._began,
@@ -198,12 +198,7 @@ class Driver:
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             preemptions=self.scheduler.num_preemptions,
             driver_ms_p50=self._dispatch.driver_time.median_ms,
-            speculation=replace(
-                counts.speculation(),
-                target_idle=shares.target_idle,
-                drafter_idle=shares.drafter_idle,
-                efficiency=shares.efficiency,
-            ),
+            speculation=self.scheduler.speculation(),
             workers=tuple(
                 meter.stats() for meter in (*running.target.meters, *running.drafters.meters)
             ),

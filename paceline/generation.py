@@ -97,6 +97,8 @@ class SpeculationStats:
     target_idle: float | None = None
     drafter_idle: float | None = None
     efficiency: float | None = None
+    choices: Mapping[str, int] = field(default_factory=dict)
+    estimates: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def acceptance(self) -> float | None:

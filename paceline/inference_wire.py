@@ -45,6 +45,7 @@ _POLICIES: dict[str, Any] = {
     "pearl": inference_pb2.LOOKAHEAD_POLICY_PEARL,
     "fanout": inference_pb2.LOOKAHEAD_POLICY_FANOUT,
     "spread": inference_pb2.LOOKAHEAD_POLICY_SPREAD,
+    "auto": inference_pb2.LOOKAHEAD_POLICY_AUTO,
 }
 _POLICY_NAMES: dict[int, str] = {number: name for name, number in _POLICIES.items()}
 _RULES: dict[str, Any] = {rule.value: rule_to_wire(rule) for rule in Rule}

@@ -9,7 +9,8 @@ from paceline.v1 import inference_pb2
 
 _SHARES = ("target_idle", "drafter_idle", "efficiency")
 _LISTS = ("drafted_at", "tried_at", "accepted_at")
-_COUNTS = tuple(SpeculationStats.__dataclass_fields__.keys() - {*_SHARES, *_LISTS})
+_MAPS = ("choices", "estimates")
+_COUNTS = tuple(SpeculationStats.__dataclass_fields__.keys() - {*_SHARES, *_LISTS, *_MAPS})
 
 
 def request_stats_to_wire(stats: RequestStats) -> inference_pb2.RequestStats:
@@ -68,13 +69,15 @@ def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
 
 
 def _speculation_to_wire(stats: SpeculationStats) -> inference_pb2.SpeculationStats:
-    fields: dict[str, Any] = {name: getattr(stats, name) for name in (*_COUNTS, *_LISTS, *_SHARES)}
+    names = (*_COUNTS, *_LISTS, *_SHARES, *_MAPS)
+    fields: dict[str, Any] = {name: getattr(stats, name) for name in names}
     return inference_pb2.SpeculationStats(**fields)
 
 
 def _speculation_from_wire(message: inference_pb2.SpeculationStats) -> SpeculationStats:
     fields: dict[str, Any] = {name: getattr(message, name) for name in _COUNTS}
     fields |= {name: tuple(getattr(message, name)) for name in _LISTS}
+    fields |= {name: dict(getattr(message, name)) for name in _MAPS}
     fields |= {
         name: getattr(message, name) if message.HasField(name) else None  # type: ignore[arg-type]
         for name in _SHARES

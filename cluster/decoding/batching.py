@@ -191,12 +191,13 @@ class Batching:
         for sequence in self.running.values():
             if sequence.prefilling:
                 continue
-            window = sequence.policy.window(sequence.draft_view(), now, self._wait_seconds)
+            patience = min(self._wait_seconds, sequence.patience)
+            window = sequence.policy.window(sequence.draft_view(), now, patience)
             if isinstance(window, Wait):
                 self.wake_at = min(window.until, self.wake_at or window.until)
             elif sequence.num_paths:
                 # Merged paths are fewer candidates: how many must not decide how deep it goes.
-                ready.append((sequence, sequence.request.window))
+                ready.append((sequence, sequence.window))
             else:
                 ready.append((sequence, window))
         return ready

@@ -237,12 +237,14 @@ class Drafters:
         branches = sequence.policy.granted_branches(view)
         depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)
         # Of a branch as much is of use as a step verifies after the token that it begins with.
-        nodes += branches * (1 + request.window)
+        nodes += branches * (1 + sequence.window)
         until = sequence.tree.num_committed + depth
         by_cost = request.stopping is Stopping.COST
         team = [sequence.drafter, *sequence.helpers]
         nodes += (len(team) - 1) * depth  # their chains may differ
         granted = (sequence.granted_until, sequence.granted_nodes, sequence.granted_shares)
+        if nodes == 0 == sequence.granted_nodes and len(team) == sequence.granted_shares:
+            return
         if (until, nodes, len(team)) == granted and not by_cost:
             return
         sequence.granted_until, sequence.granted_nodes = until, nodes

@@ -22,6 +22,7 @@ class PolicyName(enum.Enum):
     CHAIN = "chain"
     FANOUT = "fanout"
     SPREAD = "spread"
+    AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +262,16 @@ def _await_candidates(view: DraftView, full: int, now: float, wait_seconds: floa
     return Wait(give_up_at)
 
 
+class Auto(Chain):
+    """What a sequence of `auto` begins with, until the controller (auto.py) has chosen.
+
+    `waits` and `fans_out`, as what the controller may choose.
+    """
+
+    waits = True
+    fans_out = True
+
+
 _POLICIES: dict[PolicyName, LookaheadPolicy] = {
     PolicyName.OFF: Off(),
     PolicyName.LOCKSTEP: Lockstep(),
@@ -268,6 +279,7 @@ _POLICIES: dict[PolicyName, LookaheadPolicy] = {
     PolicyName.CHAIN: Chain(),
     PolicyName.FANOUT: FanOut(),
     PolicyName.SPREAD: Spread(),
+    PolicyName.AUTO: Auto(),
 }
 
 

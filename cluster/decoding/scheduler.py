@@ -7,9 +7,10 @@ are there the next step goes out with all that is known by then.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
+from cluster.decoding.auto import Controller
 from cluster.decoding.batching import Batching, Target
 from cluster.decoding.counts import CountedVerdict, counted
 from cluster.decoding.drafters import Drafters
@@ -43,9 +44,10 @@ from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.step_costs import StepCosts
 from cluster.decoding.totals import Totals
-from cluster.decoding.utilisation import Shares, Utilisation
+from cluster.decoding.utilisation import Utilisation
 from cluster.decoding.verdicts import accepted_path, check_verdicts, cut_at_end, gives_up_bonus
 from paceline.errors import PromptTooLongError, ProtocolError
+from paceline.generation import SpeculationStats
 from paceline.rules import Rule
 
 
@@ -75,6 +77,7 @@ class Scheduler:
         )
         self._costs = StepCosts()
         self._drafters = Drafters(self._costs)
+        self._auto = Controller()
         self._step: RunStep | None = None
         self._woken_for: float | None = None
         self.totals = Totals()
@@ -100,10 +103,17 @@ class Scheduler:
         """Tokens that did not need to be prefilled, since their KV was there already."""
         return self._batching.hit_tokens
 
-    @property
-    def shares(self) -> Shares:
-        """How busy the devices were, of all time with work at hand."""
-        return self.utilisation.of_all(self._drafters.names)
+    def speculation(self) -> SpeculationStats:
+        """How drafting went, of all requests together."""
+        shares = self.utilisation.of_all(self._drafters.names)
+        return replace(
+            self.totals.counts.speculation(),
+            target_idle=shares.target_idle,
+            drafter_idle=shares.drafter_idle,
+            efficiency=shares.efficiency,
+            choices=dict(self._auto.choices),
+            estimates=self._auto.estimates(),
+        )
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
         """Raise PromptTooLongError when such a sequence could never be held by the target."""
@@ -117,7 +127,11 @@ class Scheduler:
         out = _Outbox()
         match event:
             case Admitted():
-                self._batching.waiting.append(Sequence.admitted(event.request, event.now))
+                sequence = Sequence.admitted(event.request, event.now)
+                if sequence.pilot is not None:
+                    self._auto.admitted(sequence.pilot)
+                    sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
+                self._batching.waiting.append(sequence)
                 self._refuse_what_never_fits(out)
             case Cancelled():
                 self._cancel(event, out)
@@ -171,6 +185,8 @@ class Scheduler:
         if self._batching.admit():
             self._assign(out)
         self._step = self._batching.plan(now)
+        if self._step is not None:
+            self._auto.sent(now, self._step)
         for part in self._step.slices if self._step else ():
             sequence = self._batching.running[part.sequence_id]
             if sequence.policy.grants_by_step:
@@ -237,6 +253,7 @@ class Scheduler:
         self.utilisation.drafted(event.drafter, event.pass_seconds)
         drafted = any(proposal.token_ids for proposal in event.proposals)
         self._drafters.heard(event.now, event.drafter, event.pass_seconds, drafted=drafted)
+        self._auto.drafted(event)
         for proposal in event.proposals:
             sequence = self._find(proposal.sequence_id)
             if sequence is None:
@@ -244,6 +261,8 @@ class Scheduler:
             repeats = sequence.tree.repeats
             if not self._attach(event.drafter, sequence, proposal):
                 self.totals.dropped_proposals += 1
+            elif sequence.pilot is not None and sequence.tree.num_candidates:
+                self._auto.attached(sequence.pilot, event)
             new = len(proposal.token_ids) - (sequence.tree.repeats - repeats)
             sequence.drafted_by.add(event.drafter)
             sequence.counts.proposed += new
@@ -277,6 +296,11 @@ class Scheduler:
         assert target is not None
         check_verdicts(step, event.verdicts, self._batching.running, target.vocab_size)
         self._step = None
+        self._auto.answered(
+            event,
+            tokens_per_ms=self._costs.tokens_per_ms,
+            num_drafters=len(self._drafters.names),
+        )
         self.totals.steps += 1
         self.utilisation.stepped(event.step_seconds)
         committed_before = self.totals.counts.committed
@@ -346,6 +370,9 @@ class Scheduler:
         if reason is not None:
             self._finish(now, sequence, reason, out)
             return
+        if sequence.pilot is not None:
+            self._auto.judged(sequence.pilot, counted_verdict, now, sequence.drafter, tree)
+            sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
         sequence.ready_since = now
         sequence.draft_exhausted = False
         sequence.kept = tree.num_candidates

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import SequenceStats, Slice
-from cluster.decoding.policies import DraftView, LookaheadPolicy, policy_named
+from cluster.decoding.pilot import Pilot
+from cluster.decoding.policies import DraftView, LookaheadPolicy, PolicyName, policy_named
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.utilisation import Mark, Shares, Utilisation
 from paceline.rules import Rule
@@ -25,6 +26,10 @@ class Sequence:
     policy: LookaheadPolicy
     max_length: int
     """Most tokens that prompt and output may have."""
+    # Most candidates that a step verifies.
+    window: int
+    # Of policy `auto`: what its controller keeps, and by which it changes policy and window.
+    pilot: Pilot | None = None
     # KV. Positions below kv_length are computed; blocks_sent of the table are known to the shards.
     kv_length: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -65,16 +70,21 @@ class Sequence:
     def admitted(cls, request: Request, now: float) -> Sequence:
         """A sequence that has only its prompt."""
         policy = policy_named(request.policy)
+        fans_out = (
+            policy.fans_out and request.spec.rule in policy_named(PolicyName.FANOUT).needs.rules
+        )
         return cls(
             request=request,
             admitted_at=now,
             tree=TokenTree(
                 request.prompt_token_ids,
-                chain=request.branches == 1 and not policy.fans_out,
-                verified_width=request.branches if policy.fans_out else None,
+                chain=request.branches == 1 and not fans_out,
+                verified_width=request.branches if fans_out else None,
             ),
             policy=policy,
             max_length=len(request.prompt_token_ids) + request.max_tokens,
+            window=request.window,
+            pilot=Pilot.of(request) if request.policy is PolicyName.AUTO else None,
             ready_since=now,
         )
 
@@ -82,6 +92,11 @@ class Sequence:
     def sequence_id(self) -> int:
         """The id of the request's sequence."""
         return self.request.sequence_id
+
+    @property
+    def patience(self) -> float:
+        """Seconds that a policy which waits may wait in a step, by what is known of drafters."""
+        return math.inf if self.pilot is None else self.pilot.patience
 
     @property
     def prefilling(self) -> bool:
@@ -96,10 +111,10 @@ class Sequence:
     def draft_view(self) -> DraftView:
         """What a policy may look at."""
         return DraftView(
-            num_candidates=self.tree.num_verifiable(self.request.window),
+            num_candidates=self.tree.num_verifiable(self.window),
             in_flight=self.tree.num_pinned,
             kept=self.kept,
-            window=self.request.window,
+            window=self.window,
             is_tree=self.request.branches > 1,
             useful_candidates=self.useful_candidates,
             has_drafter=self.drafter is not None,
@@ -153,5 +168,7 @@ class Sequence:
                 target_idle=shares.target_idle,
                 drafter_idle=shares.drafter_idle,
                 efficiency=shares.efficiency,
+                choices={} if self.pilot is None else dict(self.pilot.choices),
+                estimates={} if self.pilot is None else dict(self.pilot.estimates),
             ),
         )

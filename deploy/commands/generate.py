@@ -156,7 +156,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         top_p: TopPOption = None,
         seed: SeedOption = 0,
         policy: Annotated[
-            str | None, typer.Option(help="off, lockstep, pearl, chain, fanout or spread.")
+            str | None, typer.Option(help="As chain or auto: docs/policies.md.")
         ] = None,
         verification: VerificationOption = None,
         window: Annotated[int | None, typer.Option(help="Most candidates a step verifies.")] = None,

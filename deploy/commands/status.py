@@ -85,6 +85,8 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
         soft_wrap=True,
     )
     console.print(_speculation_line(stats), markup=False, soft_wrap=True)
+    if stats.speculation.choices:
+        console.print(_auto_line(stats), markup=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for title in ("worker", "kind", "address", "pid", "state"):
         table.add_column(title, no_wrap=True)
@@ -119,6 +121,15 @@ def _speculation_line(stats: Stats) -> str:
         f"{_percent(drafting.target_idle)}, drafters idle {_percent(drafting.drafter_idle)}; "
         f"efficiency {efficiency}"
     )
+
+
+def _auto_line(stats: Stats) -> str:
+    """What policy `auto` chose, and what its controller believes."""
+    drafting = stats.speculation
+    total = sum(drafting.choices.values())
+    chosen = ", ".join(f"{name} {count / total:.0%}" for name, count in drafting.choices.items())
+    believed = ", ".join(f"{name} {value:.3g}" for name, value in drafting.estimates.items())
+    return f"auto: {chosen} of {total} verdicts; estimates: {believed or 'none'}"
 
 
 def _percent(share: float | None) -> str:

@@ -44,6 +44,8 @@ class _LookaheadPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Looka
     """
     LOOKAHEAD_POLICY_SPREAD: _LookaheadPolicy.ValueType  # 6
     """As fanout, with several drafters, which share sequences or one sequence's branches."""
+    LOOKAHEAD_POLICY_AUTO: _LookaheadPolicy.ValueType  # 8
+    """The server chooses among the others and the window, for each sequence as it goes."""
 
 class LookaheadPolicy(_LookaheadPolicy, metaclass=_LookaheadPolicyEnumTypeWrapper):
     """Lookahead policies: what a drafter does while a step runs."""
@@ -66,6 +68,8 @@ branches ahead. For the rules coupled and one-hot.
 """
 LOOKAHEAD_POLICY_SPREAD: LookaheadPolicy.ValueType  # 6
 """As fanout, with several drafters, which share sequences or one sequence's branches."""
+LOOKAHEAD_POLICY_AUTO: LookaheadPolicy.ValueType  # 8
+"""The server chooses among the others and the window, for each sequence as it goes."""
 Global___LookaheadPolicy: _TypeAlias = LookaheadPolicy  # noqa: Y015
 
 class _FinishReason:
@@ -573,6 +577,46 @@ class SpeculationStats(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ChoicesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class EstimatesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     DRAFTED_AT_FIELD_NUMBER: _builtins.int
     TRIED_AT_FIELD_NUMBER: _builtins.int
     ACCEPTED_AT_FIELD_NUMBER: _builtins.int
@@ -584,6 +628,8 @@ class SpeculationStats(_message.Message):
     TARGET_IDLE_FIELD_NUMBER: _builtins.int
     DRAFTER_IDLE_FIELD_NUMBER: _builtins.int
     EFFICIENCY_FIELD_NUMBER: _builtins.int
+    CHOICES_FIELD_NUMBER: _builtins.int
+    ESTIMATES_FIELD_NUMBER: _builtins.int
     proposed: _builtins.int
     """Tokens that drafters sent, in time or not; a token told again counts once."""
     used: _builtins.int
@@ -625,6 +671,19 @@ class SpeculationStats(_message.Message):
         those before it. Later positions, where there was none, are left out.
         """
 
+    @_builtins.property
+    def choices(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Policy `auto`: verdicts by the name of the policy that the controller had chosen,"""
+
+    @_builtins.property
+    def estimates(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """and what it believed when it last chose: acceptance, step_ms (of a step without candidates of
+        this sequence), step_ms_per_candidate, pass_ms (of the drafter), round_trip_ms, window,
+        tokens_per_ms (what it expected of its choice) and plain_tokens_per_ms (of plain decoding). Of
+        all: step_ms and step_ms_per_candidate of the last step's size, and of each drafter
+        NAME.pass_ms, NAME.round_trip_ms and NAME.acceptance, of policies with branches NAME.hit_rate.
+        """
+
     def __init__(
         self,
         *,
@@ -639,10 +698,12 @@ class SpeculationStats(_message.Message):
         target_idle: _builtins.float | None = ...,
         drafter_idle: _builtins.float | None = ...,
         efficiency: _builtins.float | None = ...,
+        choices: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        estimates: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drafter_idle", b"_drafter_idle", "_efficiency", b"_efficiency", "_target_idle", b"_target_idle", "drafter_idle", b"drafter_idle", "efficiency", b"efficiency", "target_idle", b"target_idle"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_idle", b"_drafter_idle", "_efficiency", b"_efficiency", "_target_idle", b"_target_idle", "accepted_at", b"accepted_at", "branch_hits", b"branch_hits", "diverged", b"diverged", "drafted_at", b"drafted_at", "drafter_idle", b"drafter_idle", "efficiency", b"efficiency", "proposed", b"proposed", "target_idle", b"target_idle", "tried_at", b"tried_at", "used", b"used", "wasted_steps", b"wasted_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drafter_idle", b"_drafter_idle", "_efficiency", b"_efficiency", "_target_idle", b"_target_idle", "accepted_at", b"accepted_at", "branch_hits", b"branch_hits", "choices", b"choices", "diverged", b"diverged", "drafted_at", b"drafted_at", "drafter_idle", b"drafter_idle", "efficiency", b"efficiency", "estimates", b"estimates", "proposed", b"proposed", "target_idle", b"target_idle", "tried_at", b"tried_at", "used", b"used", "wasted_steps", b"wasted_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drafter_idle: _TypeAlias = _typing.Literal["drafter_idle"]  # noqa: Y015
     _WhichOneofArgType__drafter_idle: _TypeAlias = _typing.Literal["_drafter_idle", b"_drafter_idle"]  # noqa: Y015

@@ -97,7 +97,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[target]\ndtype = 'int4'", "target.dtype: expected one of auto, float32, bfloat16, "),
         (
             "[speculation]\npolicy = 'replicas'",
-            "not in this version; available: off, lockstep, pearl, chain, fanout, spread",
+            "not in this version; available: off, lockstep, pearl, chain, fanout, spread, auto",
         ),
         ("[speculation]\npolicy = 'spread'", "at least 2 drafters, and the layout has 1"),
         ("[speculation]\npolicy = 'pearl'\nbranches = 2", "drafts chains alone"),

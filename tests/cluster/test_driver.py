@@ -14,7 +14,7 @@ from paceline.errors import UnavailableError
 from paceline.generation import CompletionBuilder
 from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system, start_target
 
-POLICIES = ("lockstep", "pearl", "chain", "fanout")
+POLICIES = ("lockstep", "pearl", "chain", "fanout", "auto")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = ("The quick brown fox", "def add(left", "Übung macht den Meister", "sea sea sea sea sea")

@@ -20,7 +20,7 @@ from tests.cluster.system import Checkpoints, System, make_checkpoints, running_
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 KINDS = ("model", "ngram", "recycling")
-POLICIES = ("lockstep", "chain", "pearl", "fanout")
+POLICIES = ("lockstep", "chain", "pearl", "fanout", "auto")
 BRANCHES = (1, 2, 4)
 PROMPTS = ("The quick brown fox jumps over", "sea wind sea wind sea")
 MAX_TOKENS = 24

@@ -19,6 +19,8 @@ DRAFTING = SpeculationStats(
     branch_hits=3,
     target_idle=0.04,
     efficiency=0.75,
+    choices={"chain": 9, "off": 1},
+    estimates={"step_ms": 18.25},
 )
 
 
@@ -39,6 +41,7 @@ def test_figures_of_drafting_are_shown(capsys: pytest.CaptureFixture[str]) -> No
         "verdicts, branches hit 75%; with work at hand target idle 4%, drafters idle none; "
         "efficiency 0.75" in shown
     )
+    assert "auto: chain 90%, off 10% of 10 verdicts; estimates: step_ms 18.2" in shown
 
 
 def test_nothing_counted_yet_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,8 +82,8 @@ def test_idle_shares_and_efficiency_are_those_from_the_first_token_to_the_last()
     ideal = ideal_tokens_per_step(2 / 3, step_seconds=0.9, draft_seconds=0.2)
     assert ideal == pytest.approx(3.0), "bound by acceptance, not by five passes a step"
     assert drafting.efficiency == pytest.approx(5 * 0.9 / 3.0 / ideal)
-    shares = scheduler.shares
-    assert shares.seconds == pytest.approx(4.0)
+    assert scheduler.utilisation.at_work_seconds == pytest.approx(4.0)
+    shares = scheduler.speculation()
     assert shares.target_idle == pytest.approx(1 - 3.6 / 4)
     assert shares.drafter_idle == pytest.approx(1 - 0.7 / 4)
     assert shares.efficiency == drafting.efficiency
@@ -97,9 +97,9 @@ def test_the_ideal_is_bound_by_the_pace_of_the_drafter() -> None:
 
 def test_time_without_work_counts_for_nobody() -> None:
     scheduler, _ = chained()
-    before = scheduler.shares
+    before = scheduler.speculation()
     scheduler.handle(Proposed(100.0, "d", ()))
-    assert scheduler.shares == before
+    assert scheduler.speculation() == before
 
 
 def test_a_tree_counts_its_depth_and_a_branch_that_was_hit() -> None:

@@ -1,0 +1,146 @@
+"""What each policy would bring one sequence: expected tokens, time and rows of a cycle.
+
+A cycle goes from a verdict that went against the drafter to the next such verdict. What happens
+in it follows from a few numbers (`Conditions`), by the same reasoning as the closed forms of
+ALGORITHMS.md section 5, step by step, so that round trips, slow drafters and short grants are in
+it. All times are milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+_NEGLIGIBLE = 0.01
+_MOST_STEPS = 48
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a forecast rests on.
+
+    `chances`: of a candidate given those before it, by position, as many as a window may have.
+    `step_ms`: of a step in which this sequence has so many candidates. `pass_ms`: of a draft pass,
+    which gives `tokens_a_pass`. `restart_ms`: from a verdict to the first candidate after it.
+    `hit_rate`: of verdicts against the first candidate, those that a branch sent ahead had
+    foreseen, with `branch_length` candidates then held.
+    """
+
+    chances: Sequence[float]
+    step_ms: Callable[[int], float]
+    pass_ms: float
+    tokens_a_pass: float
+    restart_ms: float
+    hit_rate: float = 0.0
+    branch_length: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of a long run: mean tokens, candidates and milliseconds of a step."""
+
+    tokens: float
+    candidates: float
+    ms: float
+
+    @property
+    def tokens_per_ms(self) -> float:
+        """The speed of the sequence."""
+        return self.tokens / self.ms
+
+
+def off(conditions: Conditions) -> Forecast:
+    """Plain decoding."""
+    return Forecast(1.0, 0.0, conditions.step_ms(0))
+
+
+def lockstep(conditions: Conditions, window: int) -> Forecast:
+    """Draft a window, verify it, repeat. The drafter rests, so it begins at once."""
+    reached, tokens = 1.0, 1.0
+    for chance in conditions.chances[:window]:
+        reached *= chance
+        tokens += reached
+    begin_ms = max(conditions.pass_ms, conditions.restart_ms - conditions.pass_ms / 2)
+    more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
+    draft_ms = begin_ms + more_passes * conditions.pass_ms
+    return Forecast(tokens, window, draft_ms + conditions.step_ms(window))
+
+
+def run_ahead(conditions: Conditions, window: int, *, waits: bool = False) -> Forecast:
+    """The drafter keeps drafting; the target takes up to `window` candidates of what is there.
+
+    `waits`: after a verdict that left candidates it waits for a whole window (pearl). With a hit
+    rate, so many cycles begin with a branch at hand (fanout).
+    """
+    miss = _cycle(conditions, window, held=0.0, waits=waits)
+    hit_rate = conditions.hit_rate
+    if not hit_rate:
+        return miss.mean()
+    hit = _cycle(conditions, window, held=conditions.branch_length, waits=waits)
+    return miss.mixed(hit, hit_rate).mean()
+
+
+@dataclass(slots=True)
+class _Cycle:
+    """Sums over a cycle, each step by the chance that the cycle lasts until it."""
+
+    steps: float = 0.0
+    tokens: float = 0.0
+    candidates: float = 0.0
+    ms: float = 0.0
+
+    def add(self, alive: float, tokens: float, candidates: float, ms: float) -> None:
+        self.steps += alive
+        self.tokens += alive * tokens
+        self.candidates += alive * candidates
+        self.ms += alive * ms
+
+    def mixed(self, other: _Cycle, share: float) -> _Cycle:
+        own = 1 - share
+        return _Cycle(
+            own * self.steps + share * other.steps,
+            own * self.tokens + share * other.tokens,
+            own * self.candidates + share * other.candidates,
+            own * self.ms + share * other.ms,
+        )
+
+    def mean(self) -> Forecast:
+        return Forecast(
+            self.tokens / self.steps, self.candidates / self.steps, self.ms / self.steps
+        )
+
+
+def _cycle(conditions: Conditions, window: int, *, held: float, waits: bool) -> _Cycle:
+    """From a verdict after which `held` candidates continue what was committed."""
+    chances, cycle = conditions.chances, _Cycle()
+    most_held = 2 * window + 1
+    now, taken, alive = 0.0, 0.0, 1.0
+    pace = conditions.tokens_a_pass / conditions.pass_ms
+    first_at = conditions.restart_ms
+
+    def drafted(moment: float) -> float:
+        """Candidates that arrived by then; the last pass ended half a pass before, on average."""
+        if moment < first_at:
+            return held
+        return held + conditions.tokens_a_pass / 2 + (moment - first_at) * pace
+
+    for step in range(_MOST_STEPS):
+        at_hand = min(drafted(now) - taken, most_held)
+        waited = 0.0
+        if waits and step and 0 <= at_hand < window and pace > 0:
+            waited = (window - at_hand) / pace
+            at_hand = float(window)
+        count = max(0, min(window, int(at_hand + 0.5)))
+        reached, tokens = 1.0, 1.0
+        for chance in chances[:count]:
+            reached *= chance
+            tokens += reached
+        step_ms = waited + conditions.step_ms(count)
+        cycle.add(alive, tokens, count, step_ms)
+        now += step_ms
+        taken += count + 1
+        # The token that the verdict adds must be the drafter's next one as well.
+        alive *= reached * chances[min(count, len(chances) - 1)]
+        if alive < _NEGLIGIBLE:
+            break
+    return cycle

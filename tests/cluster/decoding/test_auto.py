@@ -1,0 +1,124 @@
+"""Policy `auto` under the simulator: never far from the best fixed policy, never below plain.
+
+Times are the virtual clock's, so every ratio here is exact and the same in every run.
+Fleet.same_text compares each answer with plain decoding's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from cluster.decoding.policies import PolicyName
+from cluster.simulation.fleet import Fleet
+from cluster.simulation.layout import Layout, Load
+from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes, load_profile
+from workers.emulated.replay_text import Guess
+
+TARGET = load_profile("70b-4xh100")
+DRAFTER = load_profile("1b-h100")
+FIXED = (
+    (PolicyName.LOCKSTEP, 4),
+    (PolicyName.LOCKSTEP, 8),
+    (PolicyName.PEARL, 8),
+    (PolicyName.CHAIN, 8),
+)
+
+
+def scaled(profile: DeviceProfile, factor: float) -> DeviceProfile:
+    """The same device, so many times slower."""
+    times = profile.pass_ms
+    table = tuple(tuple(ms * factor for ms in row) for row in times.table)
+    slower = PassTimes(batch=times.batch, tokens=times.tokens, table=table)
+    return profile.model_copy(update={"pass_ms": slower})
+
+
+def compute_bound(profile: DeviceProfile) -> DeviceProfile:
+    """A device whose step takes as long a row as the first one."""
+    times = PassTimes(batch=(1, 64), tokens=(1, 64), table=((5.0, 320.0), (5.0, 320.0)))
+    return profile.model_copy(update={"pass_ms": times})
+
+
+def decode(
+    policy: PolicyName,
+    *,
+    window: int = 16,
+    acceptance: float = 0.75,
+    rtt_ms: float = 0.1,
+    batch: int = 1,
+    tokens: int = 400,
+    target: DeviceProfile = TARGET,
+    drafter: DeviceProfile = DRAFTER,
+) -> tuple[float, Fleet]:
+    """Tokens a second from the first token of all to the last of all, and what was simulated."""
+    layout = Layout(
+        target, policy, window, drafter=drafter, drafters=1, link=LinkProfile(rtt_ms=rtt_ms)
+    )
+    load = Load(batch, 16, tokens, Guess(acceptance, 0.0, seed=1), concurrency=batch)
+    fleet = Fleet(layout, load)
+    fleet.run()
+    assert fleet.same_text
+    first = min(one.first_at for one in fleet.answered)
+    last = max(one.last_at for one in fleet.answered)
+    return sum(len(one.token_ids) for one in fleet.answered) / (last - first), fleet
+
+
+def choices(fleet: Fleet) -> Counter[str]:
+    """Verdicts by chosen policy."""
+    return Counter(fleet.drivers[0].scheduler.speculation().choices)
+
+
+@pytest.mark.parametrize(("rtt_ms", "acceptance"), [(0.1, 0.75), (2.0, 0.85), (10.0, 0.75)])
+def test_within_a_twentieth_of_the_best_fixed_policy(rtt_ms: float, acceptance: float) -> None:
+    given: dict[str, Any] = {"rtt_ms": rtt_ms, "acceptance": acceptance}
+    fixed = [decode(policy, window=window, **given)[0] for policy, window in FIXED]
+    auto, _ = decode(PolicyName.AUTO, **given)
+    assert auto >= 0.95 * max(fixed)
+    assert auto >= 1.05 * min(fixed), "negative control: the choice matters"
+
+
+def test_a_whole_batch_within_a_twentieth_of_the_best_fixed_policy() -> None:
+    given: dict[str, Any] = {"batch": 8, "tokens": 100, "acceptance": 0.85}
+    fixed = [decode(policy, window=window, **given)[0] for policy, window in FIXED]
+    assert decode(PolicyName.AUTO, **given)[0] >= 0.95 * max(fixed)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"acceptance": 0.0, "tokens": 300},
+        {"drafter": scaled(DRAFTER, 10), "tokens": 300},
+        {"acceptance": 0.0, "batch": 64, "tokens": 40},
+    ],
+    ids=["never right", "slow drafter", "64 never right"],
+)
+def test_never_below_plain_decoding(given: dict[str, Any]) -> None:
+    plain, _ = decode(PolicyName.OFF, **given)
+    auto, _ = decode(PolicyName.AUTO, **given)
+    assert auto >= 0.98 * plain
+
+
+def test_speculation_shrinks_to_nothing_as_the_step_becomes_compute_bound() -> None:
+    """What it lost until it knew what steps take is all that it loses."""
+    plain, _ = decode(PolicyName.OFF, target=compute_bound(TARGET), batch=8, tokens=300)
+    auto, bound = decode(PolicyName.AUTO, target=compute_bound(TARGET), batch=8, tokens=300)
+    _, free = decode(PolicyName.AUTO, batch=8, tokens=100)
+    assert auto >= 0.9 * plain
+    assert choices(bound)["off"] > 0.9 * choices(bound).total()
+    drafted, usual = (
+        counts.drafted / counts.verdicts
+        for counts in (fleet.drivers[0].scheduler.totals.counts for fleet in (bound, free))
+    )
+    assert drafted < 0.25
+    assert usual > 1.0
+
+
+def test_an_instant_drafter_next_door_is_worth_waiting_for() -> None:
+    """Its window costs less time than the plain step that a chain makes after each rollback."""
+    given: dict[str, Any] = {"drafter": scaled(DRAFTER, 0.02), "acceptance": 0.75}
+    fixed = [decode(policy, window=window, **given)[0] for policy, window in FIXED]
+    auto, fleet = decode(PolicyName.AUTO, **given)
+    assert choices(fleet)["lockstep"] > choices(fleet).total() / 2
+    assert auto >= 0.95 * max(fixed)

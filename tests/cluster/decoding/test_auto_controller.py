@@ -1,0 +1,124 @@
+"""The controller of `auto` on scripted verdicts: what it cuts, probes, keeps and bounds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from cluster.decoding.auto import Controller
+from cluster.decoding.counts import CountedVerdict, Foresight
+from cluster.decoding.events import Proposal, Proposed, StepDone
+from cluster.decoding.instructions import RunStep, Slice
+from cluster.decoding.pilot import FIRST_PROBE, RESTING, Pilot
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.token_tree import TokenTree
+from tests.cluster.decoding.world import request
+
+PROPOSAL = Proposal(1, 3, 0, (5,))
+
+
+class Script:
+    """One sequence: steps of 20 ms, passes of 2 ms, the first candidate 4 ms after a verdict.
+
+    `row_ms`: what each candidate adds to a step.
+    """
+
+    def __init__(self, *, row_ms: float = 0.0) -> None:
+        self.row_ms = row_ms
+        self.controller = Controller()
+        self.pilot = Pilot.of(request(1, (7, 8, 9), policy=PolicyName.AUTO, window=8))
+        self.tree = TokenTree((7, 8, 9))
+        self.now = 0.0
+        self.step = 0
+
+    def verdict(self, *, window: int, accepted: int) -> None:
+        """A step with so many candidates of which so many are accepted; then nothing is held."""
+        self.step += 1
+        part = Slice(1, 2, (9,) * (1 + window), window, True, ())
+        self.controller.sent(self.now, RunStep(self.step, (), (), (part,)))
+        self.controller.drafted(Proposed(self.now + 0.004, "d", (PROPOSAL,), 0.002))
+        self.controller.attached(self.pilot, Proposed(self.now + 0.004, "d", (PROPOSAL,), 0.002))
+        seconds = (20 + self.row_ms * window) / 1000
+        self.now += seconds
+        done = StepDone(self.now, self.step, (), step_seconds=seconds)
+        self.controller.answered(done, tokens_per_ms=0.05, num_drafters=1)
+        counted = CountedVerdict(
+            window, window, min(window, accepted + 1), accepted, accepted + 1, Foresight.NOTHING
+        )
+        self.controller.judged(self.pilot, counted, self.now, "d", self.tree)
+
+    def go(self, count: int, *, right: bool) -> None:
+        """So many verdicts on as many candidates as it wants, all of them right or none."""
+        for _ in range(count):
+            window = 0 if self.pilot.policy is RESTING else min(4, self.pilot.window)
+            self.verdict(window=window, accepted=window if right else 0)
+
+
+def test_drafts_that_fail_are_cut_and_probed_at_growing_intervals() -> None:
+    script = Script()
+    script.go(100, right=False)
+    pilot = script.pilot
+    assert pilot.choices["off"] > 50
+    assert pilot.probe_after > FIRST_PROBE
+    probes = []
+    for number in range(600):
+        was_resting = pilot.policy is RESTING
+        script.go(1, right=False)
+        if was_resting and pilot.policy is not RESTING:
+            probes.append(number)
+    gaps = [later - earlier for earlier, later in pairwise(probes)]
+    assert len(gaps) >= 2
+    assert all(later > 1.5 * earlier for earlier, later in pairwise(gaps))
+    assert pilot.estimates["acceptance"] < 0.1
+
+
+def test_a_request_whose_drafts_come_right_again_drafts_again() -> None:
+    script = Script()
+    script.go(100, right=False)
+    cut = script.pilot.choices["off"]
+    script.go(150, right=True)
+    script.pilot.choices.clear()
+    script.go(50, right=True)
+    assert cut > 0
+    assert "off" not in script.pilot.choices
+    assert script.pilot.window == 8
+
+
+def test_candidates_that_cost_as_much_as_they_bring_are_cut() -> None:
+    """Each candidate adds as long as a whole step, so none is worth it, right as it may be."""
+    script = Script(row_ms=25.0)
+    for window in (0, 1, 2, 0, 1, 2):
+        script.verdict(window=window, accepted=window)
+    script.go(80, right=True)
+    script.pilot.choices.clear()
+    script.go(40, right=True)
+    assert script.pilot.choices["off"] > 20
+
+
+def test_it_does_not_flap_between_equals() -> None:
+    script = Script()
+    changes, before = 0, script.pilot.choice
+    for number in range(400):
+        # Three of four right: as lucky as it gets in any eight verdicts.
+        script.go(1, right=number % 4 != 0)
+        changes += script.pilot.choice is not before
+        before = script.pilot.choice
+    assert changes <= 6
+
+
+def test_it_waits_for_no_drafter_longer_than_drafting_takes() -> None:
+    script = Script()
+    script.go(40, right=True)
+    assert script.pilot.patience < 0.1
+
+
+def test_what_it_believes_is_told() -> None:
+    script = Script(row_ms=0.5)
+    script.verdict(window=0, accepted=0)
+    script.go(40, right=True)
+    estimates = script.pilot.estimates
+    assert abs(estimates["step_ms"] - 20) < 0.5
+    assert abs(estimates["pass_ms"] - 2) < 0.01
+    assert abs(estimates["round_trip_ms"] - 1) < 0.1
+    assert estimates["acceptance"] > 0.9
+    assert estimates["tokens_per_ms"] > estimates["plain_tokens_per_ms"]
+    assert script.controller.estimates()["d.pass_ms"] == estimates["pass_ms"]

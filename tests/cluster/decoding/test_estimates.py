@@ -1,0 +1,85 @@
+"""Running estimates: what they say of what was seen, and of what was not."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from cluster.decoding.estimates import Acceptance, DraftTimes, Mean, StepTimes
+
+
+def test_a_mean_counts_its_first_values_in_full_and_forgets_old_ones() -> None:
+    mean = Mean()
+    assert not mean.known
+    mean.add(10)
+    mean.add(20)
+    assert mean.value == pytest.approx(15, rel=0.03)
+    for _ in range(200):
+        mean.add(7)
+    assert mean.value == pytest.approx(7, abs=0.01)
+
+
+def test_step_times_are_linear_between_what_was_seen() -> None:
+    steps = StepTimes()
+    steps.add(1, 18.0)
+    assert steps.ms(40) == 18.0, "nothing else is known"
+    steps.add(64, 18.0)
+    steps.add(256, 21.0)
+    assert steps.ms(1) == steps.ms(64) == 18.0
+    assert steps.ms(160) == pytest.approx(19.5)
+    assert steps.ms(512) == pytest.approx(21 + 256 * 3 / 255), "as steep as from the first to here"
+    assert steps.ms(0) == pytest.approx(18 - 3 / 255)
+    assert steps.ms_per_row(64) == pytest.approx(3 / 192)
+
+
+def test_noise_never_makes_a_larger_step_look_faster() -> None:
+    steps = StepTimes()
+    luck = random.Random(3)
+    for _ in range(300):
+        rows = luck.randrange(1, 40)
+        steps.add(rows, 20 + 0.1 * rows + luck.uniform(-3, 3))
+    times = [steps.ms(rows) for rows in range(1, 60)]
+    assert times == sorted(times)
+    assert steps.ms(20) == pytest.approx(22, abs=1.0)
+
+
+def test_acceptance_leans_on_its_prior_until_there_is_evidence() -> None:
+    drafter = Acceptance(0.7)
+    sequence = Acceptance(drafter)
+    assert sequence.chances(3) == pytest.approx((0.7,) * 3)
+    for _ in range(60):
+        drafter.add(tried=3, accepted=2)  # 1, 1, 0
+    assert drafter.chance(1) > 0.95
+    assert drafter.chance(3) < 0.1
+    assert sequence.chance(1) == pytest.approx(drafter.mean), "of the sequence nothing is known yet"
+    for _ in range(60):
+        sequence.add(tried=1, accepted=0)
+    assert sequence.chance(1) < 0.1
+    assert sequence.candidates == 60
+
+
+def test_acceptance_follows_a_change() -> None:
+    acceptance = Acceptance(0.7)
+    for _ in range(200):
+        acceptance.add(tried=1, accepted=1)
+    for _ in range(100):
+        acceptance.add(tried=1, accepted=0)
+    assert acceptance.chance(1) < 0.15
+
+
+def test_draft_times_by_batch() -> None:
+    times = DraftTimes()
+    times.add_pass(batch=1, tokens=1, ms=2.5)
+    times.restart.add(4.75)
+    assert times.round_trip_ms == pytest.approx(1.0)
+    for _ in range(50):
+        times.add_pass(batch=64, tokens=64, ms=3.6)
+    assert times.pass_ms() == pytest.approx(3.6)
+    assert times.tokens_a_pass.value == pytest.approx(1.0)
+    times.add_pass(batch=1, tokens=1, ms=2.5)
+    assert times.pass_ms() == pytest.approx(2.5), "of one sequence again"
+    assert times.pass_ms(branches=True) == pytest.approx(2.5), "nothing better is known"
+    times.add_pass(batch=1, tokens=1, ms=4.0, branches=True)
+    assert times.pass_ms(branches=True) == pytest.approx(4.0)
+    assert times.pass_ms() == pytest.approx(2.5)

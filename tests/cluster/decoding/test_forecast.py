@@ -1,0 +1,77 @@
+"""Forecasts against closed forms (ALGORITHMS.md section 5) and in the limits that are plain."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cluster.decoding.forecast import Conditions, lockstep, off, run_ahead
+
+STEP, PASS = 18.7, 2.6
+
+
+def conditions(acceptance: float, *, rtt: float = 0.5, passes: float = PASS) -> Conditions:
+    return Conditions(
+        chances=(acceptance,) * 24,
+        step_ms=lambda candidates: STEP,
+        pass_ms=passes,
+        tokens_a_pass=1.0,
+        restart_ms=1.5 * passes + rtt,
+    )
+
+
+def speedup(tokens_per_ms: float) -> float:
+    return tokens_per_ms * STEP
+
+
+@pytest.mark.parametrize("window", [1, 4, 8])
+def test_lockstep_is_the_closed_form(window: int) -> None:
+    forecast = lockstep(conditions(0.75, rtt=2.0), window)
+    tokens = (1 - 0.75 ** (window + 1)) / 0.25
+    assert forecast.tokens == pytest.approx(tokens)
+    # The first draft comes after the round trip and its pass.
+    assert forecast.ms == pytest.approx(STEP + window * PASS + 2.0)
+
+
+@pytest.mark.parametrize(
+    ("rtt", "acceptance", "measured"),
+    [
+        *((0.5, 0.75, 2.13), (0.5, 0.85, 2.94), (2.5, 0.75, 2.10)),
+        *((2.5, 0.85, 2.89), (10.5, 0.75, 1.87), (10.5, 0.85, 2.51)),
+    ],
+)
+def test_chain_is_near_what_a_prototype_measured(
+    rtt: float, acceptance: float, measured: float
+) -> None:
+    """DESIGN.md section 5, its table, over real gRPC."""
+    forecast = run_ahead(conditions(acceptance, rtt=rtt), 16)
+    assert speedup(forecast.tokens_per_ms) == pytest.approx(measured, rel=0.05)
+
+
+def test_without_acceptance_nothing_is_faster_than_plain_decoding() -> None:
+    given = conditions(0.0)
+    assert off(given).tokens_per_ms == pytest.approx(1 / STEP)
+    assert run_ahead(given, 8).tokens_per_ms == pytest.approx(1 / STEP)
+    assert lockstep(given, 4).tokens_per_ms < 0.7 / STEP
+
+
+def test_a_drafter_slower_than_the_target_brings_a_chain_next_to_nothing() -> None:
+    forecast = run_ahead(conditions(0.75, passes=10 * PASS), 8)
+    assert 1 <= speedup(forecast.tokens_per_ms) < 1.03
+
+
+def test_an_instant_drafter_with_every_token_right_fills_every_window() -> None:
+    given = dataclasses.replace(conditions(1.0, rtt=0.0, passes=0.01), restart_ms=0.0)
+    assert run_ahead(given, 8).tokens == pytest.approx(9, rel=0.02)
+
+
+def test_branches_that_are_hit_raise_the_forecast() -> None:
+    given = conditions(0.75)
+    hit = dataclasses.replace(given, hit_rate=0.85, branch_length=3.0)
+    assert run_ahead(hit, 8).tokens_per_ms > 1.2 * run_ahead(given, 8).tokens_per_ms
+
+
+def test_longer_steps_for_more_candidates_are_in_the_forecast() -> None:
+    given = dataclasses.replace(conditions(0.75), step_ms=lambda candidates: STEP + candidates)
+    assert run_ahead(given, 8).ms > run_ahead(conditions(0.75), 8).ms
