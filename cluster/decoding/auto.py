@@ -51,6 +51,9 @@ FIRST_VERDICTS, VERDICTS_BETWEEN = 3, 8
 CHOICES_A_STEP = 4
 """So many sequences are chosen for at most when a step is answered: a choice takes time."""
 
+POOR = 0.05
+"""Less acceptance than this is not worth a forecast."""
+
 HOPE = 0.9
 """A probe must be worth it if so many candidates turn out right; under a load that makes each too
 dear there is nothing to find out."""
@@ -61,7 +64,6 @@ PROBE_CANDIDATES, PROBE_VERDICTS, PROBE_WINDOW = 6, 16, 2
 FIRST_HIT_RATE = 0.5
 """Of branches of which nothing is known: worth a try."""
 _DOUBT = 4.0
-_WINDOWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Controller:
@@ -113,7 +115,10 @@ class Controller:
             pilot.window = min(pilot.limit, max(window, pilot.branches))
 
     def sent(self, now: float, step: RunStep) -> None:
-        """A step goes out."""
+        """A step goes out; one that only closes sequences tells nothing."""
+        if not step.slices:
+            self._sent_at = None
+            return
         self._sent_at = now
         self._has_prefill = any(len(part.token_ids) != 1 + part.window for part in step.slices)
         self._rows = sum(len(part.token_ids) for part in step.slices)
@@ -181,7 +186,9 @@ class Controller:
         self._correct(pilot, verdict, now)
         if policy_named(pilot.choice).fans_out:
             self._count_hits(pilot, verdict, tree)
-        if self._is_time(pilot) and self._choices_left > 0:
+        if self._is_hopeless(pilot):
+            self._rest(pilot)
+        elif self._is_time(pilot) and self._choices_left > 0:
             self._choices_left -= 1
             self._choose(pilot, drafter)
 
@@ -221,6 +228,25 @@ class Controller:
                 held = tree.num_verifiable(pilot.window)
                 self._branch_lengths.setdefault(pilot.choice, Mean()).add(held)
 
+    def _is_hopeless(self, pilot: Pilot) -> bool:
+        """Plainly not worth drafting for; seen at each verdict, so it must cost nothing."""
+        if pilot.policy is RESTING or pilot.acceptance.candidates < PROBE_CANDIDATES:
+            return False
+        if pilot.probing and pilot.acceptance.candidates - pilot.probed_from < PROBE_CANDIDATES:
+            return False
+        hits = self._hits.get(pilot.choice)
+        has_hits = hits is not None and hits.value > POOR
+        return not has_hits and pilot.acceptance.mean < POOR
+
+    def _rest(self, pilot: Pilot) -> None:
+        """Decode plainly until the next probe."""
+        pilot.verdicts = 0
+        failed_again = pilot.probing
+        pilot.probe_after = min(2 * pilot.probe_after, LAST_PROBE) if failed_again else FIRST_PROBE
+        pilot.probing = False
+        pilot.choice, pilot.policy = PolicyName.OFF, RESTING
+        pilot.promised = 1.0
+
     def _is_time(self, pilot: Pilot) -> bool:
         if pilot.probing:
             tried = pilot.acceptance.candidates - pilot.probed_from
@@ -244,19 +270,15 @@ class Controller:
                 self._probe(pilot)
             return
         if failed:
-            best, window, forecast, worth = PolicyName.OFF, pilot.window, off(conditions), plain
-        if pilot.probing:
-            pilot.probing = False
-            pilot.probe_after = min(2 * pilot.probe_after, LAST_PROBE) if failed else FIRST_PROBE
-        elif failed:
-            pilot.probe_after = FIRST_PROBE
-        pilot.choice, pilot.window = best, window
-        pilot.policy = RESTING if best is PolicyName.OFF else policy_named(best)
+            self._rest(pilot)
+            pilot.estimates = self._estimates(pilot, conditions, times, plain, plain)
+            return
+        pilot.probing = False
+        pilot.choice, pilot.policy, pilot.window = best, policy_named(best), window
         step_ms = conditions.step_ms(round(forecast.candidates))
         pilot.promised = forecast.tokens_per_ms * step_ms
         pilot.patience = PATIENCE * _drafting_ms(conditions, window // pilot.branches) / 1000
-        if not failed:
-            self._latest = best, window
+        self._latest = best, window
         pilot.estimates = self._estimates(pilot, conditions, times, worth, plain)
 
     def _probe(self, pilot: Pilot) -> None:
@@ -311,11 +333,12 @@ class Controller:
     ) -> tuple[int, Forecast]:
         """The largest window that is as good as any to within a two-hundredth.
 
-        At most twice the one before: what larger steps take must be seen first.
+        Of the one before, half of it and twice: what larger steps take must be seen first.
         """
-        deepest = min(len(conditions.chances), max(1, 2 * pilot.window // pilot.branches))
+        before = max(1, pilot.window // pilot.branches)
+        deepest = min(len(conditions.chances), 2 * before)
         found = []
-        for depth in (*(depth for depth in _WINDOWS if depth < deepest), deepest):
+        for depth in sorted({1, max(1, before // 2), before, deepest}):
             forecast = ahead(conditions, depth)
             found.append((self._worth(forecast, conditions), depth, forecast))
         best = max(worth for worth, _, _ in found)

@@ -24,6 +24,7 @@ FIXED = (
     (PolicyName.LOCKSTEP, 8),
     (PolicyName.PEARL, 8),
     (PolicyName.CHAIN, 8),
+    (PolicyName.FANOUT, 8),
 )
 
 
@@ -46,6 +47,8 @@ def decode(
     *,
     window: int = 16,
     acceptance: float = 0.75,
+    hit_rate: float = 0.0,
+    drafters: int = 1,
     rtt_ms: float = 0.1,
     batch: int = 1,
     tokens: int = 400,
@@ -54,9 +57,9 @@ def decode(
 ) -> tuple[float, Fleet]:
     """Tokens a second from the first token of all to the last of all, and what was simulated."""
     layout = Layout(
-        target, policy, window, drafter=drafter, drafters=1, link=LinkProfile(rtt_ms=rtt_ms)
+        target, policy, window, drafter=drafter, drafters=drafters, link=LinkProfile(rtt_ms=rtt_ms)
     )
-    load = Load(batch, 16, tokens, Guess(acceptance, 0.0, seed=1), concurrency=batch)
+    load = Load(batch, 16, tokens, Guess(acceptance, hit_rate, seed=1), concurrency=batch)
     fleet = Fleet(layout, load)
     fleet.run()
     assert fleet.same_text
@@ -70,13 +73,26 @@ def choices(fleet: Fleet) -> Counter[str]:
     return Counter(fleet.drivers[0].scheduler.speculation().choices)
 
 
-@pytest.mark.parametrize(("rtt_ms", "acceptance"), [(0.1, 0.75), (2.0, 0.85), (10.0, 0.75)])
-def test_within_a_twentieth_of_the_best_fixed_policy(rtt_ms: float, acceptance: float) -> None:
-    given: dict[str, Any] = {"rtt_ms": rtt_ms, "acceptance": acceptance}
+@pytest.mark.parametrize(
+    ("rtt_ms", "acceptance", "hit_rate"),
+    [(0.1, 0.75, 0.0), (0.1, 0.85, 0.85), (2.0, 0.85, 0.5), (10.0, 0.75, 0.0)],
+)
+def test_within_a_twentieth_of_the_best_fixed_policy(
+    rtt_ms: float, acceptance: float, hit_rate: float
+) -> None:
+    given: dict[str, Any] = {"rtt_ms": rtt_ms, "acceptance": acceptance, "hit_rate": hit_rate}
     fixed = [decode(policy, window=window, **given)[0] for policy, window in FIXED]
     auto, _ = decode(PolicyName.AUTO, **given)
     assert auto >= 0.95 * max(fixed)
     assert auto >= 1.05 * min(fixed), "negative control: the choice matters"
+
+
+def test_several_drafters_are_used_together() -> None:
+    given: dict[str, Any] = {"hit_rate": 0.5, "drafters": 3, "tokens": 300}
+    spread, _ = decode(PolicyName.SPREAD, window=8, **given)
+    auto, fleet = decode(PolicyName.AUTO, **given)
+    assert choices(fleet)["spread"] > choices(fleet).total() / 2
+    assert auto >= 0.95 * spread
 
 
 def test_a_whole_batch_within_a_twentieth_of_the_best_fixed_policy() -> None:

@@ -42,7 +42,12 @@ class Script:
         done = StepDone(self.now, self.step, (), step_seconds=seconds)
         self.controller.answered(done, tokens_per_ms=0.05, num_drafters=1)
         counted = CountedVerdict(
-            window, window, min(window, accepted + 1), accepted, accepted + 1, Foresight.NOTHING
+            window,
+            window,
+            min(window, accepted + 1),
+            accepted,
+            accepted + 1,
+            Foresight.NOTHING if accepted == window else Foresight.OTHERS,
         )
         self.controller.judged(self.pilot, counted, self.now, "d", self.tree)
 
