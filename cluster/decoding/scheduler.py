@@ -112,7 +112,7 @@ class Scheduler:
             drafter_idle=shares.drafter_idle,
             efficiency=shares.efficiency,
             choices=dict(self._auto.choices),
-            estimates=self._auto.estimates(),
+            estimates=self._auto.beliefs.estimates(),
         )
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
@@ -186,7 +186,7 @@ class Scheduler:
             self._assign(out)
         self._step = self._batching.plan(now)
         if self._step is not None:
-            self._auto.sent(now, self._step)
+            self._auto.beliefs.sent(now, self._step)
         for part in self._step.slices if self._step else ():
             sequence = self._batching.running[part.sequence_id]
             if sequence.policy.grants_by_step:
@@ -253,7 +253,7 @@ class Scheduler:
         self.utilisation.drafted(event.drafter, event.pass_seconds)
         drafted = any(proposal.token_ids for proposal in event.proposals)
         self._drafters.heard(event.now, event.drafter, event.pass_seconds, drafted=drafted)
-        self._auto.drafted(event)
+        self._auto.beliefs.drafted(event)
         for proposal in event.proposals:
             sequence = self._find(proposal.sequence_id)
             if sequence is None:
@@ -262,7 +262,7 @@ class Scheduler:
             if not self._attach(event.drafter, sequence, proposal):
                 self.totals.dropped_proposals += 1
             elif sequence.pilot is not None and sequence.tree.num_candidates:
-                self._auto.attached(sequence.pilot, event)
+                self._auto.beliefs.attached(sequence.pilot, event)
             new = len(proposal.token_ids) - (sequence.tree.repeats - repeats)
             sequence.drafted_by.add(event.drafter)
             sequence.counts.proposed += new
