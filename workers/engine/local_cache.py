@@ -30,11 +30,6 @@ class LocalSequence:
         """Tokens, each of which has a slot."""
         return len(self.token_ids)
 
-    @property
-    def num_pending(self) -> int:
-        """Tokens that have no KV yet."""
-        return len(self.token_ids) - self.num_stored
-
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens, whose KV is still missing. Raises OverloadedError, changing nothing."""
         wanted = blocks_for(len(self.token_ids) + len(token_ids), self._block_size)
@@ -78,11 +73,6 @@ class LocalCache:
         self._pool = BlockPool(num_blocks)
         self._block_size = block_size
         self._sequences: dict[object, LocalSequence] = {}
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that no sequence holds."""
-        return self._pool.num_free
 
     def open(self, name: object) -> LocalSequence:
         """Begin an empty sequence under a name that is not in use."""
