@@ -157,7 +157,7 @@ class TargetLink:
             descriptions = await _describe(stubs)
             self._check(descriptions)
             if len(stubs) > 1:
-                descriptions = await _meet(stubs)
+                descriptions = await _meet(stubs, descriptions[0].rendezvous)
             description = _agree(descriptions)
             calls = [open_stream(stub.Step) for stub in stubs]
             self._outboxes = [Outbox(call.write) for call in calls]
@@ -246,10 +246,10 @@ async def _describe(
 
 
 async def _meet(
-    stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub],
+    stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub], rendezvous: str
 ) -> list[target_pb2.DescribeTargetResponse]:
     """Bring the shards of a group together. Raises CheckpointError when they do not fit."""
-    request = target_pb2.MeetRequest(session=uuid.uuid4().hex)
+    request = target_pb2.MeetRequest(session=uuid.uuid4().hex, rendezvous=rendezvous)
 
     async def meet(
         stub: target_pb2_grpc.TargetServiceAsyncStub,

@@ -69,13 +69,3 @@ def parse_choice(flag: str, text: str, choices: Sequence[ChoiceT]) -> ChoiceT:
             return choice
     known = ", ".join(map(str, choices))
     raise typer.BadParameter(f"--{flag}: expected one of {known}, got {text}")
-
-
-def parse_address(text: str | None) -> tuple[str, int] | None:
-    """ "127.0.0.1:9000" as ("127.0.0.1", 9000)."""
-    if text is None:
-        return None
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal():
-        raise typer.BadParameter(f"expected host:port, got {text}")
-    return host, int(port)

@@ -23,13 +23,12 @@ from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
 from workers.engine.engine import Engine
 from workers.engine.open import DEVICES, Device
-from workers.engine.tensor_parallel.group import Address, Deadlines, Group
+from workers.engine.tensor_parallel.group import Deadlines, Group
 from workers.engine.tensor_parallel.sharding import Place
 from workers.engine.weight_form import Dtype, WeightForm
 from workers.loading import in_own_thread, load_engine
 from workers.server import RunningServer, start_server, status_code
 from workers.standalone import (
-    parse_address,
     parse_choice,
     parse_cores,
     parse_weights,
@@ -54,7 +53,7 @@ class TargetShardOptions:
     `weights`: on a CPU, where `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by the
     device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: wherever the system
     puts its threads. `device`: "cpu", "cuda" or "auto"; `batch_invariant`: on a GPU.
-    `place` and `rendezvous` (host, port): of a tensor-parallel shard; rank 0 listens there.
+    `place` and `deadlines`: of a tensor-parallel shard.
     """
 
     folder: Path
@@ -67,7 +66,6 @@ class TargetShardOptions:
     dtype: Dtype = "auto"
     batch_invariant: bool = True
     place: Place = field(default_factory=Place)
-    rendezvous: Address | None = None
     deadlines: Deadlines = field(default_factory=Deadlines)
 
 
@@ -101,7 +99,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         if isinstance(engine, Engine) and engine.group is not None:
             await self._take(context, else_status=grpc.StatusCode.UNAVAILABLE)
             try:
-                await in_own_thread(lambda: _meet(engine, request.session), threads=self._threads)
+                await in_own_thread(lambda: _meet(engine, request), threads=self._threads)
             except PacelineError as error:
                 await context.abort(status_code(error), str(error))
             finally:
@@ -146,9 +144,9 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
 
 
 def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
-    place = Place()
+    place, rendezvous = Place(), None
     if isinstance(engine, Engine) and engine.group is not None:
-        place = engine.group.place
+        place, rendezvous = engine.group.place, engine.group.rendezvous
     return target_pb2.DescribeTargetResponse(
         model=engine.info.name,
         vocab_size=engine.info.vocab_size,
@@ -161,13 +159,14 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
         end_token_ids=engine.info.end_token_ids,
         pid=os.getpid(),
         batch_invariant=bool(engine.batch_invariant),
+        rendezvous=rendezvous or "",
     )
 
 
-def _meet(engine: Engine, session: str) -> None:
+def _meet(engine: Engine, request: target_pb2.MeetRequest) -> None:
     """Raises WorkerLostError; CheckpointError where the ranks loaded different things."""
     assert engine.group is not None
-    engine.group.meet(session)
+    engine.group.meet(request.session, request.rendezvous)
     try:
         engine.agree()
     except PacelineError:
@@ -219,9 +218,7 @@ def _group_of(options: TargetShardOptions, host: str) -> Group | None:
         raise ConfigError(f"rank: expected 0 to {place.degree - 1}, got {place.rank}")
     if place.degree == 1:
         return None
-    if options.rendezvous is None:
-        raise ConfigError(f"rendezvous: expected host:port for {place.degree} shards, got none")
-    return Group(place, rendezvous=options.rendezvous, host=host, deadlines=options.deadlines)
+    return Group(place, host=host, deadlines=options.deadlines)
 
 
 class _LoggedProgress:
@@ -256,15 +253,13 @@ def main(
     device: str = "cpu",
     rank: int = 0,
     degree: int = 1,
-    rendezvous: str | None = None,
     collective_seconds: float = 30.0,
 ) -> None:
     """Serve a target shard from this process, without Ray: for tests and for looking into faults.
 
     FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once it serves. DEVICE
-    is cpu, cuda or auto. Several shards of one target: DEGREE of them, RANK from 0 on, all with the
-    same RENDEZVOUS host:port, at which rank 0 listens; COLLECTIVE_SECONDS is how long one waits for
-    the others in a step.
+    is cpu, cuda or auto. Several shards of one target: DEGREE of them, RANK from 0 on;
+    COLLECTIVE_SECONDS is how long one waits for the others in a step.
     """
     options = TargetShardOptions(
         folder=folder,
@@ -275,7 +270,6 @@ def main(
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
         place=Place(rank, degree),
-        rendezvous=parse_address(rendezvous),
         deadlines=Deadlines(collective=collective_seconds),
     )
     run_standalone(lambda: serve_target_shard(options, host=host, port=port))

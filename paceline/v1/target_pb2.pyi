@@ -49,6 +49,7 @@ class DescribeTargetResponse(_message.Message):
     END_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The checkpoint's folder name."""
     vocab_size: _builtins.int
@@ -71,6 +72,10 @@ class DescribeTargetResponse(_message.Message):
     """A row's logits are bit-equal whatever the batch, window and prefill split (start-up self-test).
     A group finds out when its shards first meet; false before.
     """
+    rendezvous: _builtins.str
+    """"host:port" at which the shards of its group meet; of rank 0 alone, empty for others and for a
+    shard that is a group of its own.
+    """
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The checkpoint's end tokens."""
@@ -89,10 +94,11 @@ class DescribeTargetResponse(_message.Message):
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         pid: _builtins.int = ...,
         batch_invariant: _builtins.bool = ...,
+        rendezvous: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -103,16 +109,20 @@ class MeetRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """1 to 64 characters, never used before: the name of the driver's session."""
+    rendezvous: _builtins.str
+    """"host:port": the rendezvous that rank 0's description tells."""
     def __init__(
         self,
         *,
         session: _builtins.str = ...,
+        rendezvous: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rendezvous", b"rendezvous", "session", b"session"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

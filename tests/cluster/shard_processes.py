@@ -18,7 +18,6 @@ class ShardProcesses:
         """A rank for each folder; usually all the same."""
         self._folders = folders
         self._collective_seconds = collective_seconds
-        self._rendezvous = f"127.0.0.1:{free_port()}"
         self.ports = [free_port() for _ in folders]
         self.processes = [self._start(rank) for rank in range(len(folders))]
 
@@ -56,7 +55,6 @@ class ShardProcesses:
             *(sys.executable, "-m", "workers.target_shard", str(self._folders[rank])),
             *("--port", str(self.ports[rank]), "--kv-memory-mib", "4"),
             *("--rank", str(rank), "--degree", str(len(self._folders))),
-            *("--rendezvous", self._rendezvous),
             *("--collective-seconds", str(self._collective_seconds)),
         ]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

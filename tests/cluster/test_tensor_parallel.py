@@ -101,7 +101,10 @@ async def test_a_killed_rank_costs_a_pause(folder: Path, shards: ShardProcesses,
 async def test_shards_that_get_different_steps_end_their_streams(shards: ShardProcesses) -> None:
     async with open_channel(shards.addresses[0]) as first, open_channel(shards.addresses[1]) as two:
         stubs = [target_pb2_grpc.TargetServiceStub(channel) for channel in (first, two)]
-        meeting = target_pb2.MeetRequest(session="out of step")
+        description = await stubs[0].DescribeTarget(
+            target_pb2.DescribeTargetRequest(), timeout=DEADLINE
+        )
+        meeting = target_pb2.MeetRequest(session="out of step", rendezvous=description.rendezvous)
         await asyncio.gather(*[stub.Meet(meeting, timeout=DEADLINE) for stub in stubs])
         calls = [open_stream(stub.Step) for stub in stubs]
         await calls[0].write(target_pb2.StepRequest(step=1))

@@ -51,8 +51,8 @@ class Engine:
         """Load and test. Raises CheckpointError; ConfigError when the KV memory is too small.
 
         `max_model_len` may lower the checkpoint's own. `threads` CPU threads compute a step. With a
-        `group` this is one rank of a tensor-parallel engine: all ranks load, then `agree`, then
-        step with the same slices. Where the group has met already, loading ends with `agree`.
+        `group` this is one rank of a tensor-parallel engine: all ranks load, meet, `agree`, then
+        step with the same slices.
         """
         torch.set_num_threads(threads)
         self.group = group
@@ -66,8 +66,6 @@ class Engine:
         self.batch_invariant: bool | None = None
         if group is None:
             self.batch_invariant = rows_are_invariant(self)
-        elif group.has_met:
-            self.agree()
 
     def agree(self) -> None:
         """Compare with the other ranks after a meeting, and test the group if one is new in it.

@@ -12,6 +12,7 @@ gloo for CPU tensors, NCCL for CUDA ones.
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,10 +24,8 @@ import torch.distributed
 from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, PrefixStore, Store, TCPStore
 
-from paceline.errors import InternalError, WorkerLostError
+from paceline.errors import InternalError, ProtocolError, WorkerLostError
 from workers.engine.tensor_parallel.sharding import Place
-
-Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +43,40 @@ class Group:
         self,
         place: Place,
         *,
-        rendezvous: Address,
-        host: str | None = None,
+        host: str,
         device: str = "cpu",
         deadlines: Deadlines | None = None,
     ) -> None:
-        """Rank 0 listens at `rendezvous` (host, port) from now on; the others go there to meet.
+        """`host`: the address of this machine at which the other ranks reach it.
 
-        `host`: where this rank is reached by the others; None: as the rendezvous is. Raises
-        WorkerLostError when rank 0 cannot listen.
+        Rank 0 listens there from now on. Raises WorkerLostError when it cannot.
         """
         self.place = place
-        self._rendezvous = rendezvous
-        self._host = host or rendezvous[0]
         self.device = device
+        self.rendezvous: str | None = None
+        """ "host:port" at which the ranks meet; known to rank 0 alone."""
+        self._host = host
         self._deadlines = deadlines or Deadlines()
         self._store: TCPStore | None = None
         self._members: Any = None
         self.is_alone = False
         if place.rank == 0:
-            self._store = self._open_store()
+            self._store = self._listen()
 
     @property
     def has_met(self) -> bool:
         """Whether the ranks can do anything together."""
         return self._members is not None
 
-    def meet(self, name: str) -> None:
+    def meet(self, name: str, rendezvous: str) -> None:
         """Wait for the other ranks, which must meet under the same name, used by no meeting before.
 
-        Raises WorkerLostError when they do not all come in time.
+        `rendezvous`: rank 0's. Raises WorkerLostError when they do not all come in time,
+        ProtocolError for what is no address.
         """
         self.leave()
         try:
-            store = PrefixStore(name, self._store or self._open_store())
+            store = PrefixStore(name, self._store or self._reach(rendezvous))
             store.set(str(self.place.rank), "here")
             others = [str(rank) for rank in range(self.place.degree)]
             store.wait(others, timedelta(seconds=self._deadlines.meeting))
@@ -89,8 +88,7 @@ class Group:
             self.leave()
             raise WorkerLostError(
                 f"rank {self.place.rank} did not meet the other shards, {self.place.degree} in "
-                f"all, at {self._rendezvous[0]}:{self._rendezvous[1]} within "
-                f"{self._deadlines.meeting:g} s: {_first_line(error)}"
+                f"all, at {rendezvous} within {self._deadlines.meeting:g} s: {_first_line(error)}"
             ) from error
 
     def leave(self) -> None:
@@ -172,21 +170,38 @@ class Group:
                 f"it longer than {self._deadlines.collective:g} s: {_first_line(error)}"
             ) from error
 
-    def _open_store(self) -> TCPStore:
-        host, port = self._rendezvous
+    def _listen(self) -> TCPStore:
+        """Listen at `host` alone: torch's own socket would listen on all interfaces."""
         try:
-            return TCPStore(
-                host,
-                port,
-                is_master=self.place.rank == 0,
-                timeout=timedelta(seconds=self._deadlines.meeting),
-                wait_for_workers=False,
-            )
-        except RuntimeError as error:
-            doing = "listen" if self.place.rank == 0 else "reach rank 0"
+            with socket.create_server((self._host, 0)) as listener:
+                self.rendezvous = f"{self._host}:{listener.getsockname()[1]}"
+                return self._open_store(self.rendezvous, master_listen_fd=listener.detach())
+        except (OSError, RuntimeError) as error:
             raise WorkerLostError(
-                f"rank {self.place.rank} cannot {doing} at {host}:{port}: {_first_line(error)}"
+                f"rank 0 cannot listen at {self._host}: {_first_line(error)}; its other shards "
+                "would meet it there"
             ) from error
+
+    def _reach(self, rendezvous: str) -> TCPStore:
+        try:
+            return self._open_store(rendezvous)
+        except RuntimeError as error:
+            raise WorkerLostError(
+                f"rank {self.place.rank} cannot reach rank 0 at {rendezvous}: {_first_line(error)}"
+            ) from error
+
+    def _open_store(self, rendezvous: str, **listening: int) -> TCPStore:
+        host, _, port = rendezvous.rpartition(":")
+        if not host or not port.isdecimal():
+            raise ProtocolError(f"rendezvous: expected host:port, got {rendezvous!r}")
+        return TCPStore(
+            host,
+            int(port),
+            is_master=self.place.rank == 0,
+            timeout=timedelta(seconds=self._deadlines.meeting),
+            wait_for_workers=False,
+            **listening,
+        )
 
 
 def _make_members(store: Store, place: Place, host: str, device: str, seconds: float) -> Any:

@@ -26,9 +26,8 @@ class Ranks:
     """`degree` groups that may meet. Use as a context manager."""
 
     def __init__(self, degree: int, *, deadlines: Deadlines = QUICK) -> None:
-        address = ("127.0.0.1", free_port())
         self.groups = [
-            Group(Place(rank, degree), rendezvous=address, deadlines=deadlines)
+            Group(Place(rank, degree), host="127.0.0.1", deadlines=deadlines)
             for rank in range(degree)
         ]
         self._threads = ThreadPoolExecutor(degree, initializer=torch.set_num_threads, initargs=[1])
@@ -40,6 +39,16 @@ class Ranks:
         for group in self.groups:
             group.close()
         self._threads.shutdown()
+
+    def meet(self, name: str = "once") -> None:
+        """All meet."""
+        self.together(lambda group: self.join(group, name))
+
+    def join(self, group: Group, name: str = "once") -> None:
+        """One of them goes to the meeting."""
+        rendezvous = self.groups[0].rendezvous
+        assert rendezvous is not None
+        group.meet(name, rendezvous)
 
     def together(self, work: Callable[[Group], Result]) -> list[Result]:
         """`work` of every rank at once; the results by rank. Raises the first rank's error."""

@@ -69,8 +69,9 @@ def test_logits_and_tokens_are_those_of_transformers(
     piece = Slice([0, 1], 0, token_ids, LENGTH)
 
     def work(group: Group) -> tuple[torch.Tensor, bool | None, int]:
-        group.meet("test")
         engine = make_engine(folder, group)
+        ranks.join(group)
+        engine.agree()
         return engine.step([piece]), engine.batch_invariant, engine.num_blocks
 
     if degree == 1:

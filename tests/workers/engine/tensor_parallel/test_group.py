@@ -20,7 +20,7 @@ def test_a_sum_is_made_in_the_order_of_the_ranks_wherever_a_row_lies(degree: int
     for part in parts[1:]:
         expected = expected + part
     with Ranks(degree) as ranks:
-        ranks.together(lambda group: group.meet("once"))
+        ranks.meet("once")
         for rows in (slice(0, 40), slice(7, 8), slice(20, 31)):
             for total in ranks.together(lambda g, r=rows: g.sum(parts[g.place.rank][r])):  # type: ignore[misc]
                 assert torch.equal(total, expected[rows])
@@ -28,7 +28,7 @@ def test_a_sum_is_made_in_the_order_of_the_ranks_wherever_a_row_lies(degree: int
 
 def test_ranks_that_differ_are_told_on_all_of_them() -> None:
     with Ranks(3) as ranks:
-        ranks.together(lambda group: group.meet("once"))
+        ranks.meet("once")
         ranks.together(lambda group: group.compare("step", [7, 1]))
         errors = ranks.errors(lambda group: group.compare("step", [7, int(group.place.rank == 2)]))
         for error in errors:
@@ -42,8 +42,8 @@ def test_a_rank_that_stays_away_is_noticed_in_time() -> None:
     with Ranks(2, deadlines=Deadlines(meeting=1.0, collective=1.0)) as ranks:
         began = time.monotonic()
         with pytest.raises(WorkerLostError, match="did not meet the other shards"):
-            ranks.groups[0].meet("alone")
-        ranks.together(lambda group: group.meet("both"))
+            ranks.join(ranks.groups[0], "alone")
+        ranks.meet("both")
         with pytest.raises(WorkerLostError, match="waited for it longer than 1 s"):
             ranks.groups[1].sum(torch.ones(2, 2))
         assert not ranks.groups[1].has_met
@@ -52,7 +52,7 @@ def test_a_rank_that_stays_away_is_noticed_in_time() -> None:
 
 def test_a_rank_that_leaves_frees_those_who_wait_and_all_can_meet_again() -> None:
     with Ranks(3) as ranks:
-        ranks.together(lambda group: group.meet("first"))
+        ranks.meet("first")
 
         def leave_or_wait(group: Group) -> None:
             if group.place.rank == 1:
@@ -64,14 +64,14 @@ def test_a_rank_that_leaves_frees_those_who_wait_and_all_can_meet_again() -> Non
         assert isinstance(first, WorkerLostError)
         assert second is None
         assert isinstance(third, WorkerLostError)
-        ranks.together(lambda group: group.meet("second"))
+        ranks.meet("second")
         for total in ranks.together(lambda group: group.sum(torch.ones(2))):
             assert total.tolist() == [3.0, 3.0]
 
 
 def test_rank_0_alone_gathers() -> None:
     with Ranks(2) as ranks:
-        ranks.together(lambda group: group.meet("once"))
+        ranks.meet("once")
         mine, theirs = ranks.together(lambda g: g.gather(torch.full((1,), float(g.place.rank))))
         assert theirs is None
         assert mine is not None
