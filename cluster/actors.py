@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,10 +63,22 @@ class _Actor:
 class ShardActor(_Actor):
     """A shard of the target."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaded = (0, 0)
+
+    async def progress(self) -> tuple[int, int]:
+        """Bytes of this shard's share that are loaded, and all of them; (0, 0) before it begins."""
+        return self._loaded
+
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_target_shard and resolve_model raise."""
+        from workers.engine.tensor_parallel.sharding import Place
         from workers.models import resolve_model
         from workers.target_shard import TargetShardOptions, serve_target_shard
+
+        def note(done: int, total: int) -> None:
+            self._loaded = done, total
 
         assert plan.model is not None
         files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
@@ -91,9 +103,11 @@ class ShardActor(_Actor):
             device="cuda" if plan.reserved_gpus else "cpu",
             dtype=target.dtype,
             batch_invariant=target.batch_invariant,
+            place=Place(plan.rank, plan.degree),
         )
         host = _worker_host(setup)
-        return self._serving(await serve_target_shard(options, host=host, port=port))
+        server = await serve_target_shard(options, host=host, port=port, progress=note)
+        return self._serving(server)
 
 
 class DrafterActor(_Actor):
@@ -161,7 +175,11 @@ class DriverActor(_Actor):
         await asyncio.to_thread(inspect_checkpoint, files.folder)
 
     async def serve(
-        self, setup: WorkerSetup, target_address: str, drafters: Mapping[str, str], port: int
+        self,
+        setup: WorkerSetup,
+        target_addresses: Sequence[str],
+        drafters: Mapping[str, str],
+        port: int,
     ) -> Serving:
         """Connect to the workers and serve. Raises what serve_driver raises."""
         from cluster.decoding.policies import PolicyName
@@ -175,7 +193,7 @@ class DriverActor(_Actor):
         files = await asyncio.to_thread(resolve_model, config.target.model, home=setup.home)
         options = DriverOptions(
             folder=files.folder,
-            target_addresses=(target_address,),
+            target_addresses=tuple(target_addresses),
             drafter_addresses=drafters,
             speculation=Speculation(
                 policy=PolicyName(chosen.policy),
@@ -192,6 +210,11 @@ class DriverActor(_Actor):
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)
         return self._serving(server)
+
+    async def set_target(self, addresses: Sequence[str]) -> None:
+        """The shards are there from now on, by rank."""
+        assert self._driver is not None
+        self._driver.set_target(addresses)
 
     async def set_drafters(self, drafters: Mapping[str, str]) -> None:
         """Use these from now on."""

@@ -149,11 +149,13 @@ class TargetConfig(_Closed):
 
     model: Text = "demo"
     emulated: Annotated[Text | None, _emulated("target")] = None
-    tensor_parallel: OneForNow = 1
+    # Shards that the model is cut into, each a process with a part of every layer.
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
     groups: OneForNow = 1
     # "auto": float32 on a CPU, the checkpoint's on a GPU. float16 is for GPUs, int8 for CPUs.
     dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
-    resources: Annotated[Literal["auto"], _choice("auto")] = "auto"
+    # What each shard and each model drafter gets.
+    resources: Annotated[Literal["auto", "cpu", "gpu"], _choice("auto", "cpu", "gpu")] = "auto"
     # CPU threads of a worker.
     threads: AutoCount = "auto"
     max_model_len: AutoCount = "auto"

@@ -2,7 +2,8 @@
 
 It owns them: when it ends, Ray ends them. A worker that dies is started again in its place. A
 drafter gets a new address, which the driver is told; a shard and the driver come back at the
-address that they had.
+port that they had. Of a target's shards only those that died are started again: the driver brings
+the group together anew.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ROOM_SECONDS = 30.0
 _DRIVER = "driver"
 _LONGEST_WAIT = 30.0
 _ANSWERS_AT_ONCE = 100
+_PROGRESS_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
@@ -78,9 +80,13 @@ class Controller:
         preparing = self._driver.handle.prepare.remote(self._setup)
         for worker in self._workers:
             worker.handle = self._make_actor(worker.plan)
-        async with asyncio.TaskGroup() as group:
-            for worker in self._workers:
-                group.create_task(self._first_serve(worker))
+        telling = asyncio.create_task(self._tell_progress())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in self._workers:
+                    group.create_task(self._first_serve(worker))
+        finally:
+            telling.cancel()
         self._say("driver: connecting")
         await _outcome(preparing, _DRIVER)
         began = time.monotonic()
@@ -167,12 +173,31 @@ class Controller:
         if worker.plan is not None:
             call = worker.handle.serve.remote(self._setup, worker.plan, port)
         else:
-            target = self._workers[0].serving
-            assert target is not None
             call = worker.handle.serve.remote(
-                self._setup, target.address, self._drafter_addresses(), port
+                self._setup, self._target_addresses(), self._drafter_addresses(), port
             )
         worker.serving = await _outcome(call, worker.name)
+
+    async def _tell_progress(self) -> None:
+        """Say for each shard how much of its share is loaded, a quarter at a time."""
+        said = dict.fromkeys((worker.name for worker in self._shards), 0)
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            for worker in self._shards:
+                with contextlib.suppress(RayError):
+                    done, total = await worker.handle.progress.remote()
+                    quarters = 4 * done // max(total, 1)
+                    if said[worker.name] < quarters < 4:
+                        self._say(f"{worker.name}: {done >> 20} of {total >> 20} MiB loaded")
+                    said[worker.name] = max(said[worker.name], quarters)
+
+    @property
+    def _shards(self) -> list[_Worker]:
+        """By rank."""
+        return [one for one in self._workers if one.plan is not None and one.plan.kind == "target"]
+
+    def _target_addresses(self) -> list[str]:
+        return [worker.serving.address for worker in self._shards if worker.serving is not None]
 
     def _drafter_addresses(self) -> dict[str, str]:
         return {
@@ -200,9 +225,7 @@ class Controller:
             worker.handle = self._make_actor(worker.plan)
             try:
                 await self._serve(worker, 0 if is_drafter else port)
-                if is_drafter:
-                    call = self._driver.handle.set_drafters.remote(self._drafter_addresses())
-                    await _outcome(call, _DRIVER)
+                await self._tell_driver(worker)
             except PacelineError as error:
                 _log.warning("%s: cannot be started again yet: %s", worker.name, error)
                 await asyncio.sleep(wait)
@@ -211,6 +234,17 @@ class Controller:
             worker.restarts += 1
             _log.warning("%s: serving again", worker.name)
             return
+
+    async def _tell_driver(self, revived: _Worker) -> None:
+        """Tell where the worker is now: on another host perhaps, where its own is lost."""
+        if revived.plan is None:
+            return
+        driver = self._driver.handle
+        if revived.plan.kind == "target":
+            call = driver.set_target.remote(self._target_addresses())
+        else:
+            call = driver.set_drafters.remote(self._drafter_addresses())
+        await _outcome(call, _DRIVER)
 
     def _say(self, line: str) -> None:
         self._lines.append(line)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -149,6 +149,10 @@ class Driver:
         )
         self._dispatch.admit(request, generation)
         return generation
+
+    def set_target(self, addresses: Sequence[str]) -> None:
+        """The target's shards are at these addresses, by rank, from the next connection on."""
+        self._started().target.move(addresses)
 
     async def set_drafters(self, addresses: Mapping[str, str]) -> None:
         """Use these drafters, by name, from now on; those with the same address are kept."""

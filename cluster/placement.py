@@ -1,8 +1,8 @@
 """Which worker gets which threads, cores and devices. Pure: nodes in, a plan out.
 
-The target and what works beside it form one placement group on one node; model drafters form
-another, spread over nodes where there are several. A drafter without a model costs next to nothing:
-it sits beside the driver and reserves no core.
+The target's shards form one placement group, on one node where one has room for all of them; model
+drafters form another, spread over nodes where there are several. The driver sits beside shard 0,
+and so does a drafter without a model, which costs next to nothing and reserves no core.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Node:
 class WorkerPlan:
     """One worker. `group` and `bundle` say where; `cores` None: wherever the system puts it.
 
+    `rank` and `degree` are of a shard: its number, and how many the target has.
     `drafter`: the configuration of what is one.
     """
 
@@ -44,6 +45,8 @@ class WorkerPlan:
     bundle: int
     reserved_cpus: int
     reserved_gpus: int
+    rank: int = 0
+    degree: int = 1
     drafter: DrafterConfig | None = None
 
 
@@ -52,12 +55,12 @@ class GroupPlan:
     """A Ray placement group."""
 
     bundles: tuple[Bundle, ...]
-    strategy: Literal["STRICT_PACK", "SPREAD"]
+    strategy: Literal["STRICT_PACK", "PACK", "SPREAD"]
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The whole plan. Group 0 is the target's; its bundle 0 holds the driver too."""
+    """The whole plan. Group 0 is the target's, bundle N shard N's; bundle 0 has the driver too."""
 
     groups: tuple[GroupPlan, ...]
     workers: tuple[WorkerPlan, ...]
@@ -79,24 +82,30 @@ def plan_placement(
 
     `cores`: the core numbers of the only node where nobody else uses it; workers are pinned to
     them if there are enough. `enforce=False` lets workers reserve more than there is. Raises
-    UnavailableError saying what is needed and what is there.
+    UnavailableError saying what is needed and what is there, for more shards than devices too.
     """
     drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
     num_model_drafters = sum(drafter.kind == "model" for drafter in drafters)
-    gpus = 1 if sum(node.gpus for node in nodes) >= 1 + num_model_drafters else 0
-    target_threads, drafter_threads = _share_threads(config, drafters, nodes)
-    target = WorkerPlan(
-        name="shard-0",
-        kind="target",
-        model=config.target.model,
-        threads=target_threads,
-        cores=None,
-        group=0,
-        bundle=0,
-        reserved_cpus=target_threads,
-        reserved_gpus=gpus,
-    )
-    workers = [target]
+    degree = config.target.tensor_parallel
+    _check_devices(config, nodes, gpus_too=enforce)
+    shard_gpus, drafter_gpus = _share_gpus(config, num_model_drafters, nodes)
+    shard_threads, drafter_threads = _share_threads(config, drafters, nodes)
+    workers = [
+        WorkerPlan(
+            name=f"shard-{rank}",
+            kind="target",
+            model=config.target.model,
+            threads=shard_threads,
+            cores=None,
+            group=0,
+            bundle=rank,
+            reserved_cpus=shard_threads,
+            reserved_gpus=shard_gpus,
+            rank=rank,
+            degree=degree,
+        )
+        for rank in range(degree)
+    ]
     for number, (drafter, threads) in enumerate(zip(drafters, drafter_threads, strict=True)):
         is_model = drafter.kind == "model"
         workers.append(
@@ -109,26 +118,63 @@ def plan_placement(
                 group=1 if is_model else 0,
                 bundle=sum(worker.kind == "model" for worker in workers) if is_model else 0,
                 reserved_cpus=threads if is_model else 0,
-                reserved_gpus=gpus if is_model else 0,
+                reserved_gpus=drafter_gpus if is_model else 0,
                 drafter=drafter,
             )
         )
-    groups = [GroupPlan(_bundles(workers, "target"), "STRICT_PACK")]
+    shards = workers[:degree]
+    groups = [GroupPlan(_bundles(shards), "STRICT_PACK" if _fit_one(shards, nodes) else "PACK")]
     if num_model_drafters:
-        groups.append(GroupPlan(_bundles(workers, "model"), "SPREAD"))
+        groups.append(
+            GroupPlan(_bundles([one for one in workers if one.kind == "model"]), "SPREAD")
+        )
     if enforce:
         _check_room(workers, nodes)
     return Placement(tuple(groups), tuple(_pin(workers, cores)))
 
 
+def _check_devices(config: Config, nodes: Sequence[Node], *, gpus_too: bool) -> None:
+    """Refuse more shards than devices: they would take turns, and gain nothing."""
+    degree, resources = config.target.tensor_parallel, config.target.resources
+    gpus = int(sum(node.gpus for node in nodes))
+    cpus = int(sum(node.cpus for node in nodes))
+    wants_gpus = resources == "gpu" or (resources == "auto" and gpus > 0)
+    if gpus_too and wants_gpus and gpus < degree:
+        raise UnavailableError(
+            f"target.tensor_parallel is {degree}, a GPU each, but the cluster has {gpus} GPUs free "
+            f"on {len(nodes)} nodes: expected at least {degree}; lower tensor_parallel, free "
+            'some, or set target.resources = "cpu"'
+        )
+    if degree > 1 and cpus < degree:
+        raise UnavailableError(
+            f"target.tensor_parallel is {degree}, a CPU core or more each, but {cpus} cores are "
+            f"free on {len(nodes)} nodes: lower tensor_parallel, or free some"
+        )
+
+
+def _share_gpus(config: Config, num_drafters: int, nodes: Sequence[Node]) -> tuple[int, int]:
+    """GPUs of each shard and of each model drafter: the target's come first."""
+    gpus = 0 if config.target.resources == "cpu" else int(sum(node.gpus for node in nodes))
+    degree = config.target.tensor_parallel
+    return int(gpus >= degree), int(gpus >= degree + num_drafters)
+
+
+def _fit_one(shards: Sequence[WorkerPlan], nodes: Sequence[Node]) -> bool:
+    """Whether a node has room for all shards; one has to where there is one shard."""
+    cpus = sum(shard.reserved_cpus for shard in shards)
+    gpus = sum(shard.reserved_gpus for shard in shards)
+    fits = any(node.cpus >= cpus and node.gpus >= gpus for node in nodes)
+    return fits or len(shards) == 1
+
+
 def _share_threads(
     config: Config, drafters: Sequence[DrafterConfig], nodes: Sequence[Node]
 ) -> tuple[int, list[int]]:
-    """Threads of the target, and of each drafter."""
+    """Threads of each shard, and of each drafter."""
     cpus = sorted((int(node.cpus) for node in nodes), reverse=True) or [1]
     models = [drafter for drafter in drafters if drafter.kind == "model"]
     if len(cpus) == 1:
-        even_share = max(1, cpus[0] // (1 + len(models)))
+        even_share = max(1, cpus[0] // (config.target.tensor_parallel + len(models)))
     else:
         per_node = -(-len(models) // (len(cpus) - 1))
         even_share = max(1, cpus[-1] // max(1, per_node))
@@ -137,7 +183,7 @@ def _share_threads(
         return config.target.threads, threads
     taken = sum(n for drafter, n in zip(drafters, threads, strict=True) if drafter.kind == "model")
     left = cpus[0] - taken if len(cpus) == 1 else cpus[0]
-    return max(1, left), threads
+    return max(1, left // config.target.tensor_parallel), threads
 
 
 def _chosen(drafter: DrafterConfig, even_share: int) -> int:
@@ -146,8 +192,8 @@ def _chosen(drafter: DrafterConfig, even_share: int) -> int:
     return even_share if drafter.kind == "model" else 1
 
 
-def _bundles(workers: Sequence[WorkerPlan], kind: WorkerKind) -> tuple[Bundle, ...]:
-    return tuple(_needs(worker) for worker in workers if worker.kind == kind)
+def _bundles(workers: Sequence[WorkerPlan]) -> tuple[Bundle, ...]:
+    return tuple(_needs(worker) for worker in workers)
 
 
 def _needs(worker: WorkerPlan) -> Bundle:

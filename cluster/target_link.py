@@ -107,6 +107,11 @@ class TargetLink:
         """Ends with VocabularyMismatchError when the target is the wrong one, with CheckpointError
         when its shards do not belong together."""
 
+    def move(self, addresses: Sequence[str]) -> None:
+        """Look for the shards at these addresses from the next connection on."""
+        for meter, address in zip(self.meters, addresses, strict=True):
+            meter.address = address
+
     def send(self, step: RunStep) -> None:
         """Send a step to every shard. The target must be joined."""
         request = step_to_wire(step)

@@ -138,8 +138,8 @@ def running_ray(environ: Mapping[str, str]) -> str | None:
 def check_models(config: Config, *, home: Path, console: Console | None = None) -> None:
     """Fetch what is absent, and look into checkpoints that are not ours, before anything starts.
 
-    A fetch is shown on `console`, without one on stderr. Raises CheckpointError, ModelFetchError
-    or VocabularyMismatchError.
+    A fetch is shown on `console`, without one on stderr. Raises CheckpointError, ConfigError,
+    ModelFetchError or VocabularyMismatchError.
     """
     names = [config.target.model, *(one.model for one in config.drafters if one.model)]
     for name in names:
@@ -150,6 +150,10 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
             with show_fetch(console or Console(stderr=True), name) as show:
                 resolve_model(name, home=home, progress=show)
     folders = {name: resolve_model(name, home=home).folder for name in names}
+    if config.target.tensor_parallel > 1:
+        from workers.engine.model import check_degree
+
+        check_degree(folders[config.target.model], config.target.tensor_parallel)
     if all(name in CATALOGUE for name in names):
         return
     from workers.engine.checkpoint import inspect_checkpoint

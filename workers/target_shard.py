@@ -22,6 +22,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
 from workers.engine.engine import Engine
+from workers.engine.model import Progress
 from workers.engine.open import DEVICES, Device
 from workers.engine.tensor_parallel.group import Deadlines, Group
 from workers.engine.tensor_parallel.sharding import Place
@@ -175,12 +176,14 @@ def _meet(engine: Engine, request: target_pb2.MeetRequest) -> None:
 
 
 async def serve_target_shard(
-    options: TargetShardOptions, *, host: str, port: int = 0
+    options: TargetShardOptions, *, host: str, port: int = 0, progress: Progress | None = None
 ) -> RunningServer:
     """Listen, load the checkpoint in a thread, then report SERVING.
 
-    Raises UnavailableError when the port cannot be bound (before anything is loaded), ConfigError
-    for cores that cannot be had, CheckpointError when the checkpoint cannot be used.
+    `progress` is told what is loaded, from that thread; None: the log is. Raises UnavailableError
+    when the port cannot be bound (before anything is loaded), ConfigError for cores that cannot be
+    had, for a rank that is none and for more shards than heads, CheckpointError when the checkpoint
+    cannot be used.
     """
     if options.cores is not None:
         pin_cores(options.cores)
@@ -203,7 +206,7 @@ async def serve_target_shard(
             dtype=options.dtype,
             batch_invariant=options.batch_invariant,
             group=group,
-            progress=_LoggedProgress(options.place),
+            progress=progress or _LoggedProgress(options.place),
         )
         await server.report_serving()
     except BaseException:

@@ -40,7 +40,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         """
         [target]
         model = "/models/big"
-        tensor_parallel = 1
+        tensor_parallel = 4
         groups = 1
         dtype = "float32"
         resources = "auto"
@@ -92,7 +92,8 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[target]\nthreads = true", 'target.threads: expected "auto" or a whole number'),
         ("[target]\nkv_memory = '2 gigs'", "target.kv_memory: expected"),
         ("[target]\nmax_num_seqs = 0", "target.max_num_seqs: expected at least 1, got 0"),
-        ("[target]\ntensor_parallel = 2", "target.tensor_parallel: 2 is not in this version"),
+        ("[target]\ntensor_parallel = 0", "target.tensor_parallel: expected at least 1, got 0"),
+        ("[target]\nresources = 'tpu'", "target.resources: expected one of auto, cpu, gpu"),
         ("[target]\ngroups = 3", "target.groups: 3 is not in this version; available: 1"),
         ("[target]\ndtype = 'int4'", "target.dtype: expected one of auto, float32, bfloat16, "),
         (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.config_model import Config, DrafterConfig, TargetConfig
@@ -69,7 +71,9 @@ def test_each_model_worker_gets_a_gpu_where_there_are_enough() -> None:
     both = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4, gpus=2)])
     assert [worker.reserved_gpus for worker in both.workers] == [1, 1, 0]
     one = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4, gpus=1)])
-    assert [worker.reserved_gpus for worker in one.workers] == [0, 0, 0]
+    assert [worker.reserved_gpus for worker in one.workers] == [1, 0, 0]
+    none = plan_placement(config_of(MODEL, NGRAM), [Node("n", 4)])
+    assert [worker.reserved_gpus for worker in none.workers] == [0, 0, 0]
 
 
 def test_cores_are_shared_out_without_overlap() -> None:
@@ -88,3 +92,51 @@ def test_no_room_says_what_is_needed_and_what_is_there(nodes: list[Node]) -> Non
     config = config_of(DrafterConfig(model="demo-draft", threads=2), threads=2)
     with pytest.raises(UnavailableError, match=r"shard-0 2 CPUs, drafter-0 2 CPUs; free are"):
         plan_placement(config, nodes)
+
+
+def shards_of(degree: int, *drafters: DrafterConfig, **target: Any) -> Config:
+    return Config(target=TargetConfig(tensor_parallel=degree, **target), drafters=drafters)
+
+
+def test_each_shard_has_a_bundle_and_the_driver_sits_beside_the_first() -> None:
+    plan = plan_placement(shards_of(3, NGRAM, MODEL), [Node("n", 8)])
+    assert [(one.name, one.rank, one.degree) for one in plan.workers[:3]] == [
+        ("shard-0", 0, 3),
+        ("shard-1", 1, 3),
+        ("shard-2", 2, 3),
+    ]
+    bundles = [(one.group, one.bundle) for one in plan.workers]
+    assert bundles == [(0, 0), (0, 1), (0, 2), (0, 0), (1, 0)]
+    assert [one.threads for one in plan.workers] == [2, 2, 2, 1, 2]
+    assert plan.groups[0].bundles == ({"CPU": 2.0},) * 3
+    assert plan.groups[0].strategy == "STRICT_PACK"
+
+
+def test_shards_that_no_node_holds_together_lie_on_several() -> None:
+    nodes = [Node("a", 4), Node("b", 4)]
+    plan = plan_placement(shards_of(2, threads=4), nodes)
+    assert plan.groups[0].strategy == "PACK"
+    with pytest.raises(UnavailableError, match=r"shard-2 4 CPUs; free are a: 4 CPUs"):
+        plan_placement(shards_of(3, threads=4), nodes)
+
+
+def test_each_shard_gets_a_gpu_before_a_drafter_does() -> None:
+    plan = plan_placement(shards_of(4, MODEL), [Node("n", 16, gpus=4)])
+    assert [worker.reserved_gpus for worker in plan.workers] == [1, 1, 1, 1, 0]
+    spread = plan_placement(shards_of(4), [Node("a", 8, gpus=2), Node("b", 8, gpus=2)])
+    assert spread.groups[0].strategy == "PACK"
+    on_cpus = plan_placement(shards_of(2, resources="cpu"), [Node("n", 4, gpus=1)])
+    assert [worker.reserved_gpus for worker in on_cpus.workers] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "node", "numbers"),
+    [
+        (shards_of(4), Node("n", 16, gpus=2), "is 4, a GPU each, but the cluster has 2 GPUs"),
+        (shards_of(1, resources="gpu"), Node("n", 16), "is 1, a GPU each, but the cluster has 0"),
+        (shards_of(3), Node("n", 2), "is 3, a CPU core or more each, but 2 cores are free"),
+    ],
+)
+def test_more_shards_than_devices_are_refused(config: Config, node: Node, numbers: str) -> None:
+    with pytest.raises(UnavailableError, match=numbers):
+        plan_placement(config, [node])

@@ -56,6 +56,15 @@ def load_model(
     return model
 
 
+def check_degree(folder: Path, degree: int) -> None:
+    """Check before anything is loaded that the model can be cut into so many shards.
+
+    Raises CheckpointError where its architecture cannot, ConfigError for more shards than heads.
+    """
+    config = read_config(folder)
+    Sharding(config, _base_prefix(config), Place(0, degree))
+
+
 class _Loading:
     """Fills an empty model, linear by linear."""
 
