@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from cluster.driver import Driver
     from workers.server import RunningServer
 
+_CONNECT_SECONDS = 30.0
+"""How long the driver looks for workers that serve; shards of a group must meet besides."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
@@ -186,6 +189,7 @@ class DriverActor(_Actor):
         from cluster.driver import DriverOptions
         from cluster.inference import serve_driver
         from cluster.requests import Speculation
+        from cluster.target_link import MEET_SECONDS
         from paceline.rules import Rule, Stopping
         from workers.models import resolve_model
 
@@ -207,6 +211,7 @@ class DriverActor(_Actor):
             max_num_seqs=config.target.max_num_seqs,
             prefix_cache=config.target.prefix_cache,
             max_waiting=config.server.max_waiting,
+            connect_seconds=_CONNECT_SECONDS + (MEET_SECONDS if len(target_addresses) > 1 else 0),
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)
         return self._serving(server)
