@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -13,84 +10,36 @@ from pathlib import Path
 import pytest
 
 from cluster.config_model import Config, DrafterConfig, ServerConfig, TargetConfig
-from paceline import Chunk, Client, GenerateOptions, Stats, WorkerStats
+from paceline import Client
+from tests.cluster_faults.killing import (
+    PROMPT,
+    client_of,
+    eventually,
+    is_back,
+    options_of,
+    plain_tokens,
+    stream_and_kill,
+    worker_of,
+)
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-PROMPT = "The quick brown fox"
-NUM_TOKENS = 1500
-KILL_AT = 300
 LONGEST_PAUSE = 0.2
-RESTART_SECONDS = 90.0
 
 
 @pytest.fixture(scope="module")
 def client(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    from cluster.launch import start_cluster
-
     folder = tmp_path_factory.mktemp("killed")
     target = make_tiny_checkpoint(folder / "target", max_position_embeddings=2048)
     drafter = make_tiny_checkpoint(folder / "drafter", max_position_embeddings=2048)
-    cluster = start_cluster(
-        Config(
-            target=TargetConfig(model=str(target), threads=1, kv_memory=64 << 20),
-            drafters=(DrafterConfig(model=str(drafter), threads=1),),
-            server=ServerConfig(grpc_port=0),
-        ),
-        home=folder,
-        progress=lambda line: None,
-        detached=False,
-        name=None,
+    config = Config(
+        target=TargetConfig(model=str(target), threads=1, kv_memory=64 << 20),
+        drafters=(DrafterConfig(model=str(drafter), threads=1),),
+        server=ServerConfig(grpc_port=0),
     )
-    try:
-        with Client(cluster.address) as client:
-            yield client
-    finally:
-        cluster.stop()
-
-
-def worker_of(stats: Stats, name: str) -> WorkerStats:
-    return next(worker for worker in stats.workers if worker.name == name)
-
-
-def options_of(policy: str) -> GenerateOptions:
-    return GenerateOptions(
-        policy=policy, temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
-    )
-
-
-def plain_tokens(client: Client) -> tuple[int, ...]:
-    return client.generate(PROMPT, options_of("off")).token_ids
-
-
-def stream_and_kill(client: Client, pid: int) -> tuple[list[int], list[float]]:
-    """Token ids of a `chain` request whose worker `pid` is killed, and when each chunk came."""
-    token_ids: list[int] = []
-    times: list[float] = []
-    killed = False
-    for event in client.stream(PROMPT, options_of("chain")):
-        if not isinstance(event, Chunk):
-            continue
-        times.append(time.monotonic())
-        token_ids += event.token_ids
-        if not killed and len(token_ids) >= KILL_AT:
-            os.kill(pid, signal.SIGKILL)
-            killed = True
-    assert killed
-    return token_ids, times
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + RESTART_SECONDS
-    while not condition():
-        assert time.monotonic() < give_up, "it did not come back"
-        time.sleep(0.1)
-
-
-def is_back(client: Client, name: str, killed_pid: int) -> bool:
-    worker = worker_of(client.stats(), name)
-    return worker.connected and worker.pid != killed_pid
+    with client_of(config, folder) as client:
+        yield client
 
 
 def test_a_killed_drafter_costs_nothing_and_comes_back(client: Client) -> None:

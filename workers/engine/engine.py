@@ -20,6 +20,7 @@ from workers.engine.attention import StepContext
 from workers.engine.block_pool import blocks_for
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.forward import choose_forward
+from workers.engine.host_memory import check_room
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
 from workers.engine.linears import MIN_ROWS
 from workers.engine.model import Progress, load_model
@@ -103,6 +104,11 @@ class Engine:
                 f"bytes, but one sequence of max_model_len {self.max_model_len} takes {needed}: "
                 f"give at least {needed * per_block} bytes, or lower max_model_len"
             )
+        check_room(
+            num_blocks * per_block,
+            "beside the weights, target.kv_memory asks for",
+            f"give less, at least {needed * per_block} for one sequence of max_model_len",
+        )
         self._num_blocks = num_blocks
         self._cache = KVCache(**sizes, num_blocks=num_blocks, dtype=model.dtype)
         with torch.inference_mode():

@@ -19,6 +19,7 @@ from paceline.text import one_line
 from workers.engine import attention
 from workers.engine.checkpoint import read_config, whole_shapes
 from workers.engine.fusing import ProjectionPart, join_projections, replace_norms
+from workers.engine.host_memory import check_room
 from workers.engine.invariance import replace_activations
 from workers.engine.linears import activation_dtype, replace_linears_of
 from workers.engine.stored_tensors import StoredTensors
@@ -26,7 +27,7 @@ from workers.engine.tensor_parallel.cuts import vocabulary_part
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.tensor_parallel.modules import SummedOutput, VocabularyEmbedding
 from workers.engine.tensor_parallel.sharding import Place, Sharding
-from workers.engine.weight_form import WeightForm
+from workers.engine.weight_form import BITS_OF_A_WEIGHT, WeightForm
 
 Progress = Callable[[int, int], None]
 """Told the bytes that are loaded, and those of the whole share."""
@@ -40,7 +41,7 @@ def load_model(
 ) -> PreTrainedModel:
     """The rank's part of the model, with paged attention and our own modules.
 
-    Raises CheckpointError; ConfigError for more ranks than heads.
+    Raises CheckpointError; ConfigError for more ranks than heads, or too little memory.
     """
     config = read_config(folder)
     stored = StoredTensors(folder)
@@ -89,10 +90,16 @@ class _Loading:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._shared: dict[tuple[int, torch.dtype], nn.Parameter] = {}
         self._done_bytes = 0
-        self._all_bytes = sum(p.numel() for p in model.parameters()) * self._dtype.itemsize
+        self._num_weights = sum(parameter.numel() for parameter in model.parameters())
+        self._all_bytes = self._num_weights * self._dtype.itemsize
 
     def run(self) -> None:
-        """Fill all. Raises CheckpointError."""
+        """Fill all. Raises CheckpointError; ConfigError where the host has too little memory."""
+        check_room(
+            self._num_weights * BITS_OF_A_WEIGHT[self._weights] // 8,
+            f"this shard's weights as {self._weights} take",
+            "raise target.tensor_parallel, or take a larger host",
+        )
         kept = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
         for module in list(self._model.modules()):
             if isinstance(module, nn.Linear):

@@ -9,6 +9,9 @@ from paceline.errors import ConfigError
 WeightForm = Literal["float32", "bfloat16", "int8", "int4"]
 """float32 and bfloat16 as they are; int8 and int4 with scales and bfloat16 activations."""
 
+BITS_OF_A_WEIGHT: dict[WeightForm, int] = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+"""Without scales, and though some layers keep more: at least so many."""
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 """What a model may be asked to be held in (target.dtype); "auto": by the device."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)

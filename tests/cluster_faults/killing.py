@@ -1,0 +1,76 @@
+"""Killing a worker of a Ray cluster in the midst of a request."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.config_model import Config
+from paceline import Chunk, Client, GenerateOptions, Stats, WorkerStats
+
+PROMPT = "The quick brown fox"
+NUM_TOKENS = 1500
+KILL_AT = 300
+RESTART_SECONDS = 90.0
+
+
+@contextmanager
+def client_of(config: Config, home: Path) -> Iterator[Client]:
+    """A client of a cluster that ends with the block."""
+    from cluster.launch import start_cluster
+
+    cluster = start_cluster(
+        config, home=home, progress=lambda line: None, detached=False, name=None
+    )
+    try:
+        with Client(cluster.address) as client:
+            yield client
+    finally:
+        cluster.stop()
+
+
+def worker_of(stats: Stats, name: str) -> WorkerStats:
+    return next(worker for worker in stats.workers if worker.name == name)
+
+
+def options_of(policy: str) -> GenerateOptions:
+    return GenerateOptions(
+        policy=policy, temperature=1.0, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
+    )
+
+
+def plain_tokens(client: Client) -> tuple[int, ...]:
+    return client.generate(PROMPT, options_of("off")).token_ids
+
+
+def stream_and_kill(client: Client, pid: int) -> tuple[list[int], list[float]]:
+    """Token ids of a `chain` request whose worker `pid` is killed, and when each chunk came."""
+    token_ids: list[int] = []
+    times: list[float] = []
+    killed = False
+    for event in client.stream(PROMPT, options_of("chain")):
+        if not isinstance(event, Chunk):
+            continue
+        times.append(time.monotonic())
+        token_ids += event.token_ids
+        if not killed and len(token_ids) >= KILL_AT:
+            os.kill(pid, signal.SIGKILL)
+            killed = True
+    assert killed
+    return token_ids, times
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + RESTART_SECONDS
+    while not condition():
+        assert time.monotonic() < give_up, "it did not come back"
+        time.sleep(0.1)
+
+
+def is_back(client: Client, name: str, killed_pid: int) -> bool:
+    worker = worker_of(client.stats(), name)
+    return worker.connected and worker.pid != killed_pid

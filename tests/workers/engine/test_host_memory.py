@@ -1,0 +1,61 @@
+"""What a host has not got is refused before it is taken, with the numbers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError
+from tests.tiny import make_tiny_checkpoint
+from workers.engine.engine import Engine
+from workers.engine.host_memory import available_bytes
+from workers.engine.stored_tensors import WEIGHTS
+
+
+def test_what_is_left_is_less_than_there_is() -> None:
+    available = available_bytes()
+    assert available is not None
+    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
+    assert 0 < available < total
+
+
+def test_kv_that_no_host_holds_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"kv_memory asks for \d{15,} bytes, but this host has"):
+        Engine(folder, threads=1, kv_memory_bytes=1 << 50)
+
+
+def test_weights_that_no_host_holds_are_refused(tmp_path: Path) -> None:
+    """A sparse file: four terabytes in its header, next to nothing on the disk."""
+    folder = make_tiny_checkpoint(tmp_path)
+    width = 1 << 33
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
+    enlarge_feed_forward(folder / WEIGHTS, width, hidden_size=config["hidden_size"])
+    with pytest.raises(ConfigError, match=r"weights as float32 take \d{12,} bytes, but this host"):
+        Engine(folder, threads=1, kv_memory_bytes=1 << 20)
+
+
+def enlarge_feed_forward(path: Path, width: int, *, hidden_size: int) -> None:
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    end = 0
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if ".mlp." in name:
+            down = "down_proj" in name
+            entry["shape"] = [hidden_size, width] if down else [width, hidden_size]
+        size = 4
+        for dimension in entry["shape"]:
+            size *= dimension
+        entry["data_offsets"] = [end, end + size]
+        end += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
