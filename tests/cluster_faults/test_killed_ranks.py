@@ -63,9 +63,9 @@ def test_shards_that_cannot_be_leave_nothing_behind(ray_address: str, tmp_path: 
     before = ray.available_resources()["CPU"]
     refused: dict[str, tuple[Config, type[PacelineError], str]] = {
         "heads": (
-            config_of(model, tensor_parallel=5),
+            config_of(model, tensor_parallel=7),
             ConfigError,
-            "tensor_parallel is 5, but the model has 4 attention heads",
+            "tensor_parallel is 7, but the model has 6 attention heads",
         ),
         "memory": (
             config_of(model, kv_memory=1 << 50),

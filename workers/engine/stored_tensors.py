@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.text import one_line
 from workers.engine.tensor_parallel.cuts import Cut, Span
 
@@ -227,4 +227,9 @@ def _open(path: Path) -> Any:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
             f"{path} is not a whole safetensors file ({one_line(error)}): fetch it again"
+        ) from error
+    except RuntimeError as error:
+        raise ConfigError(
+            f"{path} cannot be mapped into memory ({one_line(error)}): save the checkpoint in "
+            "several files, each smaller than this host's memory"
         ) from error

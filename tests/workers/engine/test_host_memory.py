@@ -18,8 +18,7 @@ from workers.engine.stored_tensors import WEIGHTS
 def test_what_is_left_is_less_than_there_is() -> None:
     available = available_bytes()
     assert available is not None
-    total = int(Path("/proc/meminfo").read_text().split()[1]) * 1024
-    assert 0 < available < total
+    assert 0 < available < total_bytes()
 
 
 def test_kv_that_no_host_holds_is_refused(tmp_path: Path) -> None:
@@ -29,14 +28,22 @@ def test_kv_that_no_host_holds_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_no_host_holds_are_refused(tmp_path: Path) -> None:
-    """A sparse file: four terabytes in its header, next to nothing on the disk."""
+    """A sparse file: 0.75 of the host's memory by its header, next to nothing on the disk.
+
+    It is in bfloat16, so that in float32 it takes 1.5 times the memory.
+    """
     folder = make_tiny_checkpoint(tmp_path)
-    width = 1 << 33
     config = json.loads((folder / "config.json").read_text())
+    num_matrices = 3 * config["num_hidden_layers"]
+    width = int(0.75 * total_bytes()) // (2 * num_matrices * config["hidden_size"])
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": width}))
     enlarge_feed_forward(folder / WEIGHTS, width, hidden_size=config["hidden_size"])
-    with pytest.raises(ConfigError, match=r"weights as float32 take \d{12,} bytes, but this host"):
+    with pytest.raises(ConfigError, match=r"weights as float32 take \d{9,} bytes, but this host"):
         Engine(folder, threads=1, kv_memory_bytes=1 << 20)
+
+
+def total_bytes() -> int:
+    return int(Path("/proc/meminfo").read_text().split()[1]) * 1024
 
 
 def enlarge_feed_forward(path: Path, width: int, *, hidden_size: int) -> None:
@@ -50,7 +57,8 @@ def enlarge_feed_forward(path: Path, width: int, *, hidden_size: int) -> None:
         if ".mlp." in name:
             down = "down_proj" in name
             entry["shape"] = [hidden_size, width] if down else [width, hidden_size]
-        size = 4
+            entry["dtype"] = "BF16"
+        size = 2 if entry["dtype"] == "BF16" else 4
         for dimension in entry["shape"]:
             size *= dimension
         entry["data_offsets"] = [end, end + size]
