@@ -8,19 +8,25 @@ from typing import Any, Literal
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
+Architecture = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+]
+"""As transformers' `model_type` names them."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -106,13 +112,25 @@ def make_tiny_tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
     )
 
 
+_EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4}
+_OWN_FIELDS: dict[Architecture, dict[str, Any]] = {
+    "mistral": {"sliding_window": 70},
+    "gemma2": {
+        "sliding_window": 70,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
+    },
+    # Layer 0 sees a window, layer 1 everything, as every sixth layer of the large ones does.
+    "gemma3_text": {"sliding_window": 70, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
+    "phi3": {"resid_pdrop": 0.0, "sliding_window": None},
+    "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0} | _EXPERTS,
+    "qwen3_moe": {"moe_intermediate_size": 52, "norm_topk_prob": True} | _EXPERTS,
+}
+"""What an architecture has besides, small enough that tests see it."""
+
+
 def _make_model(architecture: Architecture, *, seed: int, **sizes: Any) -> PreTrainedModel:
-    kinds: dict[Architecture, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
-        "llama": (LlamaConfig, LlamaForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }
-    config_type, model_type = kinds[architecture]
     fields = {
         "hidden_size": 48,
         "intermediate_size": 112,
@@ -125,11 +143,14 @@ def _make_model(architecture: Architecture, *, seed: int, **sizes: Any) -> PreTr
         "eos_token_id": 2,
         "pad_token_id": 2,
     }
-    config = config_type(**fields | sizes)
+    config = AutoConfig.for_model(
+        architecture, **fields | _OWN_FIELDS.get(architecture, {}) | sizes
+    )
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
-        model = model_type(config)
+        model = AutoModelForCausalLM.from_config(config)
     finally:
         torch.random.set_rng_state(state)
+    assert isinstance(model, PreTrainedModel)
     return model.to(torch.float32).eval()

@@ -36,10 +36,19 @@ class Step(Protocol):
     @property
     def logit_rows(self) -> Tensor: ...
 
-    def attend(self, rows_TAD: Tensor, layer: int, scaling: float) -> Tensor:
+    def attend(
+        self,
+        rows_TAD: Tensor,
+        layer: int,
+        scaling: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
         """Store a layer's keys and values, attend, return [T x query heads, D].
 
-        `rows_TAD`: a token's queries, keys and values, one head after another.
+        `rows_TAD`: a token's queries, keys and values, one head after another. A row sees as many
+        positions as the `window` has, its own included. A score is kept within `softcap` by tanh.
         """
 
 
@@ -64,8 +73,21 @@ class StepContext:
     def logit_rows(self) -> Tensor:
         return self.plan.logit_rows
 
-    def attend(self, rows_TAD: Tensor, layer: int, scaling: float) -> Tensor:
-        return store_and_attend(rows_TAD, self.plan, self.layers[layer], scaling)
+    def attend(
+        self,
+        rows_TAD: Tensor,
+        layer: int,
+        scaling: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        store(rows_TAD, self.plan, self.layers[layer])
+        groups = self.plan.groups_of(window)
+        rows = rows_TAD.view(-1, rows_TAD.shape[2])
+        outputs = [_attend(group, rows, self.layers[layer], scaling, softcap) for group in groups]
+        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return joined.index_select(0, self.plan.scatter)
 
 
 def paged_attention(
@@ -77,31 +99,31 @@ def paged_attention(
     *,
     scaling: float,
     paceline_step: Step,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Hugging Face's interface: query, key and value [1, heads, T, D] in, [1, T, heads, D] out."""
     rows_TAD = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).contiguous()
     layer = module.layer_idx
     assert isinstance(layer, int)
-    rows = paceline_step.attend(rows_TAD, layer, scaling)
+    rows = paceline_step.attend(rows_TAD, layer, scaling, window=sliding_window, softcap=softcap)
     return rows.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 
-def store_and_attend(rows_TAD: Tensor, plan: StepPlan, layer: LayerCache, scaling: float) -> Tensor:
-    """Store the step's keys and values, attend, return [T x query heads, D]."""
+def store(rows_TAD: Tensor, plan: StepPlan, layer: LayerCache) -> None:
+    """Store the step's keys and values."""
     num_written = layer.slots_2HSD.shape[0]
     written = rows_TAD[: plan.num_tokens, -num_written:].transpose(0, 1)
     if plan.slots_T is None:
         layer.slots_2HSD.narrow(1, plan.first_slot, plan.num_tokens).copy_(written)
     else:
         layer.slots_2HSD.index_copy_(1, plan.slots_T, written)
-    rows = rows_TAD.view(-1, rows_TAD.shape[2])
-    outputs = [_attend(group, rows, layer, scaling) for group in plan.groups]
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.index_select(0, plan.scatter)
 
 
-def _attend(group: Group, rows: Tensor, layer: LayerCache, scaling: float) -> Tensor:
+def _attend(
+    group: Group, rows: Tensor, layer: LayerCache, scaling: float, softcap: float | None
+) -> Tensor:
     """Attention of a group's query rows: [B x H x R, D]."""
     num_heads, head_size = layer.keys_NHBD.shape[1], rows.shape[1]
     query_BHRD = rows.index_select(0, group.gather).view(
@@ -115,15 +137,13 @@ def _attend(group: Group, rows: Tensor, layer: LayerCache, scaling: float) -> Te
             run_query = query_BHRD[run.slice_index].expand(run.count, -1, -1, -1)
         else:
             run_query = query_BHRD.index_select(0, run.slices_C)
-        part_CHRD, lse_CHR = torch._scaled_dot_product_flash_attention_for_cpu(
-            run_query,
-            layer.keys_NHBD[first:end],
-            layer.values_NHBD[first:end],
-            0.0,
-            False,
-            attn_mask=run.mask_CR,
-            scale=scaling,
-        )
+        keys, values = layer.keys_NHBD[first:end], layer.values_NHBD[first:end]
+        if softcap is None:
+            part_CHRD, lse_CHR = torch._scaled_dot_product_flash_attention_for_cpu(
+                run_query, keys, values, 0.0, False, attn_mask=run.mask_CR, scale=scaling
+            )
+        else:
+            part_CHRD, lse_CHR = _capped(run_query, keys, values, run.mask_CR, scaling, softcap)
         parts.append(part_CHRD)
         weights.append(lse_CHR)
     parts_CHRD = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -136,6 +156,22 @@ def _attend(group: Group, rows: Tensor, layer: LayerCache, scaling: float) -> Te
         lse_CHR = lse_CHR.index_select(0, group.spread)
     merged_BHRD = _merge(group, parts_CHRD, lse_CHR)
     return merged_BHRD.to(rows.dtype).view(-1, head_size)
+
+
+def _capped(
+    query_CHRD: Tensor,
+    keys_CHBD: Tensor,
+    values_CHBD: Tensor,
+    mask_CR: Tensor,
+    scaling: float,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """What the kernel computes, with scores kept within `softcap`, for which it has no place."""
+    scores_CHRB = torch.matmul(query_CHRD, keys_CHBD.transpose(2, 3)).float() * scaling
+    scores_CHRB = torch.tanh(scores_CHRB / softcap) * softcap + mask_CR
+    lse_CHR = torch.logsumexp(scores_CHRB, dim=-1)
+    weights_CHRB = torch.exp(scores_CHRB - lse_CHR.unsqueeze(-1)).to(values_CHBD.dtype)
+    return torch.matmul(weights_CHRB, values_CHBD), lse_CHR
 
 
 def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:

@@ -77,6 +77,12 @@ def read_config(folder: Path) -> PreTrainedConfig:
             "tokenizer.json, or a name that `paceline models list` shows"
         )
     raw = _read_json(folder / "config.json", required=True)
+    if "quantization_config" in raw:
+        method = dict(raw["quantization_config"] or {}).get("quant_method", "of an unknown kind")
+        raise CheckpointError(
+            f"{folder / 'config.json'}: the weights are quantised ({method}), which is not "
+            "supported: use the checkpoint in float32, bfloat16 or float16"
+        )
     if "auto_map" in raw:
         raise CheckpointError(
             f"{folder / 'config.json'} wants code from the checkpoint to be run (auto_map), which "
@@ -92,16 +98,27 @@ def read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
+def sliding_window_of(config: PreTrainedConfig) -> int | None:
+    """Positions that a token of a sliding-window layer sees, its own included; None: no such layer,
+    or a window that no sequence of the model outgrows.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return None
+    if "sliding_attention" not in kinds or window >= config.max_position_embeddings:
+        return None
+    return int(window)
+
+
 def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
     """Refuse what our attention does not compute."""
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True) and not kinds:
-        kinds = {"sliding_attention"} if window < config.max_position_embeddings else kinds
+    known = {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - known
     if kinds:
         raise CheckpointError(
             f"{folder / 'config.json'}: layers of kind {', '.join(sorted(kinds))} are not "
-            "supported yet: use a checkpoint with full attention in every layer"
+            f"supported: expected {' or '.join(sorted(known))} in every layer"
         )
 
 

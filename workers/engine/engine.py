@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from paceline.errors import ConfigError
 from workers.engine.attention import StepContext
 from workers.engine.block_pool import blocks_for
-from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.checkpoint import inspect_checkpoint, sliding_window_of
 from workers.engine.forward import choose_forward
 from workers.engine.host_memory import check_room
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
@@ -83,6 +83,7 @@ class Engine:
 
     def _adopt(self, model: PreTrainedModel, kv_memory_bytes: int) -> None:
         config = model.config
+        self._window = sliding_window_of(config)
         self._num_query_heads = int(config.num_attention_heads)
         self._num_kv_heads = int(
             getattr(config, "num_key_value_heads", None) or self._num_query_heads
@@ -165,6 +166,7 @@ class Engine:
             num_query_heads=self._num_query_heads,
             num_kv_heads=self._num_kv_heads,
             min_tokens=self._min_tokens,
+            window=self._window,
         )
         began = time.perf_counter()
         logits_TV = self._forward(StepContext(plan, self._cache.layers)).float()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from workers.engine.attention import Step, StepContext
+from workers.engine.checkpoint import sliding_window_of
 from workers.engine.fusing import ProjectionPart
 from workers.engine.kv_cache import KVCache
 from workers.engine.linears import MIN_ROWS
@@ -92,6 +93,8 @@ class LeanForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Raises _OtherLayoutError."""
+        if sliding_window_of(model.config) is not None:
+            raise _OtherLayoutError("sliding_window")  # The probe is too short to tell.
         base = _part(model, model.base_model_prefix)
         self._embed = _part(base, "embed_tokens")
         self._rotary = _part(base, "rotary_emb")

@@ -74,12 +74,27 @@ class StepPlan:
     scatter: Tensor
     """For each row of the result, seen as [T x query heads, D], its row in the groups' outputs."""
     logit_rows: Tensor
+    window: int | None
+    windowed_groups: tuple[Group, ...]
+    """As `groups`, for layers whose rows see a window; empty where no layer does."""
+
+    def groups_of(self, window: int | None) -> tuple[Group, ...]:
+        """For a layer with that window; one that was not planned for is as good as none."""
+        return self.groups if window is None or self.window != window else self.windowed_groups
 
 
 def make_plan(
-    slices: Sequence[Slice], *, num_query_heads: int, num_kv_heads: int, min_tokens: int
+    slices: Sequence[Slice],
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    min_tokens: int,
+    window: int | None = None,
 ) -> StepPlan:
-    """Plan a step over `slices`, none of them empty; padded to `min_tokens` tokens."""
+    """Plan a step over `slices`, none of them empty; padded to `min_tokens` tokens.
+
+    `window`: of the model's sliding-window layers, where sequences may outgrow it.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -99,9 +114,9 @@ def make_plan(
     in_a_run = slots[-1] - slots[0] == num_tokens - 1 and slots == list(
         range(slots[0], slots[0] + num_tokens)
     )
-    groups, scatter = _make_groups(
-        slices, offsets, num_tokens + padding, num_query_heads, num_kv_heads
-    )
+    batches = _batches(slices, offsets, num_query_heads, num_kv_heads)
+    groups = tuple(_make_group(pieces, rows) for pieces, rows, _ in batches)
+    windowed = [] if window is None else [_make_group(p, r, window) for p, r, _ in batches]
     return StepPlan(
         token_ids_T=torch.tensor(token_ids + token_ids[-1:] * padding),
         position_ids_T=torch.tensor(positions + positions[-1:] * padding),
@@ -109,32 +124,37 @@ def make_plan(
         first_slot=slots[0],
         slots_T=None if in_a_run else torch.tensor(slots),
         groups=groups,
-        scatter=scatter,
+        scatter=_scatter(batches, num_tokens + padding, num_query_heads),
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        window=window,
+        windowed_groups=tuple(windowed),
     )
 
 
-def _make_groups(
-    slices: Sequence[Slice],
-    offsets: Sequence[int],
-    num_fed: int,
-    num_query_heads: int,
-    num_kv_heads: int,
-) -> tuple[tuple[Group, ...], Tensor]:
+_Batch = tuple[list[Slice], "_Rows", list[int]]
+"""The slices of a group, their query rows, and each slice's first token in the step."""
+
+
+def _batches(
+    slices: Sequence[Slice], offsets: Sequence[int], num_query_heads: int, num_kv_heads: int
+) -> list[_Batch]:
     narrow = [i for i, piece in enumerate(slices) if len(piece.token_ids) <= _WIDE]
     wide = [[i] for i, piece in enumerate(slices) if len(piece.token_ids) > _WIDE]
-    groups: list[Group] = []
+    batches: list[_Batch] = []
+    for members in ([narrow] if narrow else []) + wide:
+        pieces, firsts = [slices[i] for i in members], [offsets[i] for i in members]
+        batches.append((pieces, _Rows(pieces, firsts, num_query_heads, num_kv_heads), firsts))
+    return batches
+
+
+def _scatter(batches: Sequence[_Batch], num_fed: int, num_query_heads: int) -> Tensor:
     scatter_TH = torch.zeros(num_fed, num_query_heads, dtype=torch.int64)
     first_row = 0
-    for members in ([narrow] if narrow else []) + wide:
-        pieces = [slices[i] for i in members]
-        rows = _Rows(pieces, [offsets[i] for i in members], num_query_heads, num_kv_heads)
-        groups.append(_make_group(pieces, rows))
-        for index, piece in enumerate(pieces):
-            offset = offsets[members[index]]
+    for pieces, rows, offsets in batches:
+        for index, (piece, offset) in enumerate(zip(pieces, offsets, strict=True)):
             rows.scatter_into(scatter_TH[offset : offset + len(piece.token_ids)], index, first_row)
-        first_row += len(pieces) * num_kv_heads * rows.count
-    return tuple(groups), scatter_TH.view(-1)
+        first_row += len(pieces) * rows.num_kv_heads * rows.count
+    return scatter_TH.view(-1)
 
 
 class _Rows:
@@ -170,7 +190,7 @@ class _Rows:
         target_TH.copy_(base + tokens_T1 * self.share + heads % self.share)
 
 
-def _make_group(pieces: Sequence[Slice], rows: _Rows) -> Group:
+def _make_group(pieces: Sequence[Slice], rows: _Rows, window: int | None = None) -> Group:
     chunks = [blocks_for(piece.start + len(piece.token_ids), BLOCK_SIZE) for piece in pieces]
     max_chunks = max(chunks)
     row_slot_BR = rows.token_BR + torch.tensor([[piece.start] for piece in pieces])
@@ -181,6 +201,9 @@ def _make_group(pieces: Sequence[Slice], rows: _Rows) -> Group:
             unrelated_RS = unrelated_slots(piece, max_chunks * BLOCK_SIZE)[rows.token_BR[index]]
             by_chunk = unrelated_RS.view(rows.count, max_chunks, 1, BLOCK_SIZE)
             hidden[index] |= by_chunk.permute(1, 2, 0, 3)
+    if window is not None:
+        for index, piece in enumerate(pieces):
+            hidden[index] |= _before_window(piece, rows.token_BR[index], max_chunks, window)
     mask_BC = torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
     orders = _runs_of_blocks(
         [piece.block_table[:n] for piece, n in zip(pieces, chunks, strict=True)]
@@ -195,6 +218,15 @@ def _make_group(pieces: Sequence[Slice], rows: _Rows) -> Group:
         spread=spread,
         absent_BC=absent_BC,
     )
+
+
+def _before_window(piece: Slice, token_R: Tensor, num_chunks: int, window: int) -> Tensor:
+    """[chunks, 1, R, 128]: the slots whose positions lie before the window of each row."""
+    position_S = torch.arange(num_chunks * BLOCK_SIZE)
+    fed_T = torch.tensor(positions_of(piece))
+    position_S[piece.start : piece.start + len(fed_T)] = fed_T
+    before_RS = position_S <= fed_T[token_R][:, None] - window
+    return before_RS.view(-1, num_chunks, 1, BLOCK_SIZE).permute(1, 2, 0, 3)
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -11,7 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.errors import CheckpointError, ConfigError
 from workers.engine import attention
-from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.checkpoint import CheckpointInfo, read_config, sliding_window_of
 from workers.engine.weight_form import Dtype
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,8 +39,16 @@ def dtype_of(asked: Dtype, info: CheckpointInfo) -> torch.dtype:
 def load_on_device(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     """The model as Hugging Face has it, but for paged attention.
 
-    Raises CheckpointError; ConfigError, with the numbers, where the device has too little memory.
+    Raises CheckpointError, for layers too that a GPU's attention does not compute; ConfigError,
+    with the numbers, where the device has too little memory.
     """
+    config = read_config(folder)
+    window, softcap = sliding_window_of(config), getattr(config, "attn_logit_softcapping", None)
+    if window is not None or softcap is not None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: sliding_window {window} and attn_logit_softcapping "
+            f"{softcap} are not supported on a GPU: run it on CPUs"
+        )
     attention.register()
     arguments: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     transformers_logging.disable_progress_bar()  # Workers have no terminal.

@@ -50,8 +50,20 @@ class DeviceStep:
     def logit_rows(self) -> Tensor:
         return self._logit_rows
 
-    def attend(self, rows_TAD: Tensor, layer: int, scaling: float) -> Tensor:
-        """Store a layer's keys and values, attend, return [T x query heads, D]."""
+    def attend(
+        self,
+        rows_TAD: Tensor,
+        layer: int,
+        scaling: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Store a layer's keys and values, attend, return [T x query heads, D].
+
+        Windows that matter, and caps, were refused when the model was loaded.
+        """
+        assert softcap is None, softcap
         inputs, pages = self._inputs, self._cache.layers[layer]
         num_queries, num_keys = self._heads.num_queries, self._heads.num_keys
         query_TAD, keys_THD, values_THD = rows_TAD.split((num_queries, num_keys, num_keys), dim=1)
