@@ -70,10 +70,11 @@ def replace_linears_of(module: nn.Module, form: WeightForm, *, is_head: bool = F
     """The same for the linears that `module` itself holds."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, _replacement(child, form, is_head=is_head))
+            setattr(module, name, packed_linear(child, form, is_head=is_head))
 
 
-def _replacement(source: nn.Linear, form: WeightForm, *, is_head: bool) -> nn.Module:
+def packed_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False) -> nn.Module:
+    """What takes the place of `source`."""
     if form == "int4" and not is_head and fits_int4(source):
         return Int4Linear(source)
     if form in ("int4", "int8"):

@@ -22,6 +22,7 @@ from workers.engine.fusing import ProjectionPart, join_projections, replace_norm
 from workers.engine.host_memory import check_room
 from workers.engine.invariance import replace_activations
 from workers.engine.linears import activation_dtype, replace_linears_of
+from workers.engine.mixtures import holds_experts, replace_experts_of
 from workers.engine.stored_tensors import StoredTensors
 from workers.engine.tensor_parallel.cuts import vocabulary_part
 from workers.engine.tensor_parallel.group import Group
@@ -102,9 +103,12 @@ class _Loading:
         )
         kept = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
         for module in list(self._model.modules()):
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) or holds_experts(module):
                 continue  # Filled with its parent.
             self._fill(module, self._dtype, kept)
+            for experts in filter(holds_experts, list(module.children())):
+                self._fill(experts, self._linear_dtype, kept)
+                replace_experts_of(module, self._weights)
             linears = [child for child in module.children() if isinstance(child, nn.Linear)]
             for linear in linears:
                 self._fill(linear, self._linear_dtype, kept)

@@ -86,9 +86,10 @@ class Sharding:
         leaf = module.rpartition(".")[2]
         if leaf in _VOCABULARY:
             return vocabulary_cut(whole_shape[0], **self._where)
-        style = self._style(module)
+        style = self._style(name)  # Experts' weights are parameters, not modules.
         if style is None:
-            style = self._style(name)  # Experts' weights are parameters, not modules.
+            style = self._style(module)
+        else:
             leaf = kind
         if style is None or style in _WHOLE_STYLES or style == _SUMMED_EXPERTS:
             return None
