@@ -62,12 +62,18 @@ def positions_of(piece: Slice) -> list[int]:
     end = piece.start + len(piece.token_ids)
     if piece.tree_start is None or not is_tree(piece):
         return list(range(piece.start, end))
+    chain = range(piece.start, min(end, piece.tree_start))
+    first_node = max(0, piece.start - piece.tree_start)
+    return [*chain, *node_positions(piece)[first_node:]]
+
+
+def node_positions(piece: Slice) -> list[int]:
+    """The position of each node of the slice's tree, those fed by earlier steps included."""
+    assert piece.tree_start is not None
     depths = [0]
     for parent in piece.parents:
         depths.append(depths[parent] + 1)
-    chain = range(piece.start, min(end, piece.tree_start))
-    first_node = max(0, piece.start - piece.tree_start)
-    return [*chain, *(piece.tree_start - 1 + depth for depth in depths[first_node + 1 :])]
+    return [piece.tree_start - 1 + depth for depth in depths[1:]]
 
 
 def unrelated_slots(piece: Slice, num_slots: int) -> Tensor:

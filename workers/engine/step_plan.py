@@ -17,7 +17,7 @@ from torch import Tensor
 
 from workers.engine.block_pool import blocks_for
 from workers.engine.kv_cache import BLOCK_SIZE
-from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
+from workers.engine.slices import Slice, is_tree, node_positions, positions_of, unrelated_slots
 
 _ROW_MULTIPLE = 4
 """The attention kernel rounds otherwise in tiles of fewer than 4 query rows."""
@@ -224,7 +224,9 @@ def _before_window(piece: Slice, token_R: Tensor, num_chunks: int, window: int) 
     """[chunks, 1, R, 128]: the slots whose positions lie before the window of each row."""
     position_S = torch.arange(num_chunks * BLOCK_SIZE)
     fed_T = torch.tensor(positions_of(piece))
-    position_S[piece.start : piece.start + len(fed_T)] = fed_T
+    if is_tree(piece):
+        nodes = torch.tensor(node_positions(piece))
+        position_S[piece.tree_start :][: len(nodes)] = nodes
     before_RS = position_S <= fed_T[token_R][:, None] - window
     return before_RS.view(-1, num_chunks, 1, BLOCK_SIZE).permute(1, 2, 0, 3)
 

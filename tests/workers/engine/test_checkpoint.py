@@ -118,7 +118,11 @@ def config(**changes: object) -> Callable[[Path], None]:
         (config(model_type="no-such-model"), ["config.json", "no-such-model"]),
         (config(num_attention_heads=7), ["config.json", "not a multiple", "(48)", "(7)"]),
         (config(auto_map={"AutoModel": "code.Model"}), ["auto_map", "never"]),
-        (config(sliding_window=8, model_type="mistral"), ["sliding_attention", "not supported"]),
+        (
+            config(model_type="qwen2", layer_types=["full_attention", "chunked_attention"]),
+            ["chunked_attention", "not supported"],
+        ),
+        (config(quantization_config={"quant_method": "gptq"}), ["quantised (gptq)", "bfloat16"]),
         (remove(WEIGHTS), ["no weights", WEIGHTS]),
         (cut_weights, [WEIGHTS, "fetch it again"]),
         (write(WEIGHTS, "not tensors at all"), [WEIGHTS, "fetch it again"]),

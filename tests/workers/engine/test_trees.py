@@ -13,7 +13,7 @@ from workers.engine.engine import Engine, Slice
 VOCAB = 384
 TREE, PLAIN, OTHER = [7, 2, 9], [12, 13, 14], [20, 3, 4]
 """Block tables of three sequences."""
-ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2")
+ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "gemma2", "gemma3_text", "mixtral")
 PREFIXES = (1, 40, 120, 126, 128, 130, 250)
 """Some are so near the end of a block of 128 that the tree crosses it."""
 
