@@ -6,6 +6,7 @@ each brought into the engine's form before the next is read, so that no copy of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ class _Loading:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._shared: dict[tuple[int, torch.dtype], nn.Parameter] = {}
         self._done_bytes = 0
-        self._num_weights = sum(parameter.numel() for parameter in model.parameters())
+        self._num_weights = sum(self._numel(name) for name in self._names.values())
         self._all_bytes = self._num_weights * self._dtype.itemsize
 
     def run(self) -> None:
@@ -102,9 +103,8 @@ class _Loading:
             "raise target.tensor_parallel, or take a larger host",
         )
         kept = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
-        for module in list(self._model.modules()):
-            if isinstance(module, nn.Linear) or holds_experts(module):
-                continue  # Filled with its parent.
+        # Linears and experts are filled with their parents, and must be freed once replaced.
+        for module in [one for one in self._model.modules() if not _is_replaced(one)]:
             self._fill(module, self._dtype, kept)
             for experts in filter(holds_experts, list(module.children())):
                 self._fill(experts, self._linear_dtype, kept)
@@ -135,6 +135,13 @@ class _Loading:
         elif isinstance(module, nn.Embedding):
             module.num_embeddings = module.weight.shape[0]
 
+    def _numel(self, name: str) -> int:
+        """Elements of this rank's part of a parameter."""
+        whole = self._shapes[name]
+        cut = self._sharding.cut(name, whole)
+        numel = math.prod(whole)
+        return numel if cut is None else numel // whole[cut.dim] * cut.size
+
     def _read(self, empty: Tensor, dtype: torch.dtype) -> Tensor:
         name = self._names[id(empty)]
         whole = self._shapes[name]
@@ -151,6 +158,10 @@ class _Loading:
         if self._progress is not None:
             self._progress(self._done_bytes, self._all_bytes)
         return tensor
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or holds_experts(module)
 
 
 def _is_vocabulary(name: str) -> bool:

@@ -8,6 +8,7 @@ expert and projection.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from workers.engine.tensor_parallel.cuts import Cut, Span
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-_MAPPED_BYTES = 64 * 1024 * 1024
+_MAPPED_BYTES = 16 * 1024 * 1024
 """After so many bytes a file is mapped anew: pages that were read count as our memory."""
 _EXPERT_NAMES = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
@@ -134,7 +135,9 @@ class StoredTensors:
             index = [slice(None)] * dim + [slice(span.start, span.start + span.count)]
             piece: Tensor = stored[tuple(index)] if target.dim() else stored[:]
             target.narrow(dim, span.at, span.count).copy_(piece)
-            self._mapped_bytes += piece.numel() * piece.element_size()
+            # Columns of a matrix lie in all of its pages.
+            numel = piece.numel() if dim == 0 else math.prod(self._shapes[name])
+            self._mapped_bytes += numel * piece.element_size()
 
     def _slice(self, path: Path, name: str) -> Any:
         if path != self._open_path or self._mapped_bytes > _MAPPED_BYTES:
