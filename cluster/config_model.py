@@ -172,6 +172,15 @@ class TargetConfig(_Closed):
     def _emulated_or_not(cls, given: Any) -> Any:
         return _model_or_emulated(given, "demo")
 
+    @model_validator(mode="after")
+    def _emulated_is_one(self) -> TargetConfig:
+        if self.emulated is not None and self.tensor_parallel > 1:
+            raise _refusal(
+                f"an emulated target is one worker, whose profile counts the GPUs; tensor_parallel "
+                f"is {self.tensor_parallel}, expected 1"
+            )
+        return self
+
 
 class DrafterConfig(_Closed):
     """`count` drafters of one kind. `model` and `emulated` are of kind "model" alone.

@@ -93,6 +93,10 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[target]\nkv_memory = '2 gigs'", "target.kv_memory: expected"),
         ("[target]\nmax_num_seqs = 0", "target.max_num_seqs: expected at least 1, got 0"),
         ("[target]\ntensor_parallel = 0", "target.tensor_parallel: expected at least 1, got 0"),
+        (
+            "[target]\nemulated = '70b-4xh100'\ntensor_parallel = 2",
+            "target: an emulated target is one worker",
+        ),
         ("[target]\nresources = 'tpu'", "target.resources: expected one of auto, cpu, gpu"),
         ("[target]\ngroups = 3", "target.groups: 3 is not in this version; available: 1"),
         ("[target]\ndtype = 'int4'", "target.dtype: expected one of auto, float32, bfloat16, "),
