@@ -6,24 +6,41 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.workers.engine.tensor_parallel.ranks import free_port
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Where a process runs: its address, and the command that runs another one there."""
+
+    address: str = "127.0.0.1"
+    run: tuple[str, ...] = ()
+
+
 class ShardProcesses:
     """`degree` processes of `python -m workers.target_shard`. Use as a context manager."""
 
-    def __init__(self, folders: Sequence[Path], *, collective_seconds: float = 10.0) -> None:
-        """A rank for each folder; usually all the same."""
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        *,
+        hosts: Sequence[Host] = (),
+        collective_seconds: float = 10.0,
+    ) -> None:
+        """A rank for each folder, usually all the same, and for each host if they are given."""
         self._folders = folders
+        self._hosts = hosts or [Host()] * len(folders)
         self._collective_seconds = collective_seconds
         self.ports = [free_port() for _ in folders]
         self.processes = [self._start(rank) for rank in range(len(folders))]
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        return tuple(f"127.0.0.1:{port}" for port in self.ports)
+        pairs = zip(self._hosts, self.ports, strict=True)
+        return tuple(f"{host.address}:{port}" for host, port in pairs)
 
     def __enter__(self) -> ShardProcesses:
         for rank in range(len(self.processes)):
@@ -52,7 +69,9 @@ class ShardProcesses:
 
     def _start(self, rank: int) -> subprocess.Popen[str]:
         command = [
+            *self._hosts[rank].run,
             *(sys.executable, "-m", "workers.target_shard", str(self._folders[rank])),
+            *("--host", self._hosts[rank].address),
             *("--port", str(self.ports[rank]), "--kv-memory-mib", "4"),
             *("--rank", str(rank), "--degree", str(len(self._folders))),
             *("--collective-seconds", str(self._collective_seconds)),
