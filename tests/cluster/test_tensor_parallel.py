@@ -22,6 +22,8 @@ from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, open_channel
 
 PROMPT = "The quick brown fox"
+RESTART_SECONDS = 120.0
+"""A process that is started on a busy machine imports torch for long."""
 CHOICES = {
     "greedy": GenerateOptions(temperature=0.0, max_tokens=60, ignore_eos=True),
     "sampled": GenerateOptions(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True),
@@ -47,7 +49,10 @@ async def client_of(
     folder: Path, addresses: tuple[str, ...], drafters: dict[str, str] | None = None
 ) -> AsyncIterator[AsyncClient]:
     options = DriverOptions(
-        folder=folder, target_addresses=addresses, drafter_addresses=drafters or {}
+        folder=folder,
+        target_addresses=addresses,
+        drafter_addresses=drafters or {},
+        target_patience=RESTART_SECONDS,
     )
     _, server = await serve_driver(options, host=HOST)
     try:
