@@ -175,7 +175,7 @@ class Group:
         try:
             with socket.create_server((self._host, 0)) as listener:
                 self.rendezvous = f"{self._host}:{listener.getsockname()[1]}"
-                return self._open_store(self.rendezvous, master_listen_fd=listener.detach())
+                return self._open_store(self.rendezvous, listener.detach())
         except (OSError, RuntimeError) as error:
             raise WorkerLostError(
                 f"rank 0 cannot listen at {self._host}: {_first_line(error)}; its other shards "
@@ -190,7 +190,7 @@ class Group:
                 f"rank {self.place.rank} cannot reach rank 0 at {rendezvous}: {_first_line(error)}"
             ) from error
 
-    def _open_store(self, rendezvous: str, **listening: int) -> TCPStore:
+    def _open_store(self, rendezvous: str, listen_fd: int | None = None) -> TCPStore:
         host, _, port = rendezvous.rpartition(":")
         if not host or not port.isdecimal():
             raise ProtocolError(f"rendezvous: expected host:port, got {rendezvous!r}")
@@ -200,7 +200,7 @@ class Group:
             is_master=self.place.rank == 0,
             timeout=timedelta(seconds=self._deadlines.meeting),
             wait_for_workers=False,
-            **listening,
+            master_listen_fd=listen_fd,
         )
 
 
