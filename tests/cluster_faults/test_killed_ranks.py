@@ -32,10 +32,11 @@ def client(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield client
 
 
-def config_of(model: Path, **target: int) -> Config:
-    sizes = {"tensor_parallel": 2, "threads": 1, "kv_memory": 64 << 20} | target
+def config_of(model: Path, *, tensor_parallel: int = 2, kv_memory: int = 64 << 20) -> Config:
     return Config(
-        target=TargetConfig(model=str(model), **sizes),
+        target=TargetConfig(
+            model=str(model), tensor_parallel=tensor_parallel, threads=1, kv_memory=kv_memory
+        ),
         drafters=(DrafterConfig(kind="ngram"),),
         server=ServerConfig(grpc_port=0),
     )

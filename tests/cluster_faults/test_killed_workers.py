@@ -45,7 +45,7 @@ def client(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def test_a_killed_drafter_costs_nothing_and_comes_back(client: Client) -> None:
     """Other work on the machine makes pauses too, so the shortest of three kills counts."""
     expected = plain_tokens(client)
-    pauses = []
+    pauses: list[float] = []
     while len(pauses) < 3 and min(pauses, default=LONGEST_PAUSE + 1) > LONGEST_PAUSE:
         pid = worker_of(client.stats(), "drafter-0").pid
         token_ids, times = stream_and_kill(client, pid)
