@@ -272,6 +272,8 @@ class TokenTree:
         for node in (self.root, *kept):
             if node.children:
                 node.children = [child for child in node.children if id(child) in held]
+            if not node.children:
+                node.distribution = None  # The next children may be another drafter's draws.
         self._nodes = kept
         self._by_hash = {self.root.prefix_hash: self.root}
         for node in kept:

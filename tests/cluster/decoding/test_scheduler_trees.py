@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from cluster.decoding.events import (
+    DrafterJoined,
+    DrafterLost,
+    Proposal,
+    Proposed,
     SequenceVerdict,
     StepDone,
 )
@@ -12,6 +17,7 @@ from cluster.decoding.instructions import (
     Emit,
 )
 from paceline.errors import ProtocolError
+from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule
 from tests.cluster.decoding.scripts import (
     PROMPT,
@@ -23,6 +29,7 @@ from tests.cluster.decoding.scripts import (
     tree_request,
     verdict,
 )
+from workers.verification.draft_probs import SparseProbs
 
 
 def test_an_accepted_path_of_a_tree_moves_to_its_own_positions_in_the_next_slice() -> None:
@@ -88,3 +95,28 @@ def test_a_tree_is_no_answer_to_a_request_for_a_chain() -> None:
     scheduler.handle(tree_proposal(PROMPT, (10, 11, 12), (0, 0, 1)))
     assert scheduler.totals.dropped_proposals == 1
     assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].window == 0
+
+
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.KSEQ, Rule.RECURSIVE, Rule.MCSD])
+def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(rule: Rule) -> None:
+    """Also where a lost drafter had drafted after the same token."""
+    scheduler = started_with(tree_request(rule, window=2, branches=1))
+    path = (*PROMPT, 10)
+    scheduler.handle(verdict(1, 0, 10))
+    pairs = {
+        name: SparseProbs(np.array([11, 12]), np.array(probs, dtype=np.float32))
+        for name, probs in (("d", (0.25, 0.75)), ("e", (0.5, 0.5)))
+    }
+
+    def drafted(name: str, token_id: int) -> Proposed:
+        made = Proposal(1, 4, hash_prefix(path), (token_id,), distributions={0: pairs[name]})
+        return Proposed(0.5, name, (made,))
+
+    scheduler.handle(drafted("d", 12))
+    scheduler.handle(DrafterJoined(0.6, "e", 1000, rules=frozenset(Rule)))
+    scheduler.handle(DrafterLost(0.7, "d"))
+    scheduler.handle(drafted("e", 11))
+    sequence = scheduler._find(1)
+    assert sequence is not None
+    window = sequence.tree.pin(2)
+    assert (window.token_ids, window.distributions) == ((11,), {0: pairs["e"]})
