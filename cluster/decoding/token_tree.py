@@ -66,6 +66,7 @@ class TokenTree:
 
     __slots__ = (
         "_by_hash",
+        "_foreign",
         "_hashes",
         "_nodes",
         "_pinned",
@@ -92,6 +93,7 @@ class TokenTree:
         self._nodes: list[Node] = []
         self._pinned: list[Node] = []
         self._by_hash: dict[int, Node] = {}
+        self._foreign = False
         for token_id in prompt_token_ids:
             self._append(token_id)
         self._set_root(Node(self.token_ids[-1], len(self.token_ids), self._hashes[-1]))
@@ -185,6 +187,9 @@ class TokenTree:
     def unpin(self) -> None:
         """There will be no verdict on what was pinned."""
         self._pinned = []
+        if self._foreign:
+            self._foreign = False
+            self._keep([])  # What the drafter of now drew may stand beside it.
 
     def is_path(self, accepted: Sequence[int]) -> bool:
         """Whether these pinned candidates are a path from the root."""
@@ -232,8 +237,9 @@ class TokenTree:
         return tuple(node.token_id for node in path)
 
     def drop_run_ahead(self) -> None:
-        """Forget all candidates but those that are being verified."""
+        """Forget all candidates but those that are being verified: another drafter begins."""
         self._keep(self._pinned)
+        self._foreign = bool(self._pinned)
 
     def check_integrity(self) -> None:
         """Assert that hashes fit the tokens and the tree hangs together."""
@@ -259,6 +265,7 @@ class TokenTree:
         root.parent = None
         self.root = root
         self._pinned = []
+        self._foreign = False
         self._keep(self._nodes)
 
     def _keep(self, nodes: Sequence[Node]) -> None:

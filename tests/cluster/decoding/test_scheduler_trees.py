@@ -12,6 +12,7 @@ from cluster.decoding.events import (
     Proposed,
     SequenceVerdict,
     StepDone,
+    TargetLost,
 )
 from cluster.decoding.instructions import (
     Emit,
@@ -120,3 +121,29 @@ def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(ru
     assert sequence is not None
     window = sequence.tree.pin(2)
     assert (window.token_ids, window.distributions) == ((11,), {0: pairs["e"]})
+
+
+def test_draws_of_two_drafters_are_not_left_side_by_side() -> None:
+    """One was lost while its draws were verified, and then the target was, before the verdict."""
+    asked = tree_request(Rule.RECURSIVE)
+    for target_lost in (False, True):
+        scheduler = started_with(asked)
+        path = (*PROMPT, 10)
+        scheduler.handle(verdict(1, 0, 10))
+        scheduler.handle(tree_proposal(path, (11, 12, 13), (0, 0, 1)))
+        part = the_step(scheduler.handle(verdict(2, 0, 11))).slices[0]
+        assert part.token_ids == (11, 13)
+        scheduler.handle(DrafterJoined(0.6, "e", 1000, rules=frozenset(Rule)))
+        scheduler.handle(DrafterLost(0.7, "d"))
+        made = Proposal(1, 5, hash_prefix((*path, 11)), (14, 15), parents=(0, 0))
+        scheduler.handle(Proposed(0.8, "e", (made,)))
+        sequence = scheduler._find(1)
+        assert sequence is not None
+        assert sequence.tree.num_candidates == 3
+        if target_lost:
+            scheduler.handle(TargetLost(0.9))
+            assert sequence.tree.num_candidates == 0
+        else:
+            scheduler.handle(verdict(3, 0, 14))
+            assert sequence.tree.root.token_id == 14
+        scheduler.check_integrity()
