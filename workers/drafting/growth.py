@@ -50,6 +50,7 @@ class Growth:
         self._stopped: set[int] = set()
         self._longest = 0
         self._in_step = 0
+        self._was_cut = False
         self.as_chain = True
         """Whether it grew as a chain in the last pass."""
 
@@ -70,6 +71,8 @@ class Growth:
             leaves = self._leaves(pass_ms)
             needed = sum(len(self._numbers(leaf)) for leaf in leaves)
             return leaves if needed <= tree.nodes_left else []
+        if tree.grant.fan_out:
+            return self._leaves(pass_ms)  # every chain grows on
         return self._allocate(pass_ms).feed
 
     @property
@@ -149,12 +152,19 @@ class Growth:
         return NewNodes(tokens, parents, distributions, multiplicities)
 
     def known(self) -> NewNodes:
-        """Branches to begin that were drawn with what was fed before: after an outcome, many."""
-        return self.harvest((), pass_ms=0.0) if self._tree.grant.fan_out else NewNodes()
+        """Branches to begin that were drawn with what was fed before: after an outcome, many.
+
+        Else the pass before has begun all.
+        """
+        if not self._was_cut or not self._tree.grant.fan_out:
+            return NewNodes()
+        self._was_cut = False
+        return self.harvest((), pass_ms=0.0)
 
     def committed(self, kept: Kept) -> None:
         """The tree was cut: learn from it, and renumber."""
         self._learn(kept)
+        self._was_cut = True
         above = kept.path[-1] if kept.agreed else None
         number_of = {old: number for number, old in enumerate(kept.nodes, start=1)}
         if above is not None:
@@ -221,7 +231,7 @@ class Growth:
         if tree.grant.fan_out:
             mean, exponent = self._chances.mean(0), self._chances.hits.exponent
             send = candidates_to_send(tree, self._expansions, reached, mean=mean, exponent=exponent)
-            return Allocation(self._leaves(pass_ms), send)
+            return Allocation([], send)
         means = [self._chances.mean(rank) for rank in range(branches)]
         places = [
             Place(leaf, 0, reached[leaf], tree.room(leaf), known=False)
