@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from cluster.driver import Driver
     from workers.server import RunningServer
 
+_PATIENCE_SECONDS = 30.0
 _CONNECT_SECONDS = 30.0
 """How long the driver looks for workers that serve; shards of a group must meet besides."""
 
@@ -183,8 +184,13 @@ class DriverActor(_Actor):
         target_addresses: Sequence[str],
         drafters: Mapping[str, str],
         port: int,
+        *,
+        patience: float,
     ) -> Serving:
-        """Connect to the workers and serve. Raises what serve_driver raises."""
+        """Connect to the workers and serve. Raises what serve_driver raises.
+
+        `patience`: seconds that requests wait for a lost target, if they are more than usual.
+        """
         from cluster.decoding.policies import PolicyName
         from cluster.driver import DriverOptions
         from cluster.inference import serve_driver
@@ -211,6 +217,7 @@ class DriverActor(_Actor):
             max_num_seqs=config.target.max_num_seqs,
             prefix_cache=config.target.prefix_cache,
             max_waiting=config.server.max_waiting,
+            target_patience=max(_PATIENCE_SECONDS, patience),
             connect_seconds=_CONNECT_SECONDS + (MEET_SECONDS if len(target_addresses) > 1 else 0),
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)

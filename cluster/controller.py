@@ -30,6 +30,8 @@ _DRIVER = "driver"
 _LONGEST_WAIT = 30.0
 _ANSWERS_AT_ONCE = 100
 _PROGRESS_SECONDS = 1.0
+_PATIENCE_OF_LOADS = 3.0
+"""Requests wait for a lost target as long as this many loads of its slowest shard took."""
 _log = logging.getLogger(__name__)
 
 
@@ -67,6 +69,8 @@ class Controller:
         self._workers = [_Worker(plan.name, plan) for plan in placement.workers]
         self._driver = _Worker(_DRIVER, None)
         self._lines: list[str] = []
+        self._load_seconds = 0.0
+        """What the slowest shard took to serve."""
         self._watches: list[asyncio.Task[None]] = []
         self._stopping = False
 
@@ -166,7 +170,10 @@ class Controller:
         self._say(f"{plan.name}: loading {plan.model or plan.kind}, threads {plan.threads}")
         began = time.monotonic()
         await self._serve(worker, 0)
-        self._say(f"{plan.name}: serving after {time.monotonic() - began:.1f} s")
+        seconds = time.monotonic() - began
+        self._say(f"{plan.name}: serving after {seconds:.1f} s")
+        if plan.kind == "target":
+            self._load_seconds = max(self._load_seconds, seconds)
 
     async def _serve(self, worker: _Worker, port: int) -> None:
         """Have the worker's actor serve. Raises its PacelineError, or WorkerLostError."""
@@ -174,7 +181,11 @@ class Controller:
             call = worker.handle.serve.remote(self._setup, worker.plan, port)
         else:
             call = worker.handle.serve.remote(
-                self._setup, self._target_addresses(), self._drafter_addresses(), port
+                self._setup,
+                self._target_addresses(),
+                self._drafter_addresses(),
+                port,
+                patience=_PATIENCE_OF_LOADS * self._load_seconds,
             )
         worker.serving = await _outcome(call, worker.name)
 
