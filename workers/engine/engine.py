@@ -1,7 +1,7 @@
-"""The engine: a model and its KV blocks on one device, and the step that runs them.
+"""The engine on a CPU: a model or a rank's part of one, its KV blocks, and the step that runs them.
 
 It knows token ids, positions and blocks. What is a sequence, who owns a block and which token is
-chosen is decided elsewhere. CPU only so far.
+chosen is decided elsewhere. On a GPU: cuda/engine.py.
 """
 
 from __future__ import annotations
