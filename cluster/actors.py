@@ -224,9 +224,12 @@ class DriverActor(_Actor):
         return self._serving(server)
 
     async def set_target(self, addresses: Sequence[str]) -> None:
-        """The shards are there from now on, by rank."""
-        assert self._driver is not None
-        self._driver.set_target(addresses)
+        """The shards are there from now on, by rank.
+
+        A driver that is only starting looks where it was told; the controller starts it again.
+        """
+        if self._driver is not None:
+            self._driver.set_target(addresses)
 
     async def set_drafters(self, drafters: Mapping[str, str]) -> None:
         """Use these from now on."""

@@ -55,6 +55,10 @@ class _Worker:
     restarts: int = 0
 
     @property
+    def address(self) -> str | None:
+        return None if self.serving is None else self.serving.address
+
+    @property
     def port(self) -> int:
         return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
 
@@ -115,7 +119,7 @@ class Controller:
             WorkerStatus(
                 name=worker.name,
                 kind=_DRIVER if worker.plan is None else worker.plan.kind,
-                address=None if worker.serving is None else worker.serving.address,
+                address=worker.address,
                 pid=None if worker.serving is None else worker.serving.pid,
                 restarts=worker.restarts,
             )
@@ -229,14 +233,15 @@ class Controller:
 
     async def _revive(self, worker: _Worker) -> None:
         wait = 0.5
-        port = worker.port
+        port, address = worker.port, worker.address
         is_drafter = worker.plan is not None and worker.plan.kind != "target"
         while True:
             ray.kill(worker.handle)
             worker.handle = self._make_actor(worker.plan)
             try:
                 await self._serve(worker, 0 if is_drafter else port)
-                await self._tell_driver(worker)
+                if worker.address != address:
+                    await self._tell_driver(worker)
             except PacelineError as error:
                 _log.warning("%s: cannot be started again yet: %s", worker.name, error)
                 await asyncio.sleep(wait)
