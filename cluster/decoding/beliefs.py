@@ -76,12 +76,12 @@ class Beliefs:
     def drafted(self, event: Proposed) -> None:
         """A pass of a drafter."""
         batch = len(event.proposals)
-        if batch and event.pass_seconds > 0:
+        if batch and event.believable_seconds > 0:
             times = self._drafters.setdefault(event.drafter, DraftTimes())
             # Of a tree a pass adds a level.
             tokens = sum(1 if one.parents else len(one.token_ids) for one in event.proposals)
             branches = any(one.parents for one in event.proposals)
-            ms = event.pass_seconds * 1000
+            ms = event.believable_seconds * 1000
             times.add_pass(batch=batch, tokens=tokens, ms=ms, branches=branches)
 
     def attached(self, pilot: Pilot, event: Proposed) -> None:

@@ -28,9 +28,6 @@ SILENT_STEPS, SILENT_SECONDS = 16, 0.25
 """A drafter with work that says nothing for so long is avoided where work may move."""
 
 _SHUNNED_SECONDS = 5.0
-LONGEST_PASS = 3600.0
-"""Seconds; what a drafter says beyond that is no duration."""
-
 _MUCH_SLOWER = 2.0
 _AS_FAST = 1.5
 
@@ -86,7 +83,7 @@ class Drafters:
         if known is None:
             return
         known.heard_at, known.steps_unheard = now, 0
-        if drafted and 0 < pass_seconds < LONGEST_PASS:
+        if drafted and pass_seconds > 0:
             kept = _SLOW_CHANGE if known.pass_ms else 0.0
             known.pass_ms = kept * known.pass_ms + (1 - kept) * 1000 * pass_seconds
 

@@ -19,6 +19,10 @@ class StopScanner(Protocol):
         """Append committed tokens; how many of them, when one completes a stop string, up to it."""
 
 
+LONGEST_PASS = 3600.0
+"""Seconds. A drafter that tells of a longer pass is not believed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A sequence to decode. `spec.prompt_length` equals the length of `prompt_token_ids`."""
@@ -99,6 +103,11 @@ class Proposed:
     drafter: str
     proposals: tuple[Proposal, ...]
     pass_seconds: float = 0.0
+
+    @property
+    def believable_seconds(self) -> float:
+        """`pass_seconds`, or 0 where no pass takes so long: a drafter needs no trust."""
+        return self.pass_seconds if 0 < self.pass_seconds < LONGEST_PASS else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,9 +250,9 @@ class Scheduler:
             self._drafters.decline(event.drafter, sequence, out.drafters)
 
     def _propose(self, event: Proposed) -> None:
-        self.utilisation.drafted(event.drafter, event.pass_seconds)
+        self.utilisation.drafted(event.drafter, event.believable_seconds)
         drafted = any(proposal.token_ids for proposal in event.proposals)
-        self._drafters.heard(event.now, event.drafter, event.pass_seconds, drafted=drafted)
+        self._drafters.heard(event.now, event.drafter, event.believable_seconds, drafted=drafted)
         self._auto.beliefs.drafted(event)
         for proposal in event.proposals:
             sequence = self._find(proposal.sequence_id)
