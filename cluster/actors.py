@@ -212,6 +212,7 @@ class DriverActor(_Actor):
                 branches=chosen.branches,
                 stopping=Stopping(chosen.stopping),
                 drafter=None if chosen.drafter == "any" else chosen.drafter,
+                merge=chosen.merge,
             ),
             wait_ms=chosen.wait_ms,
             max_num_seqs=config.target.max_num_seqs,

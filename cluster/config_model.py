@@ -19,6 +19,7 @@ from cluster.fitting import (
     check_branches,
     check_deployed,
     check_layout,
+    check_merge,
     check_policy_fits,
     check_rule_fits,
 )
@@ -238,6 +239,8 @@ class SpeculationConfig(_Closed):
     stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
     # The kind that drafts, where several are deployed and fit.
     drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
+    # One drafter of each kind that fits drafts for a request, all candidates in one tree.
+    merge: bool = False
     # Longest time that a step of a policy that waits ("lockstep", "pearl") waits for its drafter.
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
 
@@ -284,6 +287,8 @@ class Config(_Closed):
                 kinds = {chosen.drafter}
             if chosen.policy != "off":
                 check_rule_fits(rule, kinds)
+            if chosen.merge:
+                check_merge(PolicyName(chosen.policy), rule, kinds)
         except InvalidRequestError as error:
             key = "verification" if error.field == "rule" else error.field
             raise _refusal(

@@ -145,6 +145,7 @@ class Driver:
             stopping=resolved.speculation.stopping,
             branches=resolved.speculation.branches,
             drafter_kind=resolved.speculation.drafter,
+            merge=resolved.speculation.merge,
             tenant=resolved.tenant,
         )
         self._dispatch.admit(request, generation)

@@ -95,6 +95,46 @@ def check_layout(policy: PolicyName, num_drafters: int) -> None:
         )
 
 
+MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
+"""Those under which candidates of several drafters may stand side by side."""
+
+
+def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -> None:
+    """Raise InvalidRequestError unless candidates of several drafters can be merged into one tree.
+
+    `kinds`: of the drafters that may be used, None where they are not known.
+    """
+    if rule not in MERGING_RULES:
+        given = "" if kinds is None else f" of {_named_together(kinds)}"
+        raise InvalidRequestError(
+            "merge",
+            f"candidates{given} can be merged under the rules 'coupled' and 'one-hot' alone, got "
+            f"{rule.value!r}, which draws its own for each position: choose another rule, or one "
+            "drafter",
+        )
+    needs = policy_named(policy).needs
+    if needs.chains_only or needs.drafters > 1:
+        reason = "drafts chains alone" if needs.chains_only else "shares out its drafters itself"
+        raise InvalidRequestError(
+            "merge",
+            f"the policy {policy.value!r} {reason}, so it merges nothing: choose 'chain', "
+            "'lockstep', 'fanout' or 'auto'",
+        )
+    if kinds is None:
+        return
+    fitting = [kind for kind in kinds if candidate_kind(rule, kind) in FACTS[rule].candidates]
+    if len(fitting) < 2:
+        raise InvalidRequestError(
+            "merge",
+            f"drafters of at least two kinds must fit the rule {rule.value!r}, got "
+            f"{_named_together(fitting) or 'none'}: add one of another kind to the configuration",
+        )
+
+
+def _named_together(kinds: Collection[str]) -> str:
+    return " and ".join(repr(kind) for kind in sorted(kinds))
+
+
 def check_branches(rule: Rule, branches: int, window: int) -> None:
     """Raise InvalidRequestError unless the rule takes so many candidates a position."""
     if not 1 <= branches <= MAX_BRANCHES:

@@ -11,9 +11,11 @@ from typing import TypeVar, cast
 
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.fitting import (
+    MERGING_RULES,
     check_branches,
     check_deployed,
     check_layout,
+    check_merge,
     check_policy_fits,
     check_rule_fits,
     most_branches,
@@ -45,6 +47,7 @@ class Speculation:
     branches: int = 1
     stopping: Stopping = Stopping.FIXED
     drafter: str | None = None
+    merge: bool = False
 
 
 def widest_proposal(speculation: Speculation) -> int:
@@ -168,6 +171,13 @@ class RequestResolver:
         if drafter is not None and drafter not in DRAFTER_KINDS:
             known = ", ".join(DRAFTER_KINDS)
             raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
+        merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
+        if merge and drafter is not None:
+            raise InvalidRequestError(
+                "merge", f"drafters of every kind are merged, but {drafter!r} alone was asked for"
+            )
+        if options.merge and policy is not PolicyName.OFF:
+            check_merge(policy, rule, None)
         return Speculation(
             policy=policy,
             window=window,
@@ -175,6 +185,7 @@ class RequestResolver:
             branches=branches,
             stopping=_named(Stopping, "stopping", options.stopping, defaults.stopping),
             drafter=drafter,
+            merge=merge,
         )
 
 
@@ -189,6 +200,8 @@ def _check_drafters(speculation: Speculation, deployed: frozenset[str] | None) -
             check_deployed(speculation.drafter, deployed)
     if kinds is not None:
         check_rule_fits(speculation.rule, kinds)
+        if speculation.merge:
+            check_merge(speculation.policy, speculation.rule, kinds)
 
 
 def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:

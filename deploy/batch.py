@@ -46,6 +46,7 @@ def options_of(flags: RequestFlags, index: int) -> GenerateOptions:
         branches=flags.branches,
         stopping=flags.stopping,
         drafter=flags.drafter,
+        merge=flags.merge,
     )
 
 

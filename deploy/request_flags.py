@@ -94,6 +94,7 @@ class RequestFlags:
     branches: int | None = None
     stopping: str | None = None
     drafter: str | None = None
+    merge: bool | None = None
 
     def __post_init__(self) -> None:
         check_at_least_one("max-tokens", self.max_tokens)

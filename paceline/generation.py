@@ -31,7 +31,8 @@ class GenerateOptions:
 
     Ranges are those of `SamplingParams` and of inference.proto, GenerateRequest. `policy` is "off",
     "lockstep" or "chain"; `rule` and `stopping` are the names of paceline.rules; `drafter` is
-    "model", "ngram" or "recycling". Requests of one `tenant` share what drafters learn from text.
+    "model", "ngram" or "recycling"; `merge`: one of each kind drafts, in one tree. Requests of one
+    `tenant` share what drafters learn from text.
     """
 
     temperature: float | None = None
@@ -54,6 +55,7 @@ class GenerateOptions:
     stopping: str | None = None
     branches: int | None = None
     drafter: str | None = None
+    merge: bool | None = None
     tenant: str | None = None
     request_id: str | None = None
 

@@ -77,7 +77,16 @@ def request_to_wire(
     for name in _SAMPLING_FIELDS:
         _set(request.sampling, name, getattr(options, name))
     _attempt("logit_bias", lambda: request.sampling.logit_bias.update(options.logit_bias))
-    for name in ("request_id", "seed", "max_tokens", "window", "branches", "drafter", "tenant"):
+    for name in (
+        "request_id",
+        "seed",
+        "max_tokens",
+        "window",
+        "branches",
+        "drafter",
+        "merge",
+        "tenant",
+    ):
         _set(request, name, getattr(options, name))
     if isinstance(options.stop, str):
         raise InvalidRequestError("stop", "expected a list of strings, got a string; put it in one")
@@ -115,6 +124,7 @@ def request_from_wire(
         stopping=_name_of(_STOPPING_NAMES, request.stopping, "stopping"),
         branches=given(request, "branches"),
         drafter=request.drafter or None,
+        merge=given(request, "merge"),
         tenant=request.tenant or None,
         request_id=request.request_id or None,
     )

@@ -34,6 +34,7 @@ class OptionFields(TypedDict, total=False):
     stopping: str | None
     branches: int | None
     drafter: str | None
+    merge: bool | None
     tenant: str | None
     request_id: str | None
 

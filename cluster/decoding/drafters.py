@@ -103,7 +103,13 @@ class Drafters:
 
     def assign(self, sequence: Sequence, out: list[Instruction]) -> None:
         """Give the sequence a drafter that fits, if it wants one: a model, the least loaded."""
-        if sequence.drafter is not None or not sequence.policy.drafts:
+        if not sequence.policy.drafts:
+            return
+        if sequence.drafter is not None:
+            if sequence.request.merge:
+                added = self._add_kinds(sequence, out)
+                if added or not sequence.granted_until:  # one that took another's place has none
+                    self.grant(sequence, out)
             return
         chosen = self._best_for(sequence)
         if chosen is None:
@@ -114,7 +120,21 @@ class Drafters:
             # Candidates of two drafters, or of two draws, must not stand side by side.
             sequence.tree.drop_run_ahead()
         self._open(sequence, chosen, out)
+        if sequence.request.merge:
+            self._add_kinds(sequence, out)
         self.grant(sequence, out)
+
+    def _add_kinds(self, sequence: Sequence, out: list[Instruction]) -> bool:
+        """Have a drafter of each other kind work for the sequence too; whether any was added."""
+        assert sequence.drafter is not None
+        team = (sequence.drafter, *sequence.helpers)
+        kinds = {self._drafters[name].joined.kind for name in team}
+        before = len(kinds)
+        while (helper := self._best_for(sequence, other_than=kinds)) is not None:
+            kinds.add(helper.joined.kind)
+            sequence.helpers.append(helper.joined.drafter)
+            self._open(sequence, helper, out)
+        return len(kinds) > before
 
     def share_out(self, sequences: Collection[Sequence], out: list[Instruction]) -> None:
         """Give idle drafters to sequences that want several: `sequences` are the running ones.
@@ -168,11 +188,16 @@ class Drafters:
             self._close(sequence, sequence.drafter, out)
             self.assign(sequence, out)
 
-    def _best_for(self, sequence: Sequence) -> _Drafter | None:
-        """The drafter that should work for the sequence, of those that do not."""
+    def _best_for(self, sequence: Sequence, *, other_than: Collection[str] = ()) -> _Drafter | None:
+        """The drafter that should work for the sequence, of those that do not.
+
+        `other_than`: of another kind than these.
+        """
         taken = {sequence.drafter, *sequence.helpers}
         able = [
-            one for name, one in self._drafters.items() if name not in taken and one.fits(sequence)
+            one
+            for name, one in self._drafters.items()
+            if name not in taken and one.fits(sequence) and one.joined.kind not in other_than
         ]
         if not able:
             return None
@@ -246,6 +271,7 @@ class Drafters:
             return
         sequence.granted_until, sequence.granted_nodes = until, nodes
         sequence.granted_shares = len(team)
+        shares = sequence.num_sharing
         for share, name in enumerate(team):
             out.append(
                 Grant(
@@ -258,8 +284,8 @@ class Drafters:
                     step_ms_per_candidate=self._costs.ms_per_candidate if by_cost else 0.0,
                     drafting_is_free=sequence.policy.drafting_is_free,
                     fan_out=branches,
-                    share=share,
-                    shares=len(team) if len(team) > 1 else 0,
+                    share=share if shares > 1 else 0,
+                    shares=shares if shares > 1 else 0,
                 )
             )
 

@@ -37,6 +37,7 @@ class Request:
     stopping: Stopping = Stopping.FIXED
     branches: int = 1
     drafter_kind: str | None = None
+    merge: bool = False
     tenant: str = ""
 
 

@@ -48,6 +48,7 @@ class Pilot:
     limit: int
     branches: int
     rule: Rule
+    merge: bool = False
     drafter: str | None = None
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(FIRST_GUESS))
     choice: PolicyName = PolicyName.CHAIN
@@ -70,12 +71,18 @@ class Pilot:
         """Of a sequence that begins."""
         window = min(request.window, FIRST_WINDOW * request.branches)
         return cls(
-            limit=request.window, branches=request.branches, rule=request.spec.rule, window=window
+            limit=request.window,
+            branches=request.branches,
+            rule=request.spec.rule,
+            merge=request.merge,
+            window=window,
         )
 
     def allows(self, name: PolicyName) -> bool:
         """Whether the request can have this policy."""
         needs = policy_named(name).needs
+        if self.merge and (needs.chains_only or needs.drafters > 1):
+            return False
         return self.rule in needs.rules and not (needs.chains_only and self.branches > 1)
 
 

@@ -272,9 +272,13 @@ class Scheduler:
         target = self._batching.target
         if target is None or any(not 0 <= t < target.vocab_size for t in proposal.token_ids):
             return False
-        if sequence.request.spec.rule is not Rule.COUPLED and drafter != sequence.drafter:
-            return False  # Only the coupled rule may mix candidates of several drafters.
         leads = drafter not in sequence.helpers
+        is_merged = sequence.request.merge and not leads
+        coupled = sequence.request.spec.rule is Rule.COUPLED
+        if not (coupled or drafter == sequence.drafter or is_merged):
+            # Only the coupled rule may mix candidates of several drafters as they come, and the
+            # one-hot rule those of drafters that are merged.
+            return False
         if not sequence.tree.attach(
             proposal,
             until_position=sequence.granted_until,

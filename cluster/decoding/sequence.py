@@ -78,8 +78,9 @@ class Sequence:
             admitted_at=now,
             tree=TokenTree(
                 request.prompt_token_ids,
-                chain=request.branches == 1 and not fans_out,
-                verified_width=request.branches if fans_out else None,
+                chain=request.branches == 1 and not (fans_out or request.merge),
+                verified_width=request.branches if fans_out or request.merge else None,
+                merged=request.merge,
             ),
             policy=policy,
             max_length=len(request.prompt_token_ids) + request.max_tokens,
@@ -108,6 +109,13 @@ class Sequence:
         """How many independent paths its windows are made of; 0: they are not (only k-SEQ's)."""
         return self.request.branches if self.request.spec.rule is Rule.KSEQ else 0
 
+    @property
+    def num_sharing(self) -> int:
+        """Drafters that share its branches; those that are merged draft each for itself."""
+        if self.request.merge:
+            return int(self.drafter is not None)
+        return (self.drafter is not None) + len(self.helpers)
+
     def draft_view(self) -> DraftView:
         """What a policy may look at."""
         return DraftView(
@@ -115,10 +123,10 @@ class Sequence:
             in_flight=self.tree.num_pinned,
             kept=self.kept,
             window=self.window,
-            is_tree=self.request.branches > 1,
+            is_tree=self.request.branches > 1 or self.request.merge,
             useful_candidates=self.useful_candidates,
             has_drafter=self.drafter is not None,
-            num_drafters=(self.drafter is not None) + len(self.helpers),
+            num_drafters=self.num_sharing,
             draft_exhausted=self.draft_exhausted,
             ready_since=self.ready_since,
             is_coupled=self.request.spec.rule is Rule.COUPLED,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from cluster.decoding.counts import Foresight
 from cluster.decoding.events import Proposal
 from paceline.prefix_hash import extend_hash, hash_prefix
-from paceline.rules import MAX_BRANCHES
+from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
 from workers.verification.draft_probs import SparseProbs
 
 
@@ -47,6 +47,9 @@ _NO_CANDIDATES = Window((), (), (), {})
 _RANK_CHANCES = (0.8, *(0.1 * 0.5**rank for rank in range(MAX_BRANCHES)))
 """About how likely the children of a node are, in their order: where a tree's window is spent."""
 
+_MERGED_CHANCES = (0.7, *(0.25 * 0.5**rank for rank in range(MAX_BRANCHES + len(DRAFTER_KINDS))))
+"""The same where another drafter's candidate may come second."""
+
 # Where a token of a proposal lies: a number of committed tokens, a node, or nowhere.
 _Place = int | Node | None
 
@@ -61,7 +64,8 @@ class TokenTree:
 
     With `verified_width` some of the candidates are held for other outcomes: a step verifies the
     likeliest of them, at most so many children of a node. Where it is 1, that is the chain of first
-    children. Without it a step verifies what came first.
+    children. Without it a step verifies what came first. `merged`: candidates of a drafter of
+    each kind stand side by side and are verified, so that much wider.
     """
 
     __slots__ = (
@@ -70,6 +74,7 @@ class TokenTree:
         "_hashes",
         "_nodes",
         "_pinned",
+        "_rank_chances",
         "chain",
         "repeats",
         "root",
@@ -83,9 +88,14 @@ class TokenTree:
         *,
         chain: bool = True,
         verified_width: int | None = None,
+        merged: bool = False,
     ) -> None:
         self.chain = chain
         self.verified_width = verified_width
+        self._rank_chances = _RANK_CHANCES
+        if merged and verified_width is not None:
+            self.verified_width = verified_width + len(DRAFTER_KINDS) - 1
+            self._rank_chances = _MERGED_CHANCES
         self.token_ids: list[int] = []
         self.repeats = 0
         """Tokens of proposals that were held already as candidates."""
@@ -295,7 +305,7 @@ class TokenTree:
         node, chance, pushed = self.root, 1.0, 0
         while len(chosen) < limit:
             for rank, child in enumerate(node.children[: self.verified_width]):
-                heapq.heappush(heap, (-chance * _RANK_CHANCES[rank], pushed, child))
+                heapq.heappush(heap, (-chance * self._rank_chances[rank], pushed, child))
                 pushed += 1
             if not heap:
                 break

@@ -19,6 +19,7 @@ from deploy.commands.options import (
     DrafterOption,
     LimitOption,
     MaxTokensOption,
+    MergeOption,
     QuietOption,
     SeedOption,
     ServerOption,
@@ -163,6 +164,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         branches: BranchesOption = None,
         stopping: StoppingOption = None,
         drafter: DrafterOption = None,
+        merge: MergeOption = None,
         concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
         limit: LimitOption = None,
         server: ServerOption = None,
@@ -183,6 +185,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             branches=branches,
             stopping=stopping,
             drafter=drafter,
+            merge=merge,
         )
         check_at_least_one("concurrency", concurrency)
         check_at_least_one("limit", limit)

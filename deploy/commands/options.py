@@ -51,6 +51,10 @@ StoppingOption = Annotated[
 DrafterOption = Annotated[
     str | None, typer.Option(help="Kind of drafter: model, ngram or recycling.")
 ]
+MergeOption = Annotated[
+    bool | None,
+    typer.Option("--merge/--no-merge", help="A drafter of each kind drafts, all in one tree."),
+]
 LimitOption = Annotated[int | None, typer.Option(help="First N rows only.")]
 QuietOption = Annotated[
     bool, typer.Option("--quiet", help="No progress on stderr; rows that fail are still named.")

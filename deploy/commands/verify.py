@@ -21,6 +21,7 @@ from deploy.commands.options import (
     JsonOption,
     LimitOption,
     MaxTokensOption,
+    MergeOption,
     QuietOption,
     SeedOption,
     ServerOption,
@@ -128,6 +129,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         branches: BranchesOption = None,
         stopping: StoppingOption = None,
         drafter: DrafterOption = None,
+        merge: MergeOption = None,
         concurrency: Annotated[str, typer.Option(help="One or more, as 1,4.")] = "1",
         limit: LimitOption = None,
         server: ServerOption = None,
@@ -159,6 +161,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             branches=usual_branches(rule, config) if branches is None else branches,
             stopping=stopping,
             drafter=drafter,
+            merge=merge,
         )
         check_matrix(matrix, flags, config, branches, config if server is None else None)
         if server is None:

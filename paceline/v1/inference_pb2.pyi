@@ -116,6 +116,7 @@ class GenerateRequest(_message.Message):
     BRANCHES_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    MERGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the caller for its logs; the server makes one where it is empty. At most 128 characters."""
     prompt: _builtins.str
@@ -137,6 +138,10 @@ class GenerateRequest(_message.Message):
     """Kind of drafter: "model", "ngram" or "recycling". Empty: any that fits the rule."""
     tenant: _builtins.str
     """Whose requests share what drafters learn from text. At most 128 characters."""
+    merge: _builtins.bool
+    """One drafter of each kind that fits drafts for it, and a step verifies the candidates of all of
+    them in one tree. For the rules coupled and one-hot. Missing: the server's.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """Continued as they are."""
@@ -179,15 +184,18 @@ class GenerateRequest(_message.Message):
         branches: _builtins.int | None = ...,
         drafter: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        merge: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "seed", b"seed", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "input", b"input", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "sampling", b"sampling", "seed", b"seed", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_branches", b"_branches", "_max_tokens", b"_max_tokens", "_merge", b"_merge", "_seed", b"_seed", "_window", b"_window", "branches", b"branches", "drafter", b"drafter", "ignore_eos", b"ignore_eos", "input", b"input", "max_tokens", b"max_tokens", "merge", b"merge", "messages", b"messages", "policy", b"policy", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "rule", b"rule", "sampling", b"sampling", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "stopping", b"stopping", "tenant", b"tenant", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__branches: _TypeAlias = _typing.Literal["branches"]  # noqa: Y015
     _WhichOneofArgType__branches: _TypeAlias = _typing.Literal["_branches", b"_branches"]  # noqa: Y015
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__merge: _TypeAlias = _typing.Literal["merge"]  # noqa: Y015
+    _WhichOneofArgType__merge: _TypeAlias = _typing.Literal["_merge", b"_merge"]  # noqa: Y015
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
     _WhichOneofReturnType__window: _TypeAlias = _typing.Literal["window"]  # noqa: Y015
@@ -198,6 +206,8 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__branches) -> _WhichOneofReturnType__branches | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__merge) -> _WhichOneofReturnType__merge | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
     @_typing.overload

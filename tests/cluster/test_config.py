@@ -110,6 +110,12 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
             "[speculation]\npolicy = 'fanout'\nverification = 'rejection'",
             "speculation.policy: the policy 'fanout' needs the rule 'coupled' or 'one-hot'",
         ),
+        ("[speculation]\nmerge = true", "speculation.merge: drafters of at least two kinds"),
+        (
+            "[[drafters]]\n[[drafters]]\nkind = 'ngram'\n"
+            "[speculation]\nmerge = true\npolicy = 'pearl'",
+            "speculation.merge: the policy 'pearl' drafts chains alone",
+        ),
         ("[speculation]\npolicy = 'chian'", "got 'chian'; did you mean chain?"),
         ("[speculation]\nverification = 'ksek'", "got 'ksek'; did you mean kseq?"),
         ("[speculation]\nstopping = 'costs'", "got 'costs'; did you mean cost?"),

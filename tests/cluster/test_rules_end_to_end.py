@@ -80,3 +80,30 @@ async def test_coupled_is_plain_decoding(system: System, kind: str, temperature:
     assert num_drafted > 0
     await system.settle()
     assert all(worker.malformed == 0 for worker in system.driver.stats().workers)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_merged_drafters_are_plain_decoding(system: System, temperature: float) -> None:
+    requests = [
+        GenerateOptions(
+            temperature=temperature,
+            seed=seed,
+            max_tokens=MAX_TOKENS,
+            ignore_eos=True,
+            merge=True,
+            policy=policy,
+            branches=branches,
+            window=8,
+        )
+        for seed, (policy, branches) in enumerate(product(POLICIES, (1, 2)))
+        if policy != "pearl"
+    ]
+    for prompt in PROMPTS:
+        plain = await generate_all(system, prompt, [replace(one, policy="off") for one in requests])
+        merged = await generate_all(system, prompt, requests)
+        for options, expected, found in zip(requests, plain, merged, strict=True):
+            assert found.token_ids == expected.token_ids, options
+    await system.settle()
+    workers = system.driver.stats().workers
+    assert all(worker.malformed == 0 for worker in workers)
+    assert all(worker.tokens > 0 for worker in workers), "each kind drafted"

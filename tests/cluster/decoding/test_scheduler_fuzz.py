@@ -60,13 +60,15 @@ class Fuzz:
                 prompt = (*stem, *(1 + self.draw(0, 5) for _ in range(self.draw(1, 12))))
                 policies = list(PolicyName)
                 policy = policies[self.draw(0, len(policies) - 1)]
+                needs = policy_named(policy).needs
                 asked = request(
                     self.next_id,
                     prompt,
                     policy=policy,
                     window=self.draw(1, 8),
-                    branches=1 if policy_named(policy).needs.chains_only else self.draw(1, 3),
+                    branches=1 if needs.chains_only else self.draw(1, 3),
                     tenant="ab"[self.draw(0, 1)],
+                    merge=not needs.chains_only and needs.drafters < 2 and self.draw(0, 1) > 0,
                 )
                 self.next_id += 1
                 world.send(Admitted(world.now, asked))
@@ -79,7 +81,8 @@ class Fuzz:
                 else:
                     pick = lambda count: self.draw(0, count - 1)  # noqa: E731
                     world.drafters[name] = PretendedDrafter(self.guess, pick)
-                    world.send(DrafterJoined(world.now, name, self.draw(8, 60)))
+                    kind = ("model", "ngram")[self.draw(0, 1)]
+                    world.send(DrafterJoined(world.now, name, self.draw(8, 60), kind=kind))
             case 4:
                 if world.target_joined and self.draw(0, 2) == 0:
                     world.step = None

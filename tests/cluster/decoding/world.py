@@ -74,13 +74,22 @@ def request(
     window: int = 4,
     branches: int = 1,
     tenant: str = "",
+    merge: bool = False,
 ) -> Request:
     """A request whose seed is its id."""
     spec = SequenceSpec(
         SamplingParams(), seed=sequence_id, prompt_length=len(prompt), end_token_ids=(END_TOKEN,)
     )
     return Request(
-        sequence_id, prompt, spec, max_tokens, policy, window, branches=branches, tenant=tenant
+        sequence_id,
+        prompt,
+        spec,
+        max_tokens,
+        policy,
+        window,
+        branches=branches,
+        tenant=tenant,
+        merge=merge,
     )
 
 

@@ -1,0 +1,111 @@
+"""Candidates of drafters of several kinds in one tree: who drafts, what a step verifies."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cluster.decoding.events import (
+    Admitted,
+    DrafterJoined,
+    DrafterLost,
+    Proposal,
+    Proposed,
+    SequenceVerdict,
+    StepDone,
+    TargetJoined,
+)
+from cluster.decoding.instructions import Emit, Grant, Instruction, OpenDraft
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.fitting import check_merge
+from paceline.errors import InvalidRequestError
+from paceline.prefix_hash import hash_prefix
+from paceline.rules import Rule
+from tests.cluster.decoding.scripts import PROMPT, the_step, verdict
+from tests.cluster.decoding.world import request
+
+
+def started(
+    *kinds: str, window: int = 4, rule: Rule = Rule.COUPLED
+) -> tuple[Scheduler, list[Instruction]]:
+    """A scheduler with a drafter of each kind, named by it, and merged sequence 1 decoding."""
+    scheduler = Scheduler()
+    scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
+    for kind in kinds:
+        scheduler.handle(DrafterJoined(0, kind, 1000, kind=kind, rules=frozenset(Rule)))
+    asked = request(1, PROMPT, window=window, merge=True)
+    asked = dataclasses.replace(asked, spec=dataclasses.replace(asked.spec, rule=rule))
+    return scheduler, scheduler.handle(Admitted(0, asked))
+
+
+def proposes(drafter: str, path: tuple[int, ...], *token_ids: int) -> Proposed:
+    return Proposed(0.5, drafter, (Proposal(1, len(path), hash_prefix(path), token_ids),))
+
+
+def opened(instructions: list[Instruction]) -> list[str]:
+    return [one.drafter for one in instructions if isinstance(one, OpenDraft)]
+
+
+def test_one_drafter_of_each_kind_works_for_the_sequence_the_model_first() -> None:
+    _, out = started("ngram", "model", "recycling")
+    assert opened(out) == ["model", "ngram", "recycling"]
+    grants = [one for one in out if isinstance(one, Grant)]
+    assert [(one.drafter, one.shares) for one in grants] == [
+        ("model", 0),
+        ("ngram", 0),
+        ("recycling", 0),
+    ], "none shares with another"
+
+
+@pytest.mark.parametrize("rule", [Rule.COUPLED, Rule.ONE_HOT])
+def test_a_step_verifies_candidates_of_all_of_them_in_one_tree(rule: Rule) -> None:
+    scheduler, _ = started("model", "ngram", rule=rule)
+    path = (*PROMPT, 10)
+    scheduler.handle(verdict(1, 0, 10))
+    scheduler.handle(proposes("model", path, 20, 21))
+    scheduler.handle(proposes("ngram", path, 20, 30))
+    scheduler.handle(proposes("ngram", path, 40))
+    step = the_step(scheduler.handle(verdict(2, 0, 20)))
+    assert step.slices[0].token_ids == (20, 21, 30), "what agreed is one candidate"
+    assert step.slices[0].parents == (0, 0)
+    accepted = StepDone(1.0, 3, (SequenceVerdict(1, 1, 31, accepted=(1,)),))
+    out = scheduler.handle(accepted)
+    assert Emit(1, 2, (30, 31), 1) in out, "the other drafter's candidate was right"
+
+
+def test_a_kind_that_joins_later_is_taken_in_and_one_that_is_lost_leaves() -> None:
+    scheduler, out = started("model")
+    assert opened(out) == ["model"]
+    out = scheduler.handle(DrafterJoined(1, "ngram", 1000, kind="ngram", rules=frozenset(Rule)))
+    assert opened(out) == ["ngram"]
+    scheduler.handle(DrafterLost(2, "model"))
+    scheduler.check_integrity()
+    path = (*PROMPT, 10)
+    scheduler.handle(proposes("ngram", path, 30))
+    step = the_step(scheduler.handle(verdict(1, 0, 10)))
+    assert step.slices[0].token_ids == (10, 30), "the other goes on alone"
+
+
+@pytest.mark.parametrize(
+    ("policy", "rule", "kinds", "said"),
+    [
+        (PolicyName.CHAIN, Rule.REJECTION, {"model", "ngram"}, "'model' and 'ngram'.*'rejection'"),
+        (PolicyName.CHAIN, Rule.KSEQ, None, "'coupled' and 'one-hot' alone, got 'kseq'"),
+        (PolicyName.PEARL, Rule.COUPLED, {"model", "ngram"}, "'pearl' drafts chains alone"),
+        (PolicyName.SPREAD, Rule.COUPLED, {"model", "ngram"}, "shares out its drafters itself"),
+        (PolicyName.CHAIN, Rule.COUPLED, {"model"}, "at least two kinds.*got 'model'"),
+        (PolicyName.CHAIN, Rule.ONE_HOT, {"model", "ngram"}, "at least two kinds.*got 'ngram'"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_with_the_reason(
+    policy: PolicyName, rule: Rule, kinds: set[str] | None, said: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=said):
+        check_merge(policy, rule, kinds)
+
+
+def test_what_can_be_merged_is_not() -> None:
+    check_merge(PolicyName.AUTO, Rule.COUPLED, {"model", "ngram", "recycling"})
+    check_merge(PolicyName.CHAIN, Rule.ONE_HOT, {"ngram", "recycling"})
