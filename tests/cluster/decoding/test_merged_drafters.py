@@ -82,8 +82,7 @@ def test_a_kind_that_joins_later_is_taken_in_and_one_that_is_lost_leaves() -> No
     assert opened(out) == ["ngram"]
     scheduler.handle(DrafterLost(2, "model"))
     scheduler.check_integrity()
-    path = (*PROMPT, 10)
-    scheduler.handle(proposes("ngram", path, 30))
+    scheduler.handle(proposes("ngram", PROMPT, 10, 30))
     step = the_step(scheduler.handle(verdict(1, 0, 10)))
     assert step.slices[0].token_ids == (10, 30), "the other goes on alone"
 
