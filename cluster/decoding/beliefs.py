@@ -16,6 +16,8 @@ from cluster.decoding.token_tree import TokenTree
 FIRST_HIT_RATE = 0.5
 """Of branches of which nothing is known: worth a try."""
 _DOUBT = 4.0
+_SHORTEST_MS, _LONGEST_MS = 1e-3, 6e5
+"""What a step, a pass or a restart may take."""
 
 
 class Beliefs:
@@ -69,7 +71,7 @@ class Beliefs:
         self._tokens_per_ms = tokens_per_ms
         if self._sent_at is not None:
             self._step_ms = (event.now - self._sent_at) * 1000
-            if not self._has_prefill and self._step_ms > 0:
+            if not self._has_prefill and _is_plausible(self._step_ms):
                 self._steps.add(self._rows, self._step_ms)
         self._sent_at = None
 
@@ -89,8 +91,9 @@ class Beliefs:
         if pilot.restarted_at is None:
             return
         times = self._drafters.get(event.drafter)
-        if times is not None:
-            times.restart.add((event.now - pilot.restarted_at) * 1000)
+        restart_ms = (event.now - pilot.restarted_at) * 1000
+        if times is not None and _is_plausible(restart_ms):
+            times.restart.add(restart_ms)
         pilot.restarted_at = None
 
     def learn(
@@ -125,9 +128,10 @@ class Beliefs:
         before, pilot.last_verdict_at = pilot.last_verdict_at, now
         if before is None or self._has_prefill or not pilot.promised or pilot.probing:
             return
-        if not self._step_ms:
+        elapsed_ms = (now - before) * 1000
+        if not (_is_plausible(self._step_ms) and _is_plausible(elapsed_ms)):
             return
-        forecast = pilot.promised * (now - before) * 1000 / self._step_ms
+        forecast = pilot.promised * elapsed_ms / self._step_ms
         # What its window was worth, so that luck with it does not count.
         reached, brought = 1.0, 1.0
         for chance in pilot.acceptance.chances(verdict.depth):
@@ -210,6 +214,11 @@ class Beliefs:
             "tokens_per_ms": worth,
             "plain_tokens_per_ms": plain,
         }
+
+
+def _is_plausible(ms: float) -> bool:
+    """Clocks may jump, and a drafter may say anything: that teaches nothing."""
+    return _SHORTEST_MS < ms < _LONGEST_MS
 
 
 def _leaning(mean: Mean | None, prior: float) -> float:
