@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -101,6 +102,32 @@ async def test_a_killed_rank_costs_a_pause(folder: Path, shards: ShardProcesses,
         await restarting
     assert tuple(token_ids) == plain.token_ids
     assert all(process.poll() is None for process in shards.processes)
+
+
+async def test_a_rank_that_hangs_is_an_error_in_time_and_no_hang(folder: Path) -> None:
+    """Rank 1 is stopped for longer than a collective may last; rank 0 ends its stream meanwhile."""
+    options = GenerateOptions(temperature=1.0, seed=3, max_tokens=200, ignore_eos=True)
+    with ShardProcesses([folder, folder], collective_seconds=2.0) as shards:
+        async with client_of(folder, shards.addresses) as client:
+            plain = await client.generate(PROMPT, options)
+            token_ids: list[int] = []
+            resuming: asyncio.Task[None] | None = None
+            async for event in client.stream(PROMPT, options):
+                if isinstance(event, Chunk):
+                    token_ids += event.token_ids
+                if resuming is None and len(token_ids) >= 50:
+                    shards.processes[1].send_signal(signal.SIGSTOP)
+                    resuming = asyncio.create_task(resume_after(shards, 1, 6.0))
+            assert resuming is not None
+            await resuming
+            stats = await client.stats()
+    assert tuple(token_ids) == plain.token_ids
+    assert next(one for one in stats.workers if one.name == "shard-0").reconnects > 0
+
+
+async def resume_after(shards: ShardProcesses, rank: int, seconds: float) -> None:
+    await asyncio.sleep(seconds)
+    shards.processes[rank].send_signal(signal.SIGCONT)
 
 
 async def test_shards_that_get_different_steps_end_their_streams(shards: ShardProcesses) -> None:
