@@ -76,7 +76,7 @@ class NodeTree:
     @property
     def is_chain(self) -> bool:
         """Whether each node continues the one before."""
-        return self._depths[-1] == self.num_nodes
+        return self._depths[-1] == len(self._depths) - 1
 
     def depth(self, node: int) -> int:
         """How many nodes lead to this one, itself included."""

@@ -52,10 +52,15 @@ class DraftTree(NodeTree):
 
     def ends(self, node: int) -> bool:
         """Whether nothing can follow a node: it ends the sequence, or the context is full."""
-        length = self.num_committed + self._depths[node]
+        length = len(self.committed) + self._depths[node]
         if length >= self.max_position:
             return True
-        return length > self.spec.prompt_length and self.tokens[node] in self.spec.end_token_ids
+        end_token_ids = self.spec.end_token_ids
+        return (
+            bool(end_token_ids)
+            and length > self.spec.prompt_length
+            and self.tokens[node] in end_token_ids
+        )
 
     def room(self, node: int) -> int:
         """How many tokens may follow a node, one after another, by position alone."""
@@ -66,8 +71,9 @@ class DraftTree(NodeTree):
     @property
     def nodes_left(self) -> int:
         """How many more nodes the grant allows."""
-        most = self.grant.nodes or self.grant.until_position - self.num_committed
-        return max(0, most - self.num_nodes)
+        most = self.grant.nodes or self.grant.until_position - len(self.committed)
+        left = most - len(self.tokens) + 1
+        return left if left > 0 else 0
 
     @property
     def chain_room(self) -> int:
@@ -103,8 +109,10 @@ class DraftTree(NodeTree):
     @property
     def wants_last(self) -> bool:
         """Whether the driver waits for nodes that cannot come, and has not been told so."""
+        if self._told_last:
+            return False
         reached = self.num_committed + (self._depths[-1] if self.is_chain else 0)
-        if self._told_last or self.grant.until_position <= reached:
+        if self.grant.until_position <= reached:
             return False
         return self.used_up or self.finished
 
@@ -129,6 +137,8 @@ class DraftTree(NodeTree):
 
     def extend(self, new: NewNodes) -> None:
         """Add drafted nodes. The grant must allow them, and none may follow an end token."""
+        if not new.token_ids:
+            return
         assert len(new.token_ids) <= self.nodes_left, "drafted more nodes than granted"
         first = self.end + 1
         super().extend(new)
