@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.simulation.fleet import Answered, Fleet
+from cluster.simulation.fleet import Answered, Fleet, Snapshot
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,35 +43,62 @@ class Figures:
     requests: int
 
 
-def figures_of(fleet: Fleet) -> Figures:
-    """Of a load that has run, while it was in full swing: from a first generation of answers on,
-    until the last request was asked. Of a load too small for that, from begin to end.
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What is kept of a fleet that has run: two moments between which it was in full swing, the
+    requests that were answered after the first, and its devices.
+    """
+
+    begin: Snapshot
+    end: Snapshot
+    answered: Sequence[Answered]
+    num_targets: int
+    num_drafters: int
+
+    @property
+    def seconds(self) -> float:
+        """Between the moments."""
+        return self.end.time - self.begin.time
+
+    def rate(self, name: str) -> float:
+        """By how much a count of the snapshots grew in a second."""
+        grown: float = getattr(self.end, name) - getattr(self.begin, name)
+        return grown / self.seconds
+
+
+def course_of(fleet: Fleet) -> Course:
+    """From a first generation of answers on until the last request was asked; of a load too small
+    for that, from begin to end.
     """
     begin, end = fleet.in_full_swing
-    seconds = end.time - begin.time
     answered = [one for one in fleet.answered if one.last_at > begin.time]
-    group_seconds = seconds * len(fleet.targets)
-    busy = (end.target_busy - begin.target_busy) / group_seconds
-    waiting = (end.target_waiting - begin.target_waiting) / group_seconds
-    drafted = end.drafted - begin.drafted
+    return Course(begin, end, answered, len(fleet.targets), len(fleet.drafters))
+
+
+def figures_of(courses: Sequence[Course]) -> Figures:
+    """Of fleets side by side: their rates together, the percentiles of all requests."""
+    targets = sum(one.num_targets for one in courses)
+    drafters = sum(one.num_drafters for one in courses)
+    answered = [request for one in courses for request in one.answered]
+
+    def rate(name: str) -> float:
+        return sum(one.rate(name) for one in courses)
+
+    busy, waiting = rate("target_busy") / targets, rate("target_waiting") / targets
+    drafted = rate("drafted")
     return Figures(
-        tokens_per_second=(end.committed - begin.committed) / seconds,
-        completed_per_second=(end.answered - begin.answered) / seconds,
+        tokens_per_second=rate("committed"),
+        completed_per_second=rate("answered"),
         ttft_ms=_percentiles([one.first_at - one.arrived for one in answered]),
         token_ms=_percentiles([_per_token(one) for one in answered]),
         acceptance_length=sum(len(one.token_ids) for one in answered)
         / sum(one.steps for one in answered),
         target=Shares(
-            busy,
-            (end.target_prefill - begin.target_prefill) / group_seconds,
-            waiting,
-            max(0.0, 1 - busy - waiting),
+            busy, rate("target_prefill") / targets, waiting, max(0.0, 1 - busy - waiting)
         ),
-        drafter_busy=(end.drafter_busy - begin.drafter_busy) / (seconds * len(fleet.drafters))
-        if fleet.drafters
-        else None,
-        draft_used=(end.used - begin.used) / drafted if drafted else None,
-        measured_seconds=seconds,
+        drafter_busy=rate("drafter_busy") / drafters if drafters else None,
+        draft_used=rate("used") / drafted if drafted else None,
+        measured_seconds=max(one.seconds for one in courses),
         requests=len(answered),
     )
 

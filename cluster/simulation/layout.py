@@ -64,7 +64,8 @@ class Load:
     requests arrive at random, `per_second` of them on average.
 
     `guess`: how drafters guess; its seed is that of the whole simulation. `temperature` is of no
-    consequence but for the text.
+    consequence but for the text. `first_request`: requests are numbered from there on, and no two
+    numbers have the same text.
     """
 
     requests: int
@@ -74,6 +75,7 @@ class Load:
     concurrency: int | None = None
     per_second: float | None = None
     temperature: float = 0.0
+    first_request: int = 0
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.per_second is None):

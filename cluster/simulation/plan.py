@@ -11,7 +11,7 @@ from cluster.config_model import Config
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.plan_config import PlanConfig
 from cluster.simulation.closed_forms import best_lockstep_window
-from cluster.simulation.figures import Figures, figures_of
+from cluster.simulation.figures import Course, Figures, course_of, figures_of
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
 from cluster.simulation.target import BLOCK_SIZE
@@ -24,6 +24,9 @@ DEFAULT_CONCURRENCY = 8
 """Callers for each target group of plain decoding, where the load is left open."""
 KEEPS_UP = 0.95
 """Of the requests that arrive, so many must be answered meanwhile."""
+GROUPS_OF_A_ROUTER = 8
+"""A router gives requests to so many target groups; beyond that there are more routers, and
+callers are dealt to them evenly."""
 FASTER = 1.02
 """Below this ratio, one layout is no faster than another."""
 
@@ -186,13 +189,42 @@ def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLay
         concurrency=callers,
         per_second=None if per_second is None else per_second / scale,
     )
-    fleet = Fleet(replace(layout, cells=cells), load)
+    courses: list[Course] = []
+    same_text = True
     with _collecting_seldom():
-        fleet.run()
-    fleet.check_end()
-    figures = figures_of(fleet)
+        for part, share in _parts(replace(layout, cells=cells), load):
+            fleet = Fleet(part, share)
+            fleet.run()
+            fleet.check_end()
+            same_text &= fleet.same_text
+            courses.append(course_of(fleet))
+    figures = figures_of(courses)
     keeps_up = load.per_second is None or figures.completed_per_second >= KEEPS_UP * load.per_second
-    return PlannedLayout(layout, cells * layout.targets, scale, figures, fleet.same_text, keeps_up)
+    return PlannedLayout(layout, cells * layout.targets, scale, figures, same_text, keeps_up)
+
+
+def _parts(layout: Layout, load: Load) -> Iterator[tuple[Layout, Load]]:
+    """The layout in parts that share nothing, each with a router and its part of the load."""
+    count = max(1, layout.groups // GROUPS_OF_A_ROUTER)
+    count = min(count, layout.cells, load.requests, load.concurrency or load.requests)
+    for number in range(count):
+
+        def share(total: int, number: int = number) -> int:
+            return total * (number + 1) // count - total * number // count
+
+        cells = share(layout.cells)
+        part = load.per_second and load.per_second * cells / layout.cells
+        callers = load.concurrency and share(load.concurrency)
+        yield (
+            replace(layout, cells=cells),
+            replace(
+                load,
+                requests=share(load.requests),
+                first_request=load.requests * number // count,
+                concurrency=callers,
+                per_second=part,
+            ),
+        )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ MAX_MODEL_LEN = 32768
 def requests_of(load: Load, layout: Layout) -> Iterator[Request]:
     """The requests in their order; no two prompts begin alike."""
     sampling = SamplingParams(temperature=load.temperature)
-    for number in range(load.requests):
+    for number in range(load.first_request, load.first_request + load.requests):
         yield Request(
             sequence_id=number,
             prompt_token_ids=_prompt(number, load.prompt_tokens),
@@ -35,7 +35,7 @@ def requests_of(load: Load, layout: Layout) -> Iterator[Request]:
 def arrival_times(load: Load) -> Iterator[float]:
     """Seconds at which requests come that wait for nobody: a Poisson process."""
     assert load.per_second is not None
-    luck = random.Random(load.guess.seed)
+    luck = random.Random(f"{load.guess.seed} {load.first_request}")
     time = 0.0
     for _ in range(load.requests):
         yield time

@@ -12,7 +12,7 @@ from cluster.decoding.policies import PolicyName, policy_named
 from cluster.simulation import fleet as fleet_module
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.driver import HostCosts
-from cluster.simulation.figures import figures_of
+from cluster.simulation.figures import course_of, figures_of
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Load
 from cluster.simulation.link import SimulatedLink
@@ -92,7 +92,7 @@ def test_the_router_spreads_requests_and_drafters_are_shared() -> None:
 
 def test_requests_that_come_at_random_are_answered_late_where_there_are_too_many() -> None:
     asked = Load(200, 40, 20, Guess(0.8, 0.0, 3), per_second=2.0)
-    at_ease = figures_of(simulated(layout("off"), asked, max_num_seqs=2))
+    at_ease = figures_of([course_of(simulated(layout("off"), asked, max_num_seqs=2))])
     crowded = figures_of(simulated(layout("off"), replace(asked, per_second=20.0), max_num_seqs=2))
     # Two at a time of 20 tokens, 20 ms each: a little under 5 requests a second.
     assert at_ease.completed_per_second == pytest.approx(2.0, rel=0.3)
@@ -103,7 +103,8 @@ def test_requests_that_come_at_random_are_answered_late_where_there_are_too_many
 
 def test_shares_of_time_make_a_whole() -> None:
     alone = load(concurrency=1)
-    shares = figures_of(simulated(layout("lockstep"), alone, costs=HostCosts())).target
+    fleet = simulated(layout("lockstep"), alone, costs=HostCosts())
+    shares = figures_of([course_of(fleet)]).target
     assert shares.busy + shares.waiting + shares.idle == pytest.approx(1.0)
     assert shares.waiting > 0.2, "lockstep waits for its drafter"
     assert 0 < shares.prefill < shares.busy
