@@ -93,7 +93,8 @@ def test_the_router_spreads_requests_and_drafters_are_shared() -> None:
 def test_requests_that_come_at_random_are_answered_late_where_there_are_too_many() -> None:
     asked = Load(200, 40, 20, Guess(0.8, 0.0, 3), per_second=2.0)
     at_ease = figures_of([course_of(simulated(layout("off"), asked, max_num_seqs=2))])
-    crowded = figures_of(simulated(layout("off"), replace(asked, per_second=20.0), max_num_seqs=2))
+    many = replace(asked, per_second=20.0)
+    crowded = figures_of([course_of(simulated(layout("off"), many, max_num_seqs=2))])
     # Two at a time of 20 tokens, 20 ms each: a little under 5 requests a second.
     assert at_ease.completed_per_second == pytest.approx(2.0, rel=0.3)
     assert crowded.completed_per_second == pytest.approx(5.0, rel=0.15)
