@@ -52,11 +52,11 @@ class HostCosts:
     further message. `pause_ms`: a drafter's between two passes.
     """
 
-    hop_ms: float = 0.18
-    event_ms: float = 0.03
-    sequence_ms: float = 0.008
+    hop_ms: float = 0.45
+    event_ms: float = 0.05
+    sequence_ms: float = 0.045
     tell_ms: float = 0.05
-    pause_ms: float = 0.05
+    pause_ms: float = 0.1
 
 
 class Listener:
