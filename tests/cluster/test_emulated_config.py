@@ -72,7 +72,9 @@ async def test_the_actors_serve_it_and_say_that_it_is_emulated(tmp_path: Path) -
     try:
         target = await shard.serve(setup, shard_plan, 0)
         guesser = await drafter.serve(setup, drafter_plan, 0)
-        served = await driver.serve(setup, target.address, {drafter_plan.name: guesser.address}, 0)
+        served = await driver.serve(
+            setup, (target.address,), {drafter_plan.name: guesser.address}, 0, patience=0.0
+        )
         async with AsyncClient(served.address) as client:
             assert (await client.describe()).model == "emulated 70b-4xh100"
             texts = {
