@@ -79,10 +79,10 @@ async def test_the_actors_serve_it_and_say_that_it_is_emulated(tmp_path: Path) -
             assert (await client.describe()).model == "emulated 70b-4xh100"
             texts = {
                 policy: await client.generate([50, 51], max_tokens=24, seed=1, policy=policy)
-                for policy in ("off", "chain")
+                for policy in ("off", "lockstep")
             }
-            assert texts["off"].token_ids == texts["chain"].token_ids
-            assert texts["chain"].stats.accepted > 0
+            assert texts["off"].token_ids == texts["lockstep"].token_ids
+            assert texts["lockstep"].stats.accepted > 0
             kinds = {worker.name: worker.kind for worker in (await client.stats()).workers}
         assert kinds == {"shard-0": "target", "drafter-0": "emulated"}
     finally:
