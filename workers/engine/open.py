@@ -65,7 +65,7 @@ def open_engine(
     if group is not None:
         raise ConfigError(
             f"tensor_parallel is {group.place.degree} on GPUs, which this version cannot: use "
-            "tensor_parallel = 1, or CPUs"
+            'tensor_parallel = 1, or target.resources = "cpu"'
         )
     info = inspect_checkpoint(folder)
     model = load_on_device(folder, torch.device("cuda", 0), dtype_of(dtype, info))
