@@ -27,7 +27,7 @@ eff: /off over ideal. gap: median ms between two passes of the target with work 
 idle: target, drafter. sim: tokens/s of the same cell in the simulator, over what was measured.
 spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
 """
-_WIDTH_OF_A_FILE = 120
+_WIDTH_OF_A_FILE = 150
 RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what is replayed,
 {long_run:.4f} over {tokens} tokens.
 """
