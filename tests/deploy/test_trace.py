@@ -15,6 +15,7 @@ from deploy.trace_stream import tracing
 from paceline.errors import UnavailableError
 from paceline.v1 import trace_pb2
 from tests.cluster.system import make_checkpoints, running_system
+from tests.deploy.conftest import Call, Served
 
 TOKENS = 24
 
@@ -118,3 +119,29 @@ def test_passes_that_arrive_late_do_not_overlap() -> None:
     assert document["otherData"]["emulated"] is True
     (verdict,) = slices(document, "verdict")
     assert verdict["args"] == {"accepted": 1, "committed": 2}
+
+
+def test_the_command_writes_a_trace_of_a_files_rows(
+    call: Call, served: Served, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "the sea is"}\n', encoding="utf-8")
+    output = tmp_path / "rounds.json"
+    done = call(
+        *("trace", "--output", output, "--server", served.address),
+        *("--input", rows, "--max-tokens", 8),
+    )
+    assert done.code == 0, done.stderr
+    assert str(output) in done.stdout
+    document = json.loads(output.read_text(encoding="utf-8"))
+    check_drawn(document)
+    assert sum(one["args"]["committed"] for one in slices(document, "window")) == 8
+
+
+def test_without_a_server_or_an_input_there_is_nothing_to_watch(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    done = call("trace", "--output", tmp_path / "rounds.json")
+    assert done.code == 3
+    assert "--input" in done.stderr
