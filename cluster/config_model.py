@@ -172,8 +172,6 @@ class TargetConfig(_Closed):
     @classmethod
     def _emulated_or_not(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("emulated") is not None:
-            if given.get("tensor_parallel", 1) != 1:
-                raise _refusal("a latency profile is of all GPUs together; remove tensor_parallel")
             given = {"resources": "cpu"} | given
         return _model_or_emulated(given, "demo")
 

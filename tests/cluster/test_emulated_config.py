@@ -45,7 +45,7 @@ def test_what_is_emulated_has_the_stand_in_for_a_model(tmp_path: Path) -> None:
         ("[target]\nemulated = '8b-h100'\n", "drafters: target and model drafters are all"),
         ("[[drafters]]\nemulated = '1b-h100'\n", "drafters: target and model drafters are all"),
         (f"[target]\nmodel = '{STAND_IN}'\n", 'target: "stand-in" is no model'),
-        (EMULATED.replace("[[", "tensor_parallel = 4\n[["), "target: a latency profile is of all"),
+        (EMULATED.replace("[[", "tensor_parallel = 4\n[["), "target: an emulated target is one"),
         ("[[drafters]]\nacceptance = 0.5\n", 'drafters[0]: "acceptance" and "hit_rate" are of'),
         (
             EMULATED.replace("acceptance", "model = 'demo-draft'\nacceptance"),
