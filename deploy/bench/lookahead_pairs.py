@@ -14,6 +14,9 @@ from workers.models import ModelFiles
 LOOPBACK_RTT_MS = 0.1
 """Links up to this long are loopback itself, whose gRPC round trip is longer than that anyway."""
 
+_NATURAL_KV_MIB = 400
+"""A sequence of the demo pair's whole context takes 360."""
+
 
 class Pair(Protocol):
     """What a cell is measured on. `folder`: the checkpoint that the driver reads."""
@@ -104,11 +107,16 @@ class NaturalPair(WorkerProcesses):
     def start(self) -> None:
         """Launch both; return when they serve."""
         target, drafter = self._target, self._drafter
+        memory = ("--kv-memory-mib", str(_NATURAL_KV_MIB))
         shard = self.launch(
-            "shard", "workers.target_shard", [str(target.folder), "--weights", target.weights]
+            "shard",
+            "workers.target_shard",
+            [str(target.folder), "--weights", target.weights, *memory],
         )
         small = self.launch(
-            "drafter", "workers.drafter", [str(drafter.folder), "--weights", drafter.weights]
+            "drafter",
+            "workers.drafter",
+            [str(drafter.folder), "--weights", drafter.weights, *memory],
         )
         (self.target_address,) = shard.addresses(1)
         (self._drafter_address,) = small.addresses(1)
