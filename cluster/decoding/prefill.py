@@ -56,13 +56,18 @@ class PrefillCosts:
                 self._largest = max(MIN_CHUNK, min(self._largest, prefill_tokens))
 
     def chunk_beside(self, decoding_tokens: int) -> int:
-        """The most tokens of prefill beside so many of decoding; at least MIN_CHUNK."""
+        """The most tokens of prefill beside so many of decoding; at least MIN_CHUNK.
+
+        As many as decode are always bearable: a step of twice the tokens takes at most twice as
+        long, whatever a device's costs are.
+        """
+        at_least = max(MIN_CHUNK, decoding_tokens)
         decoding_ms = self._decoding_step_ms(decoding_tokens)
         if decoding_ms is None or not self._tokens:
-            return MIN_CHUNK
+            return at_least
         ms_per_token = self._extra_ms / self._tokens
         most = decoding_ms / ms_per_token if ms_per_token > 0 else self._largest
-        return max(MIN_CHUNK, int(min(most, self._largest)))
+        return max(at_least, int(min(most, self._largest)))
 
     def _decoding_step_ms(self, tokens: int) -> float | None:
         """The mean time of a step of about so many tokens; None: nothing is known of any.

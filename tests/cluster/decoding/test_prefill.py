@@ -69,3 +69,12 @@ def test_chunks_grow_even_where_no_step_is_without_prefill() -> None:
         costs.add(decoding_tokens=4, prefill_tokens=chunks[-1], step_seconds=0.02)
     assert chunks[0] == MIN_CHUNK
     assert chunks[-1] >= 512, "the step takes no longer for them"
+
+
+def test_as_much_prefill_as_decoding_is_always_bearable() -> None:
+    """Also where prefill alone looked dear: twice the tokens take at most twice as long."""
+    costs = PrefillCosts()
+    costs.add(decoding_tokens=0, prefill_tokens=16, step_seconds=0.018)
+    for decoding_tokens in (8, 40, 300):
+        assert costs.chunk_beside(decoding_tokens) == max(MIN_CHUNK, decoding_tokens)
+        costs.add(decoding_tokens=decoding_tokens, prefill_tokens=MIN_CHUNK, step_seconds=0.018)
