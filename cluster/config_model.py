@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
+from cluster.config_checks import check_profile, refusal
 from cluster.decoding.policies import PolicyName
 from cluster.fitting import (
     check_branches,
@@ -24,7 +24,7 @@ from cluster.fitting import (
     check_rule_fits,
 )
 from cluster.plan_config import PlanConfig
-from paceline.errors import ConfigError, InvalidRequestError
+from paceline.errors import InvalidRequestError
 from paceline.rules import (
     DRAFTER_KINDS,
     MAX_BRANCHES,
@@ -34,7 +34,6 @@ from paceline.rules import (
     Stopping,
 )
 from paceline.text import did_you_mean
-from workers.emulated.profiles import load_profile
 from workers.engine.weight_form import DTYPES, Dtype
 from workers.models import STAND_IN
 
@@ -49,11 +48,6 @@ _BYTE_UNITS = {
 }
 
 
-def _refusal(message: str) -> PydanticCustomError:
-    # Braces would be taken for the template's own.
-    return PydanticCustomError("paceline", "{message}", {"message": message})
-
-
 def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
     """One of `available`; `later` are values that DESIGN.md names and this version refuses."""
 
@@ -62,16 +56,16 @@ def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
             return value
         names = ", ".join(available)
         if isinstance(value, str) and value in later:
-            raise _refusal(f"{value!r} is not in this version; available: {names}")
+            raise refusal(f"{value!r} is not in this version; available: {names}")
         hint = did_you_mean(value, available) if isinstance(value, str) else ""
-        raise _refusal(f"expected one of {names}, got {value!r}{hint}")
+        raise refusal(f"expected one of {names}, got {value!r}{hint}")
 
     return BeforeValidator(check)
 
 
 def _one_for_now(value: object) -> object:
     if isinstance(value, int) and value > 1:
-        raise _refusal(f"{value} is not in this version; available: 1")
+        raise refusal(f"{value} is not in this version; available: 1")
     return value
 
 
@@ -83,7 +77,7 @@ def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValid
             return value
         number = None if isinstance(value, bool) else read(value)
         if number is None or number < 1:
-            raise _refusal(f'expected "auto" or {expected}, got {value!r}')
+            raise refusal(f'expected "auto" or {expected}, got {value!r}')
         return number
 
     return BeforeValidator(check)
@@ -119,10 +113,7 @@ def _emulated(role: Literal["target", "drafter"]) -> BeforeValidator:
 
     def check(value: object) -> object:
         if isinstance(value, str):
-            try:
-                load_profile(value, role=role)
-            except ConfigError as error:
-                raise _refusal(str(error)) from None
+            check_profile(value, role)
         return value
 
     return BeforeValidator(check)
@@ -134,10 +125,10 @@ def _model_or_emulated(given: Any, usual: str) -> Any:
         return given
     if given.get("emulated") is None:
         if given.get("model") == STAND_IN:
-            raise _refusal(f'"{STAND_IN}" is no model; name a latency profile with "emulated"')
+            raise refusal(f'"{STAND_IN}" is no model; name a latency profile with "emulated"')
         return {"model": usual} | given
     if given.get("model", STAND_IN) != STAND_IN:
-        raise _refusal('what is emulated has no model; remove the key "model" or "emulated"')
+        raise refusal('what is emulated has no model; remove the key "model" or "emulated"')
     return given | {"model": STAND_IN}
 
 
@@ -178,7 +169,7 @@ class TargetConfig(_Closed):
     @model_validator(mode="after")
     def _emulated_is_one(self) -> TargetConfig:
         if self.emulated is not None and self.tensor_parallel > 1:
-            raise _refusal(
+            raise refusal(
                 f"an emulated target is one worker, whose profile counts the GPUs; tensor_parallel "
                 f"is {self.tensor_parallel}, expected 1"
             )
@@ -213,11 +204,11 @@ class DrafterConfig(_Closed):
     def _model_fits_kind(self) -> DrafterConfig:
         for key in ("model", "emulated"):
             if self.kind != "model" and getattr(self, key) is not None:
-                raise _refusal(
+                raise refusal(
                     f'a drafter of kind "{self.kind}" has no model; remove the key "{key}"'
                 )
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
-            raise _refusal('"acceptance" and "hit_rate" are of emulated drafters; remove them')
+            raise refusal('"acceptance" and "hit_rate" are of emulated drafters; remove them')
         return self
 
 
@@ -259,7 +250,7 @@ class ServerConfig(_Closed):
     @model_validator(mode="after")
     def _ports_differ(self) -> ServerConfig:
         if self.http_port == self.grpc_port != 0:
-            raise _refusal(f"http_port and grpc_port are both {self.grpc_port}; give each its own")
+            raise refusal(f"http_port and grpc_port are both {self.grpc_port}; give each its own")
         return self
 
 
@@ -293,7 +284,7 @@ class Config(_Closed):
                 check_merge(PolicyName(chosen.policy), rule, kinds)
         except InvalidRequestError as error:
             key = "verification" if error.field == "rule" else error.field
-            raise _refusal(
+            raise refusal(
                 f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
             ) from None
         return self
@@ -304,18 +295,18 @@ class Config(_Closed):
         emulated = self.target.emulated is not None
         for drafter in self.drafters:
             if drafter.kind == "model" and (drafter.emulated is not None) != emulated:
-                raise _refusal(
+                raise refusal(
                     "drafters: target and model drafters are all emulated or none is; give every "
                     'one the key "emulated", or remove it everywhere'
                 )
         chosen = self.speculation
         if emulated and chosen.verification != "coupled":
-            raise _refusal(
+            raise refusal(
                 "speculation.verification: emulated workers have no distributions; expected "
                 f'"coupled", got "{chosen.verification}"'
             )
         if emulated and chosen.stopping != "fixed":
-            raise _refusal(
+            raise refusal(
                 "speculation.stopping: emulated drafters have no logits to stop by; expected "
                 f'"fixed", got "{chosen.stopping}"'
             )

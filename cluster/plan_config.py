@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
+from cluster.config_checks import check_profile, refusal
 from cluster.decoding.policies import PolicyName
-from paceline.errors import ConfigError
 from paceline.text import did_you_mean
-from workers.emulated.profiles import load_profile
 
-SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName if policy.value != "replicas")
-"""Of all policies: `replicas` needs several target groups for one driver."""
+SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName)
 
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
-def _refusal(message: str) -> PydanticCustomError:
-    return PydanticCustomError("paceline", "{message}", {"message": message})
-
-
-def _profile(role: Any) -> BeforeValidator:
+def _profile(role: Literal["target", "drafter"]) -> BeforeValidator:
     def check(value: object) -> object:
         if not isinstance(value, str):
-            raise _refusal(f"expected the name of a latency profile, got {value!r}")
-        try:
-            load_profile(value, role=role)
-        except ConfigError as error:
-            raise _refusal(str(error)) from None
+            raise refusal(f"expected the name of a latency profile, got {value!r}")
+        check_profile(value, role)
         return value
 
     return BeforeValidator(check)
@@ -39,7 +29,7 @@ def _profile(role: Any) -> BeforeValidator:
 def _ratio(value: object) -> object:
     found = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", value) if isinstance(value, str) else None
     if found is None:
-        raise _refusal(
+        raise refusal(
             f'expected TARGETS:DRAFTERS such as "1:1" or "4:1", each 1 to 99, got {value!r}'
         )
     return value
@@ -49,7 +39,7 @@ def _policy(value: object) -> object:
     if value in SIMULATED_POLICIES:
         return value
     hint = did_you_mean(value, SIMULATED_POLICIES) if isinstance(value, str) else ""
-    raise _refusal(f"expected one of {', '.join(SIMULATED_POLICIES)}, got {value!r}{hint}")
+    raise refusal(f"expected one of {', '.join(SIMULATED_POLICIES)}, got {value!r}{hint}")
 
 
 def _listed(value: object) -> object:
@@ -107,7 +97,7 @@ class PlanConfig(BaseModel):
     @model_validator(mode="after")
     def _one_load(self) -> PlanConfig:
         if self.concurrency is not None and self.requests_per_second is not None:
-            raise _refusal(
+            raise refusal(
                 "concurrency and requests_per_second are both given; leave one of the two out"
             )
         return self

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from deploy.bench.document import document
 from deploy.bench.engine_prefix import CACHE
 from deploy.bench.engine_rows import OFF, EngineRow
-from deploy.bench.row_json import row_json
 
 GOALS = ((1, 2.0), (16, 3.0))
 """A batch, and how many times transformers' tokens a second plain decoding should reach."""
@@ -65,13 +65,7 @@ def _gpu_goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
 
 def engine_json(rows: Sequence[EngineRow], machine: Mapping[str, object]) -> dict[str, object]:
     """The document of `bench engine --json`."""
-    return {
-        "suite": "engine",
-        "machine": machine,
-        "emulated": False,
-        "rows": [row_json(row) for row in rows],
-        "ratios": {goal.name: goal.ratio for goal in goals(rows)},
-    }
+    return document("engine", rows, goals(rows), machine)
 
 
 def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:

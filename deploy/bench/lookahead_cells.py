@@ -29,8 +29,6 @@ HITS_BRANCHES = ("fanout", "spread", "auto")
 """Policies to which the second of a drafter's guesses matters."""
 NUM_SPREAD = 4 if len(os.sched_getaffinity(0)) >= 8 else 2
 """Drafters of spread. Each is a process that wants a third of a core."""
-NOT_MEASURED = ("off", "replicas")
-"""Plain decoding is beside every cell; replicas needs several targets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class _Condition:
 
 
 def _policies() -> list[PolicyName]:
-    return [policy for policy in PolicyName if policy.value not in NOT_MEASURED]
+    return [policy for policy in PolicyName if policy is not PolicyName.OFF]
 
 
 def _conditions(*, quick: bool) -> Iterator[_Condition]:

@@ -10,9 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from cluster.simulation.closed_forms import expected_tokens
-from paceline.rules import Rule
-from paceline.sampling import SamplingParams, SequenceSpec
-from workers.emulated.recording import Recording
+from paceline.sampling import SequenceSpec
+from workers.emulated.recording import Recording, spec_of
 from workers.emulated.replay_text import NUM_RESERVED, Guess, PrefixReader, ReplayText
 from workers.emulated.stand_in import VOCAB_SIZE
 
@@ -34,12 +33,7 @@ class LoadRequest:
 
     def spec(self) -> SequenceSpec:
         """What a worker knows of it."""
-        return SequenceSpec(
-            SamplingParams(temperature=self.temperature),
-            seed=self.seed,
-            prompt_length=len(self.prompt),
-            rule=Rule.COUPLED,
-        )
+        return spec_of(len(self.prompt), self.temperature, self.seed)
 
 
 def set_load(batch: int, max_tokens: int) -> list[LoadRequest]:

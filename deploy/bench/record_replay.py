@@ -23,9 +23,14 @@ from cluster.text import TextCodec
 from deploy.inputs import DEFAULT_INPUT, BadRow, read_rows
 from paceline.errors import UnavailableError
 from paceline.generation import Message
-from paceline.rules import Rule
-from paceline.sampling import SamplingParams, SequenceSpec
-from workers.emulated.recording import MAX_RANK, RecordedSequence, Recording, load_recording
+from paceline.sampling import SequenceSpec
+from workers.emulated.recording import (
+    MAX_RANK,
+    RecordedSequence,
+    Recording,
+    load_recording,
+    spec_of,
+)
 from workers.engine.engine import Engine
 from workers.engine.slices import Slice
 from workers.models import default_home, resolve_model
@@ -69,7 +74,7 @@ def record_demo(home: Path, size: RecordingSize, *, tell: Callable[[str], None])
     tell("recording the demo pair: loading")
     engine = Engine(target.folder, weights=target.weights, threads=1, kv_memory_bytes=_KV_BYTES)
     asked = [
-        (prompt, _spec(temperature, seed, len(prompt)))
+        (prompt, spec_of(len(prompt), temperature, seed))
         for temperature in TEMPERATURES
         for seed, prompt in enumerate(_prompts(target.folder, size.requests))
     ]
@@ -178,12 +183,6 @@ def pinned(sequences: Sequence[RecordedSequence], keep: int) -> tuple[RecordedSe
 def _acceptance(sequences: Iterable[RecordedSequence]) -> float:
     ranks = [one for sequence in sequences for one in sequence.ranks]
     return ranks.count(0) / len(ranks)
-
-
-def _spec(temperature: float, seed: int, prompt_length: int) -> SequenceSpec:
-    return SequenceSpec(
-        SamplingParams(temperature=temperature), seed, prompt_length, rule=Rule.COUPLED
-    )
 
 
 def _prompts(folder: Path, count: int) -> list[tuple[int, ...]]:

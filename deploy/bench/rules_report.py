@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from deploy.bench.row_json import row_json
+from deploy.bench.document import document
 from deploy.bench.rules_acceptance import WINDOW
 from deploy.bench.rules_goals import goals
 from deploy.bench.rules_rows import RuleRow
@@ -15,13 +15,7 @@ from deploy.bench.rules_rows import RuleRow
 
 def rules_json(rows: Sequence[RuleRow], machine: Mapping[str, object]) -> dict[str, object]:
     """The document of `bench rules --json`."""
-    return {
-        "suite": "rules",
-        "machine": machine,
-        "emulated": False,
-        "rows": [row_json(row) for row in rows],
-        "ratios": {goal.name: goal.ratio for goal in goals(rows)},
-    }
+    return document("rules", rows, goals(rows), machine)
 
 
 def print_rules(console: Console, rows: Sequence[RuleRow]) -> None:

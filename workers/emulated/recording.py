@@ -21,6 +21,16 @@ MAX_RANK = 8
 """Ranks from this on are told as this: the drafter's best 8 guesses did not hold the token."""
 
 
+def spec_of(prompt_length: int, temperature: float, seed: int) -> SequenceSpec:
+    """What a worker knows of a text that is asked for at this temperature, all else as usual."""
+    return SequenceSpec(
+        SamplingParams(temperature=temperature),
+        seed=seed,
+        prompt_length=prompt_length,
+        rule=Rule.COUPLED,
+    )
+
+
 class _Closed(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -40,12 +50,7 @@ class RecordedSequence(_Closed):
 
     def spec(self) -> SequenceSpec:
         """What a worker knows of it."""
-        return SequenceSpec(
-            SamplingParams(temperature=self.temperature),
-            seed=self.seed,
-            prompt_length=len(self.prompt),
-            rule=Rule.COUPLED,
-        )
+        return spec_of(len(self.prompt), self.temperature, self.seed)
 
     def folded(self, vocab_size: int) -> RecordedSequence:
         """The same in a vocabulary of another size."""
