@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from cluster.decoding.events import DrafterJoined, TopTokens
 from cluster.decoding.instructions import (
@@ -14,43 +13,10 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Suspect,
 )
+from cluster.decoding.roster import Roster, RosterEntry, is_better
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.step_costs import StepCosts
 from paceline.rules import Rule, Stopping
-
-_SLOW_CHANGE = 0.9
-"""Of the duration of a pass, so much is remembered from one to the next."""
-
-MALFORMED_LIMIT = 3
-"""So many malformed proposals make a drafter suspect."""
-
-SILENT_STEPS, SILENT_SECONDS = 16, 0.25
-"""A drafter with work that says nothing for so long is avoided where work may move."""
-
-_SHUNNED_SECONDS = 5.0
-_MUCH_SLOWER = 2.0
-_AS_FAST = 1.5
-
-
-@dataclass(slots=True)
-class _Drafter:
-    joined: DrafterJoined
-    load: int = 0
-    pass_ms: float = 0.0
-    malformed: int = 0
-    heard_at: float = 0.0
-    steps_unheard: int = 0
-    shunned_until: float = 0.0
-
-    def fits(self, sequence: Sequence) -> bool:
-        """Whether it can draft for this sequence at all."""
-        request, own = sequence.request, self.joined
-        return (
-            sequence.tree.num_committed < own.max_position
-            and request.spec.rule in own.rules
-            and request.drafter_kind in (None, own.kind)
-            and own.drafter not in sequence.declined_by
-        )
 
 
 class Drafters:
@@ -58,12 +24,11 @@ class Drafters:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._drafters: dict[str, _Drafter] = {}
+        self._drafters = Roster()
 
     def join(self, joined: DrafterJoined) -> None:
         """A drafter can be used; it knows no sequence."""
-        assert joined.drafter not in self._drafters, f"{joined.drafter} joined twice"
-        self._drafters[joined.drafter] = _Drafter(joined, heard_at=joined.now)
+        self._drafters.join(joined)
 
     def lose(self, drafter: str, sequences: Iterable[Sequence]) -> None:
         """A drafter is gone, and what it knew with it. Losing it twice is no error."""
@@ -79,13 +44,7 @@ class Drafters:
 
     def heard(self, now: float, drafter: str, pass_seconds: float, *, drafted: bool) -> None:
         """A pass of the drafter took so long; `drafted`: it gave candidates."""
-        known = self._drafters.get(drafter)
-        if known is None:
-            return
-        known.heard_at, known.steps_unheard = now, 0
-        if drafted and pass_seconds > 0:
-            kept = _SLOW_CHANGE if known.pass_ms else 0.0
-            known.pass_ms = kept * known.pass_ms + (1 - kept) * 1000 * pass_seconds
+        self._drafters.heard(now, drafter, pass_seconds, drafted=drafted)
 
     def known(self, drafter: str) -> bool:
         """Whether it can be used."""
@@ -93,11 +52,7 @@ class Drafters:
 
     def blame(self, drafter: str, sequences: Iterable[Sequence], out: list[Instruction]) -> None:
         """It sent a malformed proposal; after three it is used no more."""
-        blamed = self._drafters.get(drafter)
-        if blamed is None:
-            return
-        blamed.malformed += 1
-        if blamed.malformed >= MALFORMED_LIMIT:
+        if self._drafters.malformed(drafter):
             self.lose(drafter, sequences)
             out.append(Suspect(drafter))
 
@@ -111,7 +66,7 @@ class Drafters:
                 if added or not sequence.granted_until:  # one that took another's place has none
                     self.grant(sequence, out)
             return
-        chosen = self._best_for(sequence)
+        chosen = self._drafters.best_for(sequence)
         if chosen is None:
             return
         sequence.drafter = chosen.joined.drafter
@@ -130,7 +85,7 @@ class Drafters:
         team = (sequence.drafter, *sequence.helpers)
         kinds = {self._drafters[name].joined.kind for name in team}
         before = len(kinds)
-        while (helper := self._best_for(sequence, other_than=kinds)) is not None:
+        while (helper := self._drafters.best_for(sequence, other_than=kinds)) is not None:
             kinds.add(helper.joined.kind)
             sequence.helpers.append(helper.joined.drafter)
             self._open(sequence, helper, out)
@@ -154,7 +109,7 @@ class Drafters:
             while len(sequence.helpers) > wanted:
                 self._close(sequence, sequence.helpers[-1], out)
             while len(sequence.helpers) < wanted:
-                helper = self._best_for(sequence)
+                helper = self._drafters.best_for(sequence)
                 if helper is None or helper.shunned_until > sequence.ready_since:
                     break
                 sequence.helpers.append(helper.joined.drafter)
@@ -164,10 +119,7 @@ class Drafters:
 
     def stepped(self, now: float, sequences: Collection[Sequence], out: list[Instruction]) -> None:
         """A step was answered: work that may move leaves drafters which are silent or slow."""
-        for one in self._drafters.values():
-            one.steps_unheard += one.load > 0
-            if one.steps_unheard >= SILENT_STEPS and now - one.heard_at >= SILENT_SECONDS:
-                one.shunned_until = now + _SHUNNED_SECONDS
+        self._drafters.stepped(now)
         if len(self._drafters) == 1:
             return
         for sequence in sequences:
@@ -180,40 +132,15 @@ class Drafters:
         for name in [one for one in sequence.helpers if self._drafters[one].shunned_until > now]:
             self._close(sequence, name, out)
         assert sequence.drafter is not None
-        current, best = self._drafters[sequence.drafter], self._best_for(sequence)
+        current, best = self._drafters[sequence.drafter], self._drafters.best_for(sequence)
         if current.shunned_until > now and sequence.helpers:
             self._close(sequence, sequence.drafter, out)  # a helper takes its place
             self.grant(sequence, out)
-        elif best is not None and _is_better(best, current, now):
+        elif best is not None and is_better(best, current, now):
             self._close(sequence, sequence.drafter, out)
             self.assign(sequence, out)
 
-    def _best_for(self, sequence: Sequence, *, other_than: Collection[str] = ()) -> _Drafter | None:
-        """The drafter that should work for the sequence, of those that do not.
-
-        `other_than`: of another kind than these.
-        """
-        taken = {sequence.drafter, *sequence.helpers}
-        able = [
-            one
-            for name, one in self._drafters.items()
-            if name not in taken and one.fits(sequence) and one.joined.kind not in other_than
-        ]
-        if not able:
-            return None
-        fastest = min((one.pass_ms for one in able if one.pass_ms), default=0.0)
-        return min(
-            able,
-            key=lambda one: (
-                one.joined.kind != "model",
-                one.shunned_until > sequence.ready_since,
-                sequence.policy.spreads and one.pass_ms > _MUCH_SLOWER * fastest,
-                one.load,
-                one.joined.drafter,
-            ),
-        )
-
-    def _open(self, sequence: Sequence, chosen: _Drafter, out: list[Instruction]) -> None:
+    def _open(self, sequence: Sequence, chosen: RosterEntry, out: list[Instruction]) -> None:
         chosen.load += 1
         chosen.heard_at = max(chosen.heard_at, sequence.ready_since)
         chosen.steps_unheard = 0
@@ -341,14 +268,3 @@ def _forget(sequence: Sequence) -> None:
     sequence.helpers = []
     sequence.pace = 0.0
     sequence.draft_exhausted = False
-
-
-def _is_better(one: _Drafter, current: _Drafter, now: float) -> bool:
-    """Whether work should move from `current`: from silence, to much more speed, or off a crowd."""
-    if one.shunned_until > now:
-        return False
-    if current.shunned_until > now:
-        return True
-    if one.pass_ms and one.pass_ms * _MUCH_SLOWER < current.pass_ms:
-        return True
-    return one.pass_ms <= _AS_FAST * current.pass_ms and one.load + 2 <= current.load

@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
 from cluster.decoding.counts import Foresight
 from cluster.decoding.events import Proposal
+from cluster.decoding.windows import (
+    MERGED_CHANCES,
+    RANK_CHANCES,
+    Node,
+    Window,
+    likeliest,
+    window_of,
+)
 from paceline.prefix_hash import extend_hash, hash_prefix
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
-from workers.verification.draft_probs import SparseProbs
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """A candidate, or the last committed token, which is the root.
-
-    `length` counts the tokens up to this one, itself included; `prefix_hash` is their hash.
-    `distribution` is what its children were drawn from, where their rule needs it. `leads`: it is
-    the sequence's own drafter's, not a helper's; such children come first.
-    """
-
-    token_id: int
-    length: int
-    prefix_hash: int
-    parent: Node | None = None
-    multiplicity: int = 1
-    leads: bool = True
-    distribution: SparseProbs | None = None
-    children: list[Node] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Candidates for a step, as target.proto has them; no `parents`: a chain."""
-
-    token_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    multiplicities: tuple[int, ...]
-    distributions: Mapping[int, SparseProbs]
-
-
-_NO_CANDIDATES = Window((), (), (), {})
-
-_RANK_CHANCES = (0.8, *(0.1 * 0.5**rank for rank in range(MAX_BRANCHES)))
-"""About how likely the children of a node are, in their order: where a tree's window is spent."""
-
-_MERGED_CHANCES = (0.7, *(0.25 * 0.5**rank for rank in range(MAX_BRANCHES + len(DRAFTER_KINDS))))
-"""The same where another drafter's candidate may come second."""
+from paceline.rules import DRAFTER_KINDS
 
 # Where a token of a proposal lies: a number of committed tokens, a node, or nowhere.
 _Place = int | Node | None
@@ -92,10 +59,10 @@ class TokenTree:
     ) -> None:
         self.chain = chain
         self.verified_width = verified_width
-        self._rank_chances = _RANK_CHANCES
+        self._rank_chances = RANK_CHANCES
         if merged and verified_width is not None:
             self.verified_width = verified_width + len(DRAFTER_KINDS) - 1
-            self._rank_chances = _MERGED_CHANCES
+            self._rank_chances = MERGED_CHANCES
         self.token_ids: list[int] = []
         self.repeats = 0
         """Tokens of proposals that were held already as candidates."""
@@ -172,27 +139,7 @@ class TokenTree:
             self._pinned = [node for node in self._nodes if node.length <= deepest]
         else:
             self._pinned = self._choose(limit)
-        if not self._pinned:
-            return _NO_CANDIDATES
-        number = {id(self.root): 0}
-        parents = []
-        for index, node in enumerate(self._pinned):
-            parents.append(number[id(node.parent)])
-            number[id(node)] = index + 1
-        inner = {parent: self._node_numbered(parent) for parent in parents}
-        distributions = {
-            parent: node.distribution
-            for parent, node in inner.items()
-            if node.distribution is not None
-        }
-        is_chain = parents == list(range(len(parents)))
-        multiplicities = tuple(node.multiplicity for node in self._pinned)
-        return Window(
-            token_ids=tuple(node.token_id for node in self._pinned),
-            parents=() if is_chain else tuple(parents),
-            multiplicities=multiplicities if num_paths else (),
-            distributions=distributions,
-        )
+        return window_of(self.root, self._pinned, with_multiplicities=bool(num_paths))
 
     def unpin(self) -> None:
         """There will be no verdict on what was pinned."""
@@ -300,19 +247,9 @@ class TokenTree:
         """The candidates that a step verifies, each after its parent."""
         if self.verified_width is None:
             return self._nodes[:limit]
-        chosen: list[Node] = []
-        heap: list[tuple[float, int, Node]] = []
-        node, chance, pushed = self.root, 1.0, 0
-        while len(chosen) < limit:
-            for rank, child in enumerate(node.children[: self.verified_width]):
-                heapq.heappush(heap, (-chance * self._rank_chances[rank], pushed, child))
-                pushed += 1
-            if not heap:
-                break
-            negative, _, node = heapq.heappop(heap)
-            chance = -negative
-            chosen.append(node)
-        return chosen
+        return likeliest(
+            self.root, limit, width=self.verified_width, rank_chances=self._rank_chances
+        )
 
     def _place_of_base(self, length: int, prefix_hash: int) -> _Place:
         if length < len(self.token_ids):
@@ -350,9 +287,6 @@ class TokenTree:
         self._nodes.append(node)
         self._by_hash.setdefault(prefix_hash, node)
         return node
-
-    def _node_numbered(self, number: int) -> Node:
-        return self._pinned[number - 1] if number else self.root
 
 
 def _put(parent: Node, child: Node, *, leads: bool) -> None:

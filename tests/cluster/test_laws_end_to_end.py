@@ -174,7 +174,7 @@ async def test_the_served_law_is_the_targets_with_run_ahead(
         given_up.append(gives_up_bonus(sequence, accepted))
         return given_up[-1]
 
-    monkeypatch.setattr("cluster.decoding.scheduler.gives_up_bonus", noting)
+    monkeypatch.setattr("cluster.decoding.answers.gives_up_bonus", noting)
     served = await serve(system, case)
     assert 0 < served.accepted < served.drafted
     assert any(given_up) or case.drafter == "ngram"

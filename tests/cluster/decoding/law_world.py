@@ -7,13 +7,10 @@ is the same number, so a coin that is used twice shows in the law.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
 from cluster.decoding.events import (
@@ -43,136 +40,20 @@ from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.rules import Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
+from tests.cluster.decoding.law_coins import NamedCoins, WindowCoins, draw_with
+from tests.cluster.decoding.law_drafter import PROMPT, EnumeratedProposer
 from tests.workers.verification.enumeration import Coins, Prefix, TinyModels
-from workers.drafting import draw
-from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.draw import MODEL_RULES
-from workers.drafting.growth import Growth
-from workers.drafting.nodes import Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree
 from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs, SparseProbs
+from workers.verification.draft_probs import DraftProbs
 from workers.verification.rules import check_proposal
 from workers.verification.verify import begin_node
 from workers.verification.walk import Coins as WalkCoins
 from workers.verification.walk import Node, walk
 
-PROMPT = (0,)
 DRAFTER = "d"
-
-
-class BegunModels(TinyModels):
-    """Target and drafter are sure of the first token: a prompt's step needs not be summed over."""
-
-    def target_V(self, prefix: Prefix) -> NDArray[np.float64]:
-        return super().target_V(prefix) if prefix else np.eye(self.vocab_size)[0]
-
-    def draft(self, prefix: Prefix) -> SparseProbs:
-        sure = SparseProbs(np.array([0]), np.ones(1, dtype=np.float32))
-        return super().draft(prefix) if prefix else sure
-
-
-@dataclass
-class NamedCoins:
-    """Coins by name. A name's uniform that was tested before lies where the tests left it."""
-
-    coins: Coins
-    _fixed: dict[tuple[object, ...], object] = field(default_factory=dict)
-    _spans: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
-
-    def choice(self, name: tuple[object, ...], probs: Sequence[float]) -> int:
-        """A side with these probabilities; by the same name always of the same ones."""
-        told = tuple(probs)
-        known = self._fixed.get(name)
-        if known is None:
-            known = self._fixed[name] = (self.coins.toss(probs), told)
-        assert isinstance(known, tuple)
-        side, before = known
-        assert before == told, f"the noise {name} is used for two distributions"
-        assert isinstance(side, int)
-        return side
-
-    def below(self, name: tuple[object, ...], probability: float) -> bool:
-        """Whether a uniform is below this."""
-        low, high = self._spans.get(name, (0.0, 1.0))
-        cut = min(max(probability, low), high)
-        share = (cut - low) / (high - low)
-        is_below = self.coins.toss([share, 1 - share]) == 0
-        self._spans[name] = (low, cut) if is_below else (cut, high)
-        return is_below
-
-
-@dataclass
-class _WindowCoins:
-    """The coins of one window, named by position as KeyedCoins are."""
-
-    named: NamedCoins
-    first_position: int
-
-    def order(self, depth: int, num_tests: int) -> Sequence[int]:
-        orders = list(itertools.permutations(range(num_tests)))
-        name = ("order", self.first_position + depth)
-        return orders[self.named.choice(name, [1 / len(orders)] * len(orders))]
-
-    def accepts(self, depth: int, number: int, probability: float) -> bool:
-        return self.named.below(("test", self.first_position + depth, number), probability)
-
-    def token(self, depth: int, residual_V: NDArray[np.float64]) -> int:
-        probs = (residual_V / residual_V.sum()).tolist()
-        return self.named.choice(("residual", self.first_position + depth), probs)
-
-
-class EnumeratedProposer:
-    """Drafts as a model drafter does, from the distributions of TinyModels."""
-
-    def __init__(self, models: TinyModels) -> None:
-        self._models = models
-        self._grown: dict[DraftTree, Growth] = {}
-        self._chances = RankChances(drawn_prior)
-
-    @property
-    def info(self) -> DrafterInfo:
-        return DrafterInfo("model", "tiny", self._models.vocab_size, b"", 1000, MODEL_RULES)
-
-    def open(self, tree: DraftTree) -> None:
-        self._grown[tree] = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
-
-    def close(self, tree: DraftTree) -> None:
-        del self._grown[tree]
-
-    def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
-        self._grown[tree].committed(kept)
-
-    def known(self, tree: DraftTree) -> NewNodes:
-        return self._grown[tree].known()
-
-    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        result = Pass(took_part=list(trees), tokens_fed=1)
-        for tree in trees:
-            growth = self._grown[tree]
-            fed = growth.to_feed(pass_ms=pass_ms)
-            for node in fed:
-                growth.expand(node, self._logits_V(tree.prefix(node)))
-            new = growth.harvest(fed, pass_ms=pass_ms)
-            over = not fed and not new.token_ids
-            if new.token_ids or over:
-                last = growth.stopped and (over or growth.as_chain)
-                result.drafts.append(Draft(tree, new, last=last, grant_used=over))
-        return result
-
-    def check_integrity(self, trees: Sequence[DraftTree]) -> None:
-        assert set(self._grown) == set(trees)
-
-    def _logits_V(self, prefix: Sequence[int]) -> torch.Tensor:
-        sparse = self._models.draft(tuple(prefix[len(PROMPT) :]))
-        logits_V = torch.full((self._models.vocab_size,), -torch.inf)
-        logits_V[torch.from_numpy(sparse.token_ids_M)] = torch.from_numpy(sparse.probs_M).log()
-        return logits_V
 
 
 @dataclass(frozen=True)
@@ -282,7 +163,7 @@ class LawWorld:
         vocab_size = self.models.vocab_size
         check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=100)
         prefix = tuple(self.text)
-        coins = _WindowCoins(self.named, len(prefix))
+        coins = WindowCoins(self.named, len(prefix))
         accepted, token_id = verdict_of(self.models, rule, prefix, tree, draft_probs, coins)
         if token_id is None:
             target_V = self.models.target_V((*prefix, *tree.tokens_of(accepted)))
@@ -340,39 +221,8 @@ def served(models: TinyModels, request: Request, timing: Timing, length: int) ->
         coins.restart()
         named = NamedCoins(coins)
         with pytest.MonkeyPatch.context() as patch:
-            _draw_with(named, patch)
+            draw_with(named, patch)
             text = LawWorld(models, request, named, timing, found.windows).serve(length)
         found.law[text] += coins.probability
         if not coins.turn():
             return found
-
-
-def _draw_with(named: NamedCoins, patch: pytest.MonkeyPatch) -> None:
-    """Let the drafter's draws fall as the coins say, each named as its noise is."""
-
-    def independent(
-        kept: SparseProbs, spec: SequenceSpec, position: int, numbers: Sequence[int]
-    ) -> tuple[int, ...]:
-        exact = kept.exact()
-        probs, ids = exact.probs_M.tolist(), exact.token_ids_M.tolist()
-        return tuple(
-            ids[named.choice(("draft", spec.seed, position, number), probs)] for number in numbers
-        )
-
-    def chain_token(kept: SparseProbs, spec: SequenceSpec, position: int) -> int:
-        return independent(kept, spec, position, (0,))[0]
-
-    def without_replacement(
-        kept: SparseProbs, spec: SequenceSpec, position: int, num_children: int
-    ) -> tuple[int, ...]:
-        left = kept.exact()
-        drawn: list[int] = []
-        for number in range(min(num_children, left.token_ids_M.size)):
-            name = ("draft", spec.seed, position, "after", number)
-            drawn.append(int(left.token_ids_M[named.choice(name, left.probs_M.tolist())]))
-            left = left.without(drawn[-1])
-        return tuple(drawn)
-
-    patch.setattr(draw, "draw_independent", independent)
-    patch.setattr(draw, "draw_chain_token", chain_token)
-    patch.setattr(draw, "draw_without_replacement", without_replacement)

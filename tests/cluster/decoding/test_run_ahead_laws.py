@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cluster.decoding import answers
 from cluster.decoding.events import Proposal, Request, SequenceVerdict
 from cluster.decoding.policies import PolicyName
-from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.token_tree import TokenTree, Window
+from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.verdicts import gives_up_bonus
+from cluster.decoding.windows import Window
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule
+from tests.cluster.decoding.law_coins import NamedCoins
+from tests.cluster.decoding.law_drafter import PROMPT, BegunModels
 from tests.cluster.decoding.law_world import (
-    PROMPT,
-    BegunModels,
-    NamedCoins,
     Served,
     Timing,
     request,
@@ -233,12 +233,12 @@ def _keep_the_likelier_sibling(patch: pytest.MonkeyPatch) -> None:
 
 def _bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
     """The bonus is taken where the run-ahead begins with it, and given up elsewhere."""
-    commit = Scheduler._commit
+    commit = answers._commit
     bonus: list[int] = []
 
-    def noting(self: Scheduler, *args: Any) -> None:
+    def noting(*args: Any) -> None:
         bonus[:] = [one.token_id for one in args if isinstance(one, SequenceVerdict)]
-        commit(self, *args)
+        commit(*args)
 
     def by_value(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
         tree = sequence.tree
@@ -246,8 +246,8 @@ def _bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
         agrees = bonus[0] in [child.token_id for child in leaf.children]
         return gives_up_bonus(sequence, accepted) and not agrees
 
-    patch.setattr(Scheduler, "_commit", noting)
-    patch.setattr("cluster.decoding.scheduler.gives_up_bonus", by_value)
+    patch.setattr(answers, "_commit", noting)
+    patch.setattr("cluster.decoding.answers.gives_up_bonus", by_value)
 
 
 def _one_uniform_a_position(patch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(ru
     scheduler.handle(DrafterJoined(0.6, "e", 1000, rules=frozenset(Rule)))
     scheduler.handle(DrafterLost(0.7, "d"))
     scheduler.handle(drafted("e", 11))
-    sequence = scheduler._find(1)
+    sequence = scheduler._state.find(1)
     assert sequence is not None
     window = sequence.tree.pin(2)
     assert (window.token_ids, window.distributions) == ((11,), {0: pairs["e"]})
@@ -137,7 +137,7 @@ def test_draws_of_two_drafters_are_not_left_side_by_side() -> None:
         scheduler.handle(DrafterLost(0.7, "d"))
         made = Proposal(1, 5, hash_prefix((*path, 11)), (14, 15), parents=(0, 0))
         scheduler.handle(Proposed(0.8, "e", (made,)))
-        sequence = scheduler._find(1)
+        sequence = scheduler._state.find(1)
         assert sequence is not None
         assert sequence.tree.num_candidates == 3
         if target_lost:

@@ -1,0 +1,54 @@
+"""What a drafter's pass does: candidates find their places, or are dropped."""
+
+from __future__ import annotations
+
+from cluster.decoding.events import Proposal, Proposed
+from cluster.decoding.sequence import Sequence
+from cluster.decoding.state import DecodingState
+from paceline.rules import Rule
+
+
+def take_proposals(state: DecodingState, event: Proposed) -> None:
+    """A pass of a drafter, for all its sequences."""
+    state.utilisation.drafted(event.drafter, event.believable_seconds)
+    drafted = any(proposal.token_ids for proposal in event.proposals)
+    state.drafters.heard(event.now, event.drafter, event.believable_seconds, drafted=drafted)
+    state.auto.beliefs.drafted(event)
+    for proposal in event.proposals:
+        sequence = state.find(proposal.sequence_id)
+        if sequence is None:
+            continue
+        repeats = sequence.tree.repeats
+        if not _attach(state, event.drafter, sequence, proposal):
+            state.totals.dropped_proposals += 1
+        elif sequence.pilot is not None and sequence.tree.num_candidates:
+            state.auto.beliefs.attached(sequence.pilot, event)
+        new = len(proposal.token_ids) - (sequence.tree.repeats - repeats)
+        sequence.drafted_by.add(event.drafter)
+        sequence.counts.proposed += new
+        state.totals.counts.proposed += new
+
+
+def _attach(state: DecodingState, drafter: str, sequence: Sequence, proposal: Proposal) -> bool:
+    target = state.batching.target
+    if target is None or any(not 0 <= t < target.vocab_size for t in proposal.token_ids):
+        return False
+    leads = drafter not in sequence.helpers
+    is_merged = sequence.request.merge and not leads
+    coupled = sequence.request.spec.rule is Rule.COUPLED
+    if not (coupled or drafter == sequence.drafter or is_merged):
+        # Only the coupled rule may mix candidates of several drafters as they come, and the
+        # one-hot rule those of drafters that are merged.
+        return False
+    if not sequence.tree.attach(
+        proposal,
+        until_position=sequence.granted_until,
+        max_nodes=sequence.granted_nodes,
+        leads=leads,
+    ):
+        return False
+    if proposal.last and leads:
+        sequence.draft_exhausted = True
+    if proposal.stopping_state:
+        sequence.stopping_state = proposal.stopping_state
+    return True

@@ -1,0 +1,91 @@
+"""Candidates of one sequence, and which of them a step verifies."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
+from workers.verification.draft_probs import SparseProbs
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """A candidate, or the last committed token, which is the root.
+
+    `length` counts the tokens up to this one, itself included; `prefix_hash` is their hash.
+    `distribution` is what its children were drawn from, where their rule needs it. `leads`: it is
+    the sequence's own drafter's, not a helper's; such children come first.
+    """
+
+    token_id: int
+    length: int
+    prefix_hash: int
+    parent: Node | None = None
+    multiplicity: int = 1
+    leads: bool = True
+    distribution: SparseProbs | None = None
+    children: list[Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Candidates for a step, as target.proto has them; no `parents`: a chain."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    multiplicities: tuple[int, ...]
+    distributions: Mapping[int, SparseProbs]
+
+
+NO_CANDIDATES = Window((), (), (), {})
+
+RANK_CHANCES = (0.8, *(0.1 * 0.5**rank for rank in range(MAX_BRANCHES)))
+"""About how likely the children of a node are, in their order: where a tree's window is spent."""
+
+MERGED_CHANCES = (0.7, *(0.25 * 0.5**rank for rank in range(MAX_BRANCHES + len(DRAFTER_KINDS))))
+"""The same where another drafter's candidate may come second."""
+
+
+def likeliest(root: Node, limit: int, *, width: int, rank_chances: Sequence[float]) -> list[Node]:
+    """The `limit` likeliest candidates, each after its parent, at most `width` beside each other.
+
+    `rank_chances`: about how likely the children of a node are, in their order.
+    """
+    chosen: list[Node] = []
+    heap: list[tuple[float, int, Node]] = []
+    node, chance, pushed = root, 1.0, 0
+    while len(chosen) < limit:
+        for rank, child in enumerate(node.children[:width]):
+            heapq.heappush(heap, (-chance * rank_chances[rank], pushed, child))
+            pushed += 1
+        if not heap:
+            break
+        negative, _, node = heapq.heappop(heap)
+        chance = -negative
+        chosen.append(node)
+    return chosen
+
+
+def window_of(root: Node, nodes: Sequence[Node], *, with_multiplicities: bool) -> Window:
+    """These candidates, each after its parent, as a step verifies them."""
+    if not nodes:
+        return NO_CANDIDATES
+    number = {id(root): 0}
+    parents = []
+    for index, node in enumerate(nodes):
+        parents.append(number[id(node.parent)])
+        number[id(node)] = index + 1
+    inner = {parent: nodes[parent - 1] if parent else root for parent in parents}
+    distributions = {
+        parent: node.distribution for parent, node in inner.items() if node.distribution is not None
+    }
+    is_chain = parents == list(range(len(parents)))
+    multiplicities = tuple(node.multiplicity for node in nodes)
+    return Window(
+        token_ids=tuple(node.token_id for node in nodes),
+        parents=() if is_chain else tuple(parents),
+        multiplicities=multiplicities if with_multiplicities else (),
+        distributions=distributions,
+    )

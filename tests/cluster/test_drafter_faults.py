@@ -1,0 +1,209 @@
+"""Drafters that die, hang, lie or are the wrong ones: equal text, or an error that says why."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.v1 import types_pb2
+from tests.cluster.hostile import (
+    BREACHES,
+    PROBABILITY_BREACHES,
+    HungDrafter,
+    LyingDrafter,
+    MalformedDrafter,
+    serve_lying_drafter,
+)
+from tests.cluster.interruptions import OPTIONS, PROMPT, interrupted, plain_answer, port_of
+from tests.cluster.system import (
+    Checkpoints,
+    Wire,
+    eventually,
+    make_checkpoints,
+    running_system,
+    start_drafter,
+)
+from tests.tiny import make_tiny_checkpoint
+from workers.engine.checkpoint import inspect_checkpoint
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return make_checkpoints(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize("policy", ["chain", "lockstep", "pearl"])
+async def test_a_drafter_that_ends_half_way_and_comes_back(
+    checkpoints: Checkpoints, policy: str
+) -> None:
+    async with running_system(checkpoints, drafters={"d": checkpoints.drafter}) as system:
+        plain = await plain_answer(system)
+        port = port_of(system.drafters["d"].address)
+        options = replace(OPTIONS, policy=policy)
+        answer, pause = await interrupted(system, options, system.drafters["d"].stop)
+        assert answer.token_ids == plain.token_ids
+        assert pause < 0.2
+        assert system.connected() == {"shard-0"}
+        restarted = await start_drafter(checkpoints.drafter, port=port)
+        try:
+            await eventually(lambda: "d" in system.connected())
+            assert system.driver.stats().workers[1].reconnects == 1
+            lockstep = replace(OPTIONS, policy="lockstep")
+            again = await system.client.generate(PROMPT, lockstep)
+            assert again.token_ids == plain.token_ids
+            assert again.stats.accepted > 0
+            await system.settle()
+        finally:
+            await restarted.stop()
+
+
+async def test_a_drafter_that_comes_back_in_the_middle_of_a_request(
+    checkpoints: Checkpoints,
+) -> None:
+    async with running_system(checkpoints, drafters={"d": checkpoints.drafter}) as system:
+        plain = await plain_answer(system)
+        fresh = await start_drafter(checkpoints.drafter)
+        try:
+            options = replace(OPTIONS, policy="lockstep")
+
+            async def move() -> None:
+                await system.driver.set_drafters({"d": fresh.address})
+
+            async def wait() -> None:
+                await eventually(lambda: "d" in system.connected())
+
+            answer, _ = await interrupted(system, options, system.drafters["d"].stop, move, wait)
+            assert answer.token_ids == plain.token_ids
+            tail = answer.origins[100:]
+            assert "draft" in tail
+            worker = system.driver.stats().workers[1]
+            assert (worker.address, worker.reconnects) == (fresh.address, 1)
+            await system.driver.set_drafters({})
+            assert [w.name for w in system.driver.stats().workers] == ["shard-0"]
+            await system.settle()
+        finally:
+            await fresh.stop()
+
+
+async def test_a_lying_drafter_alters_nothing(checkpoints: Checkpoints) -> None:
+    async with running_system(checkpoints, wait_ms=20.0) as system:
+        plain = await plain_answer(system)
+        liar = LyingDrafter()
+        server = await serve_lying_drafter(liar)
+        try:
+            await system.driver.set_drafters({"liar": server.address})
+            await eventually(lambda: "liar" in system.connected())
+            for policy in ("chain", "lockstep"):
+                answer = await system.client.generate(PROMPT, replace(OPTIONS, policy=policy))
+                assert answer.token_ids == plain.token_ids
+            assert liar.told > 100
+            assert system.driver.scheduler.totals.dropped_proposals > 0
+            assert "liar" in system.connected()
+            assert system.driver.stats().workers[1].malformed == 0
+            await system.settle()
+        finally:
+            await server.stop()
+
+
+@pytest.mark.parametrize("breach", BREACHES)
+async def test_malformed_proposals_make_a_drafter_suspect(
+    checkpoints: Checkpoints, breach: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After three it is used no more, until another process answers; the text stays right."""
+    async with running_system(checkpoints, wait_ms=20.0, drafter_timeout=0.2) as system:
+        plain = await plain_answer(system)
+        hostile = MalformedDrafter(BREACHES[breach])
+        server = await serve_lying_drafter(hostile)
+        try:
+            await system.driver.set_drafters({"bad": server.address})
+            await eventually(lambda: "bad" in system.connected())
+            for policy in ("chain", "lockstep"):
+                answer = await system.client.generate(PROMPT, replace(OPTIONS, policy=policy))
+                assert answer.token_ids == plain.token_ids
+                assert answer.stats.drafted == 0
+            await eventually(lambda: system.driver.stats().workers[1].suspect)
+            worker = (await system.client.stats()).workers[1]
+            assert (worker.connected, worker.suspect, worker.malformed >= 3) == (False, True, True)
+            await asyncio.sleep(0.5)
+            assert hostile.streams == 1
+            lines = [r.getMessage() for r in caplog.records if "is suspect" in r.getMessage()]
+            assert len(lines) == 1
+            hostile.pid = 2
+            await eventually(lambda: "bad" in system.connected())
+            assert not system.driver.stats().workers[1].suspect
+            await system.settle()
+        finally:
+            await server.stop()
+
+
+@pytest.mark.parametrize("breach", PROBABILITY_BREACHES)
+async def test_malformed_probabilities_make_a_drafter_suspect(
+    checkpoints: Checkpoints, breach: str
+) -> None:
+    """Dropped and counted; the sequence goes on plainly: at temperature 0 with the same text."""
+    async with running_system(checkpoints, wait_ms=20.0, drafter_timeout=0.2) as system:
+        greedy = replace(OPTIONS, temperature=0.0, max_tokens=20)
+        plain = await system.client.generate(PROMPT, replace(greedy, policy="off"))
+        hostile = MalformedDrafter(PROBABILITY_BREACHES[breach])
+        hostile.kind, hostile.rules = "model", [types_pb2.VERIFICATION_RULE_REJECTION]
+        hostile.digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
+        server = await serve_lying_drafter(hostile)
+        try:
+            await system.driver.set_drafters({"bad": server.address})
+            await eventually(lambda: "bad" in system.connected())
+            options = replace(greedy, policy="lockstep", rule="rejection")
+            answer = await system.client.generate(PROMPT, options)
+            assert answer.token_ids == plain.token_ids
+            assert answer.stats.drafted == 0
+            await eventually(lambda: system.driver.stats().workers[1].suspect)
+            assert system.driver.stats().workers[1].malformed >= 3
+            await system.settle()
+        finally:
+            await server.stop()
+
+
+async def test_a_cut_wire_is_noticed_by_keepalive(checkpoints: Checkpoints) -> None:
+    """About 2.5 s, long before the drafter's own deadline of 10 s."""
+    drafter = await start_drafter(None)
+    wire = Wire(drafter.address)
+    try:
+        async with running_system(checkpoints) as system:
+            await system.driver.set_drafters({"far": await wire.open()})
+            await eventually(lambda: "far" in system.connected())
+            began = time.monotonic()
+            wire.cut()
+            await eventually(lambda: "far" not in system.connected())
+            assert time.monotonic() - began < 6
+            assert len((await system.client.generate(PROMPT, OPTIONS)).token_ids) == 120
+            await system.driver.set_drafters({})
+    finally:
+        await wire.close()
+        await drafter.stop()
+
+
+async def test_a_hung_drafter_is_left(checkpoints: Checkpoints) -> None:
+    async with running_system(checkpoints, drafter_timeout=0.1) as system:
+        server = await serve_lying_drafter(HungDrafter())
+        try:
+            await system.driver.set_drafters({"hung": server.address})
+            await eventually(lambda: system.driver.stats().workers[1].reconnects >= 1)
+            await system.settle()
+        finally:
+            await server.stop()
+
+
+async def test_another_vocabulary_later(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    other = make_tiny_checkpoint(tmp_path / "other", vocab_size=300)
+    drafter = await start_drafter(other)
+    try:
+        async with running_system(checkpoints) as system:
+            await system.driver.set_drafters({"d": drafter.address})
+            await asyncio.sleep(0.2)
+            assert system.connected() == {"shard-0"}
+            assert (await system.client.generate(PROMPT, OPTIONS)).stats.drafted == 0
+    finally:
+        await drafter.stop()
