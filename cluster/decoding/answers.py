@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from cluster.decoding.batching import Batching
 from cluster.decoding.counts import CountedVerdict, counted
 from cluster.decoding.events import SequenceVerdict, StepDone
+from cluster.decoding.group import Group
 from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
 
 
-def take_answer(state: DecodingState, step: RunStep, event: StepDone, out: Outbox) -> None:
-    """The step in flight was answered, and its verdicts fit it."""
+def take_answer(
+    state: DecodingState, group: Group, step: RunStep, event: StepDone, out: Outbox
+) -> None:
+    """The step that was in flight in a group was answered, and its verdicts fit it."""
+    batching = group.batching
     state.auto.answered(
         event,
         tokens_per_ms=state.costs.tokens_per_ms,
@@ -22,7 +27,7 @@ def take_answer(state: DecodingState, step: RunStep, event: StepDone, out: Outbo
     committed_before = state.totals.counts.committed
     verdicts = iter(event.verdicts)
     for part in step.slices:
-        sequence = state.batching.running[part.sequence_id]
+        sequence = batching.running[part.sequence_id]
         sequence.in_flight = None
         verdict = next(verdicts) if part.verdict else None
         if sequence.cancelled:
@@ -31,11 +36,11 @@ def take_answer(state: DecodingState, step: RunStep, event: StepDone, out: Outbo
         elif verdict is None:
             sequence.kv_length = part.start + len(part.token_ids)
             sequence.tree.unpin()
-            state.batching.keep(sequence)
+            batching.kv.keep(sequence)
         else:
-            _commit(state, event.now, sequence, part, verdict, out)
-    state.drafters.stepped(event.now, state.batching.running.values(), out.drafters)
-    prefill_tokens = state.batching.answered(step, event.step_seconds)
+            _commit(state, batching, event.now, sequence, part, verdict, out)
+    state.drafters.stepped(event.now, state.running, out.drafters)
+    prefill_tokens = batching.answered(step, event.step_seconds)
     state.totals.prefilled += prefill_tokens
     if not prefill_tokens:
         state.costs.add(
@@ -48,6 +53,7 @@ def take_answer(state: DecodingState, step: RunStep, event: StepDone, out: Outbo
 
 def _commit(
     state: DecodingState,
+    batching: Batching,
     now: float,
     sequence: Sequence,
     part: Slice,
@@ -72,7 +78,7 @@ def _commit(
     if sequence.kv_moves:
         # A node off its own position was summed in another order; so is what sees it.
         sequence.plain_until = min(sequence.plain_until, position)
-    state.batching.keep(sequence)
+    batching.kv.keep(sequence)
     kept, reason = cut_at_end(sequence, offset, committed)
     counted_verdict = counted(
         part,

@@ -4,12 +4,11 @@ Decoding sequences come first, the oldest before the youngest; then prefill chun
 as the step's budget leaves and as those who decode can bear (prefill.py). Sequences are let in by
 free blocks, in the order in which they came: none overtakes, so none waits for ever. When blocks
 run out, the youngest sequence gives its own back and is computed again later; it keeps its place in
-that order.
+that order. Each target group has a batch of its own; those who wait are in one line for all groups.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
@@ -17,6 +16,7 @@ from cluster.decoding.policies import Wait
 from cluster.decoding.prefill import PrefillCosts, share_prefill
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
+from cluster.decoding.waiting import WaitingLine
 from paceline.errors import PromptTooLongError
 from workers.engine.block_pool import blocks_for
 
@@ -46,13 +46,23 @@ class _Draft:
 
 
 class Batching:
-    """Waiting and running sequences, and the block tables of the running ones."""
+    """The running sequences of a target group and their block tables."""
 
-    def __init__(self, *, max_num_seqs: int, max_step_tokens: int, wait_seconds: float) -> None:
+    def __init__(
+        self,
+        waiting: WaitingLine,
+        *,
+        group: int = 0,
+        max_num_seqs: int = 64,
+        max_step_tokens: int = 512,
+        wait_seconds: float = 1.0,
+    ) -> None:
+        """`waiting`: the line of all groups; `group`: the number of this one."""
         if not 1 <= max_num_seqs <= max_step_tokens:
             raise ValueError(
                 f"a step of {max_step_tokens} tokens cannot hold {max_num_seqs} sequences"
             )
+        self._group = group
         self._max_num_seqs = max_num_seqs
         self._max_step_tokens = max_step_tokens
         self._wait_seconds = wait_seconds
@@ -62,16 +72,17 @@ class Batching:
         self.hit_tokens = 0
         """Tokens that sequences found computed."""
         self.target: Target | None = None
-        self.waiting: deque[Sequence] = deque()
+        self.waiting = waiting
         self.running: dict[int, Sequence] = {}
         self.wake_at: float | None = None
         self._closes: list[int] = []
         self._last_step = 0
 
     @property
-    def has_work(self) -> bool:
-        """There are sequences, and a target for them."""
-        return self.target is not None and bool(self.running or self.waiting)
+    def kv(self) -> PrefixCache:
+        """The blocks of the target that there is."""
+        assert self.target is not None
+        return self.target.kv
 
     def join_target(self, target: Target) -> None:
         """A fresh target: nothing is known to it."""
@@ -82,9 +93,9 @@ class Batching:
         """All KV is gone; running sequences wait again, in their order."""
         self.target = None
         self._closes.clear()
-        for sequence in reversed(self.running.values()):
+        for sequence in self.running.values():
             sequence.forget_kv()
-            self.waiting.appendleft(sequence)
+            self.waiting.put_back(sequence)
         self.running.clear()
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
@@ -100,31 +111,32 @@ class Batching:
                 "shorten the prompt or max_tokens",
             )
 
-    def admit(self) -> list[Sequence]:
-        """Move sequences from waiting to running while there is room; returns those moved."""
-        target, admitted = self.target, []
-        while target and self.waiting and len(self.running) < self._max_num_seqs:
-            sequence = self.waiting[0]
-            length = sequence.tree.num_committed + sequence.request.window
-            # What running prefills will still take is spoken for.
-            promised = sum(
-                target.kv.wanted(other, other.tree.num_committed)
-                for other in self.running.values()
-                if other.prefilling
-            )
-            if self.running and target.kv.wanted(sequence, length) + promised > (
-                target.kv.num_available
-            ):
-                break
-            self.waiting.popleft()
-            self.running[sequence.sequence_id] = sequence
-            admitted.append(sequence)
-        return admitted
+    def has_room_for(self, sequence: Sequence) -> bool:
+        """Whether a sequence that waits could run here now."""
+        target = self.target
+        if target is None or len(self.running) >= self._max_num_seqs:
+            return False
+        length = sequence.tree.num_committed + sequence.request.window
+        # What running prefills will still take is spoken for.
+        promised = sum(
+            target.kv.wanted(other, other.tree.num_committed)
+            for other in self.running.values()
+            if other.prefilling
+        )
+        wanted = target.kv.wanted(sequence, length)
+        return not self.running or wanted + promised <= target.kv.num_available
+
+    def let_in(self, sequence: Sequence) -> None:
+        """Run a sequence that no longer waits; it keeps its place among those who came."""
+        sequence.group = self._group
+        last = next(reversed(self.running.values()), None)
+        self.running[sequence.sequence_id] = sequence
+        if last is not None and last.order > sequence.order:
+            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].order))
 
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended; it is in no step. Its blocks are free from the next step on."""
-        if self.running.pop(sequence.sequence_id, None) is None:
-            self.waiting.remove(sequence)
+        del self.running[sequence.sequence_id]
         self._release(sequence)
 
     def answered(self, step: RunStep, step_seconds: float) -> int:
@@ -139,11 +151,6 @@ class Batching:
             decoding_tokens=decoding, prefill_tokens=fed - decoding, step_seconds=step_seconds
         )
         return fed - decoding
-
-    def keep(self, sequence: Sequence) -> None:
-        """What the sequence has computed may be shared from now on."""
-        assert self.target is not None
-        self.target.kv.keep(sequence)
 
     def plan(self, now: float) -> RunStep | None:
         """The next step, or None when there is nothing to do; sets `wake_at` for those who wait."""
@@ -164,7 +171,11 @@ class Batching:
             return None
         self._last_step += 1
         step = RunStep(
-            self._last_step, tuple(draft.opens), tuple(self._closes), tuple(draft.slices)
+            self._last_step,
+            tuple(draft.opens),
+            tuple(self._closes),
+            tuple(draft.slices),
+            group=self._group,
         )
         self._closes.clear()
         return step
@@ -176,8 +187,10 @@ class Batching:
         for sequence in self.waiting:
             assert not sequence.block_table
             assert sequence.in_flight is None
-        order = [sequence.admitted_at for sequence in [*self.running.values(), *self.waiting]]
-        assert order == sorted(order), "a sequence lost its place"
+            assert sequence.group is None
+        for one in (self.running.values(), self.waiting):
+            order = [sequence.order for sequence in one]
+            assert order == sorted(order), "a sequence lost its place"
         if self.target is not None:
             running, kv = self.running.values(), self.target.kv
             kv.check_integrity(running)
@@ -274,7 +287,7 @@ class Batching:
                 return False
             del self.running[youngest.sequence_id]
             self._release(youngest)
-            self.waiting.appendleft(youngest)
+            self.waiting.put_back(youngest)
             self.preemptions += 1
         if wanted > 0:
             sequence.block_table.extend(kv.allocate(wanted))

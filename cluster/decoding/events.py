@@ -136,12 +136,13 @@ class SequenceVerdict:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """Rank 0 answered a step."""
+    """Rank 0 of a target group answered a step."""
 
     now: float
     step: int
     verdicts: tuple[SequenceVerdict, ...]
     step_seconds: float = 0.0
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +167,22 @@ class DrafterLost:
 
 @dataclass(frozen=True, slots=True)
 class TargetJoined:
-    """The target can step: a fresh stream to every shard. KV blocks are empty."""
+    """A target group can step: a fresh stream to every shard. KV blocks are empty."""
 
     now: float
     vocab_size: int
     max_model_len: int
     block_size: int
     num_blocks: int
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TargetLost:
-    """A shard's stream broke; the step in flight will not be answered."""
+    """A stream to a shard of a group broke; its step in flight will not be answered."""
 
     now: float
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

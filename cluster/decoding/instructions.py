@@ -43,12 +43,16 @@ class OpenAtTarget:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Send a step to every shard. Closes are applied first, then opens, then the slices."""
+    """Send a step to every shard of a target group, whose steps are numbered by themselves.
+
+    Closes are applied first, then opens, then the slices.
+    """
 
     step: int
     open: tuple[OpenAtTarget, ...]
     close: tuple[int, ...]
     slices: tuple[Slice, ...]
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

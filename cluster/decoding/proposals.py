@@ -30,8 +30,8 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
 
 
 def _attach(state: DecodingState, drafter: str, sequence: Sequence, proposal: Proposal) -> bool:
-    target = state.batching.target
-    if target is None or any(not 0 <= t < target.vocab_size for t in proposal.token_ids):
+    vocab_size = state.vocab_size
+    if vocab_size is None or any(not 0 <= t < vocab_size for t in proposal.token_ids):
         return False
     leads = drafter not in sequence.helpers
     is_merged = sequence.request.merge and not leads

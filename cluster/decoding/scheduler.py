@@ -24,12 +24,14 @@ from cluster.decoding.events import (
     TargetLost,
     Tick,
 )
+from cluster.decoding.group import Group
 from cluster.decoding.instructions import FinishReason, Instruction, Refuse, RunStep, WakeAt
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.proposals import take_proposals
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import check_verdicts
+from cluster.decoding.waiting import WaitingLine
 from paceline.errors import PromptTooLongError, ProtocolError
 from paceline.generation import SpeculationStats
 
@@ -44,17 +46,27 @@ class Scheduler:
         max_step_tokens: int = 512,
         wait_seconds: float = 1.0,
         prefix_cache: bool = True,
+        num_groups: int = 1,
     ) -> None:
-        """`prefix_cache`: whether sequences share KV blocks of equal prefixes."""
+        """The target has `num_groups` groups, each with steps of at most `max_step_tokens` tokens
+        of at most `max_num_seqs` sequences.
+
+        `prefix_cache`: whether sequences of a group share KV blocks of equal prefixes.
+        """
         self._prefix_cache = prefix_cache
-        self._state = DecodingState(
+        waiting = WaitingLine()
+        batches = (
             Batching(
+                waiting,
+                group=number,
                 max_num_seqs=max_num_seqs,
                 max_step_tokens=max_step_tokens,
                 wait_seconds=wait_seconds,
             )
+            for number in range(num_groups)
         )
-        self._step: RunStep | None = None
+        groups = (Group(number, batching) for number, batching in enumerate(batches))
+        self._state = DecodingState(groups, waiting)
         self._woken_for: float | None = None
         self.totals = self._state.totals
         self.utilisation = self._state.utilisation
@@ -62,22 +74,22 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that have no place in the batch."""
-        return len(self._state.batching.waiting)
+        return len(self._state.waiting)
 
     @property
     def num_running(self) -> int:
-        """Sequences in the batch."""
-        return len(self._state.batching.running)
+        """Sequences in a batch."""
+        return len(self._state.running)
 
     @property
     def num_preemptions(self) -> int:
         """How often a sequence gave its KV blocks to an older one, to be computed again."""
-        return self._state.batching.preemptions
+        return sum(group.batching.preemptions for group in self._state.groups)
 
     @property
     def prefix_hit_tokens(self) -> int:
         """Tokens that did not need to be prefilled, since their KV was there already."""
-        return self._state.batching.hit_tokens
+        return sum(group.batching.hit_tokens for group in self._state.groups)
 
     def speculation(self) -> SpeculationStats:
         """How drafting went, of all requests together."""
@@ -92,11 +104,12 @@ class Scheduler:
         )
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
-        """Raise PromptTooLongError when such a sequence could never be held by the target."""
-        self._state.batching.check_fits(prompt_length, max_tokens)
+        """Raise PromptTooLongError when such a sequence could never be held by a group."""
+        for group in self._state.groups:
+            group.batching.check_fits(prompt_length, max_tokens)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event; what to do now, the next step first.
+        """Take in one event; what to do now, the next steps first.
 
         Raises ProtocolError, changing nothing, when a StepDone does not answer the step in flight.
         """
@@ -107,7 +120,7 @@ class Scheduler:
                 if sequence.pilot is not None:
                     self._state.auto.admitted(sequence.pilot)
                     sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
-                self._state.batching.waiting.append(sequence)
+                self._state.waiting.append(sequence)
                 self._refuse_what_never_fits(out)
             case Cancelled():
                 self._cancel(event, out)
@@ -130,47 +143,53 @@ class Scheduler:
             case TargetJoined():
                 self._join_target(event, out)
             case TargetLost():
-                self._lose_target(event.now, out)
+                self._lose_target(event.now, self._state.groups[event.group], out)
             case Tick():
                 self._woken_for = None
-        step = self._next_step(event.now, out)
-        self.utilisation.observe(event.now, at_work=self._state.batching.has_work)
-        return [*([step] if step else []), *out.drafters, *out.callers]
+        steps = self._next_steps(event.now, out)
+        self.utilisation.observe(event.now, at_work=self._state.at_work)
+        return [*steps, *out.drafters, *out.callers]
 
     def check_integrity(self) -> None:
         """Assert every invariant. For tests."""
-        self._state.batching.check_integrity()
+        for group in self._state.groups:
+            group.check_integrity()
         self._state.drafters.check_integrity(self._state.sequences())
-        in_flight = {part.sequence_id for part in self._step.slices} if self._step else set()
-        running = self._state.batching.running
-        assert in_flight == {s.sequence_id for s in running.values() if s.in_flight is not None}
 
-    def _next_step(self, now: float, out: Outbox) -> RunStep | None:
-        """Admit and plan, if the target is free."""
-        if self._step is not None:
-            return None
-        if self._state.batching.admit():
+    def _next_steps(self, now: float, out: Outbox) -> list[RunStep]:
+        """Admit and plan, for the groups that are free."""
+        free = [group for group in self._state.groups if group.step is None]
+        if not free:
+            return []
+        if self._state.admit():
             self._state.assign(out)
-        self._step = self._state.batching.plan(now)
-        if self._step is not None:
-            self._state.auto.beliefs.sent(now, self._step)
-        for part in self._step.slices if self._step else ():
-            sequence = self._state.batching.running[part.sequence_id]
-            if sequence.policy.grants_by_step:
-                self._state.drafters.grant(sequence, out.drafters)
-        wake_at = self._state.batching.wake_at
+        steps = [step for group in free if (step := self._next_step(group, now, out)) is not None]
+        wakes = [group.batching.wake_at for group in free]
+        wake_at = min((time for time in wakes if time is not None), default=None)
         if wake_at is not None and wake_at != self._woken_for:
             out.callers.append(WakeAt(wake_at))
         self._woken_for = wake_at
-        if self._step is None and self._state.batching.wake_at is None:
+        if wake_at is None and all(group.step is None for group in self._state.groups):
             # Waiting for a drafter is part of what tokens cost; having nothing to do is not.
             self._state.costs.pause()
-        return self._step
+        return steps
+
+    def _next_step(self, group: Group, now: float, out: Outbox) -> RunStep | None:
+        step = group.step = group.batching.plan(now)
+        if step is None:
+            return None
+        self._state.auto.beliefs.sent(now, step)
+        for part in step.slices:
+            sequence = group.batching.running[part.sequence_id]
+            if sequence.policy.grants_by_step:
+                self._state.drafters.grant(sequence, out.drafters)
+        return step
 
     def _join_target(self, event: TargetJoined, out: Outbox) -> None:
-        if self._state.batching.target is not None:
-            self._lose_target(event.now, out)
-        self._state.batching.join_target(
+        group = self._state.groups[event.group]
+        if group.joined:
+            self._lose_target(event.now, group, out)
+        group.batching.join_target(
             Target(
                 vocab_size=event.vocab_size,
                 max_model_len=event.max_model_len,
@@ -181,19 +200,19 @@ class Scheduler:
 
     def _refuse_what_never_fits(self, out: Outbox) -> None:
         """The caller asked `check_fits`, but of another target perhaps, or of none."""
-        for sequence in list(self._state.batching.waiting):
+        for sequence in list(self._state.waiting):
             request = sequence.request
             try:
                 self.check_fits(len(request.prompt_token_ids), request.max_tokens)
             except PromptTooLongError as error:
-                self._state.batching.remove(sequence)
+                self._state.remove(sequence)
                 self._state.drafters.release(sequence, out.drafters)
                 out.callers.append(Refuse(sequence.sequence_id, error))
 
-    def _lose_target(self, now: float, out: Outbox) -> None:
-        self._step = None
-        self._state.batching.lose_target()
-        for sequence in [s for s in self._state.batching.waiting if s.cancelled]:
+    def _lose_target(self, now: float, group: Group, out: Outbox) -> None:
+        group.step = None
+        group.batching.lose_target()
+        for sequence in [s for s in self._state.waiting if s.cancelled]:
             self._state.finish(now, sequence, FinishReason.CANCELLED, out)
 
     def _cancel(self, event: Cancelled, out: Outbox) -> None:
@@ -210,10 +229,11 @@ class Scheduler:
             self._state.drafters.decline(event.drafter, sequence, out.drafters)
 
     def _take_answer(self, event: StepDone, out: Outbox) -> None:
-        step, batching = self._step, self._state.batching
+        group = self._state.groups[event.group]
+        step, batching = group.step, group.batching
         if step is None or event.step != step.step:
             raise ProtocolError(f"step {event.step} was answered, but it is not in flight")
         assert batching.target is not None
         check_verdicts(step, event.verdicts, batching.running, batching.target.vocab_size)
-        self._step = None
-        take_answer(self._state, step, event, out)
+        group.step = None
+        take_answer(self._state, group, step, event, out)

@@ -30,6 +30,8 @@ class Sequence:
     window: int
     # Of policy `auto`: what its controller keeps, and by which it changes policy and window.
     pilot: Pilot | None = None
+    # The target group where it runs; None: it waits.
+    group: int | None = None
     # KV. Positions below kv_length are computed; blocks_sent of the table are known to the shards.
     kv_length: int = 0
     block_table: list[int] = field(default_factory=list)
@@ -95,6 +97,11 @@ class Sequence:
         return self.request.sequence_id
 
     @property
+    def order(self) -> tuple[float, int]:
+        """Its place among all: who came first is served first."""
+        return self.admitted_at, self.request.sequence_id
+
+    @property
     def patience(self) -> float:
         """Seconds that a policy which waits may wait in a step, by what is known of drafters."""
         return math.inf if self.pilot is None else self.pilot.patience
@@ -140,7 +147,8 @@ class Sequence:
         return most if most > 0 else 0
 
     def forget_kv(self) -> None:
-        """Its blocks are no longer its own: the next slice starts from the first token."""
+        """It runs nowhere, and its blocks are no longer its own: its next slice is the first."""
+        self.group = None
         self.kv_length = 0
         self.block_table = []
         self.blocks_sent = 0

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
 from cluster.decoding.auto import Controller
-from cluster.decoding.batching import Batching
 from cluster.decoding.drafters import Drafters
+from cluster.decoding.group import Group
 from cluster.decoding.instructions import Finish, FinishReason, Instruction
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.step_costs import StepCosts
 from cluster.decoding.totals import Totals
 from cluster.decoding.utilisation import Utilisation
+from cluster.decoding.waiting import WaitingLine
 
 
 @dataclass(slots=True)
@@ -25,38 +26,79 @@ class Outbox:
 
 
 class DecodingState:
-    """Every sequence, the block pool, the grants and the counts."""
+    """Every sequence, the block pools, the grants and the counts."""
 
-    def __init__(self, batching: Batching) -> None:
-        self.batching = batching
+    def __init__(self, groups: Iterable[Group], waiting: WaitingLine) -> None:
+        self.groups = tuple(groups)
+        self.waiting = waiting
         self.costs = StepCosts()
         self.drafters = Drafters(self.costs)
         self.auto = Controller()
         self.totals = Totals()
-        self.utilisation = Utilisation()
+        self.utilisation = Utilisation(num_groups=len(self.groups))
+
+    @property
+    def running(self) -> Collection[Sequence]:
+        """The running sequences of all groups."""
+        if len(self.groups) == 1:
+            return self.groups[0].batching.running.values()
+        return [one for group in self.groups for one in group.batching.running.values()]
 
     def sequences(self) -> Iterable[Sequence]:
         """Those that wait, then those that run."""
-        return chain(self.batching.waiting, self.batching.running.values())
+        return chain(self.waiting, self.running)
 
     def find(self, sequence_id: int) -> Sequence | None:
         """The sequence of that id, if it has not ended."""
-        running = self.batching.running.get(sequence_id)
-        if running is not None:
-            return running
-        return next((s for s in self.batching.waiting if s.sequence_id == sequence_id), None)
+        for group in self.groups:
+            running = group.batching.running.get(sequence_id)
+            if running is not None:
+                return running
+        return next((s for s in self.waiting if s.sequence_id == sequence_id), None)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the target; None: no group can step."""
+        targets = (group.batching.target for group in self.groups)
+        return next((target.vocab_size for target in targets if target is not None), None)
+
+    @property
+    def at_work(self) -> bool:
+        """There are sequences, and a group for them."""
+        return any(
+            group.joined and (group.batching.running or self.waiting) for group in self.groups
+        )
+
+    def admit(self) -> bool:
+        """Let in who waits, in their order, each to the least loaded group; whether any was."""
+        count = len(self.waiting)
+        while self.waiting:
+            first = self.waiting[0]
+            able = [group for group in self.groups if group.batching.has_room_for(first)]
+            if not able:
+                break
+            self.waiting.popleft()
+            min(able, key=lambda group: group.cost_of(first)).batching.let_in(first)
+        return len(self.waiting) < count
 
     def assign(self, out: Outbox) -> None:
         """Give running sequences the drafters that they want."""
-        running = self.batching.running.values()
+        running = self.running
         self.drafters.share_out(running, out.drafters)  # those who have several give some back
         for sequence in running:
             self.drafters.assign(sequence, out.drafters)
         self.drafters.share_out(running, out.drafters)
 
+    def remove(self, sequence: Sequence) -> None:
+        """Take it out of its batch, or out of the line; it is in no step."""
+        if sequence.group is None:
+            self.waiting.remove(sequence)
+        else:
+            self.groups[sequence.group].batching.remove(sequence)
+
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
         """The sequence ended; it is in no step."""
-        self.batching.remove(sequence)
+        self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         self.totals.finished += 1
         out.callers.append(

@@ -52,8 +52,9 @@ class Shares:
 
 @dataclass(slots=True)
 class Utilisation:
-    """Work of all devices since the scheduler began."""
+    """Work of all devices since the scheduler began; `target` is that of all its groups."""
 
+    num_groups: int = 1
     target: Work = Work()
     drafters: dict[str, Work] = field(default_factory=dict)
     at_work_seconds: float = 0.0
@@ -112,7 +113,7 @@ class Utilisation:
                 self._rated_seconds += elapsed
         return Shares(
             seconds=elapsed,
-            target_idle=_share(1 - target.seconds / elapsed),
+            target_idle=_share(1 - target.seconds / elapsed / self.num_groups),
             drafter_idle=_share(sum(idle) / len(idle)) if idle else None,
             efficiency=efficiency,
         )
@@ -129,7 +130,7 @@ class Utilisation:
         rated = self._rated_seconds
         return Shares(
             seconds=elapsed,
-            target_idle=_share(1 - self.target.seconds / elapsed),
+            target_idle=_share(1 - self.target.seconds / elapsed / self.num_groups),
             drafter_idle=_share(sum(idle) / len(idle)) if idle else None,
             efficiency=self._efficiency_seconds / rated if rated else None,
         )

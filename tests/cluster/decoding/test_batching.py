@@ -141,7 +141,7 @@ def test_a_preempted_sequence_keeps_its_place_and_its_tokens() -> None:
     while world.scheduler.num_preemptions == 0:
         world.answer()
     admit(world, 4, 3, max_tokens=30)
-    assert [one.sequence_id for one in world.scheduler._state.batching.waiting] == [3, 4]
+    assert [one.sequence_id for one in world.scheduler._state.waiting] == [3, 4]
     assert world.emitted[3], "it had some already"
     while len(world.finished) < 4:
         world.answer()

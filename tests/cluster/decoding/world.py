@@ -289,7 +289,7 @@ class World:
                     self.drafters[instruction.drafter].tell(instruction)
         self.scheduler.check_integrity()
         if self.step is None and self.target_joined:
-            batching = self.scheduler._state.batching
+            batching = self.scheduler._state.groups[0].batching
             policies = {policy_named(self.requests[i].policy) for i in batching.running}
             # A policy that waits by its nature may hold the last blocks for its bounded time.
             assert not policies or any(one.waits for one in policies), "the target idles"
@@ -298,7 +298,7 @@ class World:
     @property
     def target_joined(self) -> bool:
         """Whether the scheduler has a target."""
-        return self.scheduler._state.batching.target is not None
+        return self.scheduler._state.groups[0].batching.target is not None
 
     def join_target(self) -> None:
         """A fresh target joins."""
