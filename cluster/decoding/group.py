@@ -23,9 +23,8 @@ class Group:
         return self.batching.target is not None
 
     def cost_of(self, sequence: Sequence) -> tuple[int, int]:
-        """How dear it is to run a sequence here: for the batch, then for the blocks."""
-        kv = self.batching.kv
-        return len(self.batching.running), kv.wanted(sequence, sequence.tree.num_committed)
+        """How dear it is to run a sequence here: for the others, then for itself."""
+        return len(self.batching.running), -self.batching.kv.num_known(sequence)
 
     def check_integrity(self) -> None:
         """Assert every invariant of this group."""

@@ -96,6 +96,11 @@ class PrefixCache:
             lacking -= block not in self._idle  # others hold it, so it takes no room
         return lacking
 
+    def num_known(self, sequence: Sequence) -> int:
+        """How many blocks of a sequence that has not begun need not be computed."""
+        keys = self._keys_to_prefill(sequence) if self._enabled else []
+        return next((i for i, key in enumerate(keys) if key not in self._block_of), len(keys))
+
     def next_key(self, sequence: Sequence) -> bytes | None:
         """What a sequence that has not begun computes first, if that is a block to be shared."""
         keys = self._keys_to_prefill(sequence) if self._enabled else []

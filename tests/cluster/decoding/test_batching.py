@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster.decoding.events import Admitted, Cancelled, DrafterJoined, TargetLost
+from cluster.decoding.events import Admitted, Cancelled, DrafterJoined
 from cluster.decoding.instructions import Slice
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
@@ -212,7 +212,7 @@ def test_what_a_smaller_target_can_never_hold_is_refused_with_the_numbers() -> N
     world = plain_world(num_blocks=64)
     admit(world, 1, 100)
     admit(world, 2, 10)
-    world.send(TargetLost(world.now))
+    world.lose_target()
     world.num_blocks = 16
     world.join_target()
     assert "100 prompt tokens and 20 to generate exceed the 64 tokens" in str(

@@ -1,7 +1,8 @@
 """Thousands of random schedules for every policy, with drafters that nobody would want.
 
-They lag, burst, reorder, repeat, go silent, send garbage, come and go; the clock jumps. The text
-stays plain decoding's, and all invariants hold after each event (World.send).
+They lag, burst, reorder, repeat, go silent, send garbage, come and go; the clock jumps; of several
+target groups one answers late or is lost. The text stays plain decoding's, and all invariants hold
+after each event (World.send).
 
 A schedule is a tape of bytes that says what happens next, so that a failure shrinks to a short one.
 """
@@ -24,7 +25,6 @@ from cluster.decoding.events import (
     DrafterLost,
     Proposal,
     Proposed,
-    TargetLost,
     Tick,
 )
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
@@ -77,10 +77,15 @@ class Schedule:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
-        self.world = World(Scheduler(max_num_seqs=2, max_step_tokens=32, wait_seconds=5.0))
+        self.num_groups = 1 + tape.choose(3)
+        scheduler = Scheduler(
+            max_num_seqs=2, max_step_tokens=32, wait_seconds=5.0, num_groups=self.num_groups
+        )
+        self.world = World(scheduler, num_groups=self.num_groups)
         self.far: dict[str, FarDrafter] = {}
         self.sent: list[tuple[str, tuple[Proposal, ...]]] = []
-        self.world.join_target()
+        for group in range(self.num_groups):
+            self.world.join_target(group)
         for _ in range(1 + tape.choose(3)):
             self.admit()
         self.come_or_go(NAMES[0])
@@ -110,8 +115,9 @@ class Schedule:
         drafter = self.far.get(name)
         match tape.choose(16):
             case 0 | 1 | 2:
-                if world.step is not None:
-                    world.answer()
+                late = list(world.steps)  # of several groups, any may be the next to answer
+                if late:
+                    world.answer(late[tape.choose(len(late))])
             case 3 | 4 | 5 | 6 if drafter is not None:
                 drafter.hear(len(drafter.to_drafter))
                 drafter.to_driver.append(drafter.run_pass())
@@ -133,9 +139,11 @@ class Schedule:
                 world.now += JUMPS[tape.choose(len(JUMPS))]
                 world.send(Tick(world.now))
             case 13 if tape.choose(4) == 0:
-                world.step = None
-                world.send(TargetLost(world.now))
-                world.join_target()
+                group = tape.choose(self.num_groups)
+                if world.scheduler._state.groups[group].joined:
+                    world.lose_target(group)
+                if not world.target_joined or tape.choose(2):
+                    world.join_target(group)
             case 14:
                 victim = 1 + tape.choose(len(world.requests))
                 if tape.choose(3) == 0:

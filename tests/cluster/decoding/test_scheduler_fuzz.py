@@ -15,7 +15,6 @@ from cluster.decoding.events import (
     MalformedProposal,
     Proposal,
     Proposed,
-    TargetLost,
     Tick,
 )
 from cluster.decoding.policies import PolicyName, policy_named
@@ -85,8 +84,7 @@ class Fuzz:
                     world.send(DrafterJoined(world.now, name, self.draw(8, 60), kind=kind))
             case 4:
                 if world.target_joined and self.draw(0, 2) == 0:
-                    world.step = None
-                    world.send(TargetLost(world.now))
+                    world.lose_target()
                 elif not world.target_joined:
                     world.join_target()
             case 5:

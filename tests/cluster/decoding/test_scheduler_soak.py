@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.decoding.events import Admitted, Cancelled, DrafterJoined, TargetLost, Tick
+from cluster.decoding.events import Admitted, Cancelled, DrafterJoined, Tick
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.scheduler import Scheduler
@@ -38,8 +38,8 @@ class Soak:
         world.drafters["d"] = PretendedDrafter(self._guess)
         world.send(DrafterJoined(world.now, "d", 70))
         for num_blocks in BLOCKS:
-            world.num_blocks, world.step = num_blocks, None
-            world.send(TargetLost(world.now))
+            world.num_blocks = num_blocks
+            world.lose_target()
             world.join_target()
             for _ in range(STEPS_A_SIZE):
                 self._come_and_go()

@@ -20,6 +20,7 @@ from cluster.decoding.events import (
     SequenceVerdict,
     StepDone,
     TargetJoined,
+    TargetLost,
 )
 from cluster.decoding.instructions import (
     CloseDraft,
@@ -237,20 +238,21 @@ class PretendedDrafter:
 
 
 class World:
-    """The scheduler, one target and any drafters; every event is followed by the invariants.
+    """The scheduler, its target groups and any drafters; every event is followed by the invariants.
 
     A step takes 10 ms and 1 ms a token, unless `step_seconds` says what so many tokens take.
     """
 
-    def __init__(self, scheduler: Scheduler, *, num_blocks: int = 64) -> None:
+    def __init__(self, scheduler: Scheduler, *, num_blocks: int = 64, num_groups: int = 1) -> None:
         self.scheduler = scheduler
         self.num_blocks = num_blocks
         self.max_model_len = 1000
         self.now = 0.0
         self.step_seconds: Callable[[int], float] = lambda tokens: 0.010 + 0.001 * tokens
-        self.target = PretendedTarget()
+        self.targets = [PretendedTarget() for _ in range(num_groups)]
         self.drafters: dict[str, PretendedDrafter] = {}
-        self.step: RunStep | None = None
+        self.steps: dict[int, RunStep] = {}
+        """In flight, by group."""
         self.wake_at: float | None = None
         self.suspects: list[str] = []
         self.requests: dict[int, Request] = {}
@@ -266,8 +268,8 @@ class World:
         for instruction in self.scheduler.handle(event):
             match instruction:
                 case RunStep():
-                    assert self.step is None, "two steps in flight"
-                    self.step = instruction
+                    assert instruction.group not in self.steps, "two steps in flight"
+                    self.steps[instruction.group] = instruction
                 case Emit(sequence_id, offset, token_ids, num_drafted):
                     assert sequence_id not in self.finished
                     assert offset == len(self.emitted[sequence_id])
@@ -288,31 +290,56 @@ class World:
                 case _:
                     self.drafters[instruction.drafter].tell(instruction)
         self.scheduler.check_integrity()
-        if self.step is None and self.target_joined:
-            batching = self.scheduler._state.groups[0].batching
-            policies = {policy_named(self.requests[i].policy) for i in batching.running}
+        for group in self.scheduler._state.groups:
+            if group.number in self.steps or not group.joined:
+                continue
+            policies = {policy_named(self.requests[i].policy) for i in group.batching.running}
             # A policy that waits by its nature may hold the last blocks for its bounded time.
             assert not policies or any(one.waits for one in policies), "the target idles"
-            assert batching.running or not batching.waiting, "nobody is let in"
+            assert group.batching.running or not group.batching.waiting, "nobody is let in"
+
+    @property
+    def target(self) -> PretendedTarget:
+        """The only group's."""
+        (target,) = self.targets
+        return target
+
+    @property
+    def step(self) -> RunStep | None:
+        """The step in flight, of the lowest group that has one."""
+        return self.steps[min(self.steps)] if self.steps else None
 
     @property
     def target_joined(self) -> bool:
         """Whether the scheduler has a target."""
-        return self.scheduler._state.groups[0].batching.target is not None
+        return any(group.joined for group in self.scheduler._state.groups)
 
-    def join_target(self) -> None:
-        """A fresh target joins."""
-        self.target, self.step = PretendedTarget(), None
+    def join_target(self, group: int = 0) -> None:
+        """A fresh target group joins."""
+        self.targets[group] = PretendedTarget()
+        self.steps.pop(group, None)
         self.send(
-            TargetJoined(self.now, VOCAB_SIZE, self.max_model_len, BLOCK_SIZE, self.num_blocks)
+            TargetJoined(
+                self.now,
+                VOCAB_SIZE,
+                self.max_model_len,
+                BLOCK_SIZE,
+                self.num_blocks,
+                group=group,
+            )
         )
 
-    def answer(self) -> None:
-        """The step in flight is done."""
-        step, self.step = self.step, None
-        assert step is not None
+    def lose_target(self, group: int = 0) -> None:
+        """A target group is gone, with its step in flight."""
+        self.steps.pop(group, None)
+        self.send(TargetLost(self.now, group=group))
+
+    def answer(self, group: int | None = None) -> None:
+        """The step in flight is done: that of a group, or the only one's."""
+        step = self.steps.pop(min(self.steps) if group is None else group)
         seconds = self.step_seconds(sum(len(part.token_ids) for part in step.slices))
-        self.send(StepDone(self.now, step.step, self.target.run(step), seconds))
+        verdicts = self.targets[step.group].run(step)
+        self.send(StepDone(self.now, step.step, verdicts, seconds, group=step.group))
 
     def draft(self, name: str) -> None:
         """One pass of a drafter, delivered at once."""

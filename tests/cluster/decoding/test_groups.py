@@ -1,0 +1,171 @@
+"""Several target groups: each sequence runs on one of them, and none on a group that is gone."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.decoding.batching import Batching
+from cluster.decoding.events import Admitted, Cancelled, StepDone
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from paceline.errors import PromptTooLongError, ProtocolError
+from tests.cluster.decoding.world import World, request
+
+
+def world_of(num_groups: int, *, max_num_seqs: int = 4, num_blocks: int = 64) -> World:
+    """A world whose groups have all joined."""
+    scheduler = Scheduler(max_num_seqs=max_num_seqs, num_groups=num_groups)
+    world = World(scheduler, num_blocks=num_blocks, num_groups=num_groups)
+    for group in range(num_groups):
+        world.join_target(group)
+    return world
+
+
+def admit(world: World, *numbers: int, length: int = 5) -> None:
+    for number in numbers:
+        prompt = tuple(range(number, number + length))
+        asked = request(number, prompt, policy=PolicyName.OFF)
+        world.send(Admitted(world.now, asked))
+
+
+def sequences(world: World, group: int) -> set[int]:
+    """Those in the group's step in flight."""
+    return {part.sequence_id for part in world.steps[group].slices}
+
+
+def drain(world: World) -> None:
+    """Answer whatever is in flight until all is done."""
+    while world.steps:
+        world.answer()
+    assert world.finished.keys() == world.requests.keys()
+
+
+def test_requests_go_to_the_group_that_has_the_fewest() -> None:
+    world = world_of(3)
+    admit(world, 1, 2, 3)
+    assert [sequences(world, group) for group in range(3)] == [{1}, {2}, {3}]
+    admit(world, 4)
+    world.answer(2)
+    assert sequences(world, 2) == {3}, "all have one; the lowest number is taken, which is at work"
+    world.answer(0)
+    assert sequences(world, 0) == {1, 4}
+    drain(world)
+
+
+def test_groups_step_by_themselves() -> None:
+    """Step numbers are a group's own, and a late one holds up nobody else."""
+    world = world_of(2)
+    admit(world, 1, 2)
+    for number in range(2, 8):
+        world.answer(1)
+        assert (world.steps[0].step, world.steps[1].step) == (1, number)
+    assert (len(world.emitted[1]), len(world.emitted[2])) == (0, 6)
+    drain(world)
+
+
+def test_an_answer_of_a_group_that_has_no_such_step() -> None:
+    world = world_of(2)
+    admit(world, 1)
+    with pytest.raises(ProtocolError, match="not in flight"):
+        world.send(StepDone(world.now, 1, (), group=1))
+    drain(world)
+
+
+def test_sequences_of_a_lost_group_go_on_elsewhere() -> None:
+    world = world_of(2)
+    admit(world, 1, 2)
+    world.answer(0)
+    world.answer(1)
+    world.lose_target(0)
+    assert sequences(world, 1) == {2}, "it is at work"
+    world.answer(1)
+    assert sequences(world, 1) == {1, 2}
+    drain(world)
+    world.join_target(0)
+    admit(world, 3)
+    assert sequences(world, 0) == {3}
+    drain(world)
+
+
+def test_who_was_first_stays_first_though_two_groups_give_sequences_back() -> None:
+    world = world_of(2, max_num_seqs=2)
+    admit(world, 1, 2, 3, 4, 5)
+    world.answer(0)
+    world.answer(1)
+    world.lose_target(1)
+    world.lose_target(0)
+    waiting = [one.sequence_id for one in world.scheduler._state.waiting]
+    assert waiting == [1, 2, 3, 4, 5]
+    world.join_target(1)
+    assert sequences(world, 1) == {1, 2}
+    drain(world)
+
+
+def test_a_sequence_of_a_lost_group_that_is_older_than_those_elsewhere_gives_no_blocks_back() -> (
+    None
+):
+    world = world_of(2, num_blocks=12)
+    admit(world, 1, 2, 3, 4, length=9)
+    for _ in range(3):
+        world.answer(0)
+        world.answer(1)
+    world.lose_target(0)
+    drain(world)
+
+
+def test_a_prefix_that_a_group_has_computed_brings_its_like_there() -> None:
+    world = world_of(2)
+    prompt = tuple(range(1, 14))
+    for number in (1, 2):
+        asked = request(number, prompt, policy=PolicyName.OFF, max_tokens=3)
+        world.send(Admitted(world.now, asked))
+        if number == 1:
+            world.lose_target(0)
+            drain(world)
+            world.join_target(0)
+    assert sequences(world, 1) == {2}
+    assert len(world.steps[1].open[0].token_ids) == 12
+    drain(world)
+
+
+def test_a_caller_that_goes_away_while_its_group_is_at_work() -> None:
+    world = world_of(2)
+    admit(world, 1, 2)
+    world.send(Cancelled(world.now, 2))
+    assert 2 not in world.finished
+    world.answer(1)
+    assert 2 in world.finished
+    drain(world)
+
+
+def test_what_one_group_can_never_hold_is_refused() -> None:
+    world = world_of(2)
+    world.num_blocks = 8
+    world.join_target(1)
+    with pytest.raises(PromptTooLongError, match="32 tokens"):
+        world.scheduler.check_fits(20, 20)
+
+
+def test_idle_share_is_that_of_all_groups() -> None:
+    world = world_of(2)
+    admit(world, 1)
+    while not world.finished:
+        step = world.steps[0]
+        world.now += world.step_seconds(sum(len(part.token_ids) for part in step.slices))
+        world.answer()
+    assert world.scheduler.speculation().target_idle == pytest.approx(0.5)
+
+
+def test_kv_that_a_lost_group_had_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: sequences keep what they had computed on a group that is gone."""
+    right = Batching.lose_target
+
+    def careless(batching: Batching) -> None:
+        lengths = {one.sequence_id: one.kv_length for one in batching.running.values()}
+        right(batching)
+        for one in batching.waiting:
+            one.kv_length = lengths.get(one.sequence_id, 0)
+
+    monkeypatch.setattr(Batching, "lose_target", careless)
+    with pytest.raises((AssertionError, KeyError, IndexError)):
+        test_sequences_of_a_lost_group_go_on_elsewhere()
