@@ -54,6 +54,9 @@ class _Actor:
             await asyncio.sleep(0.1)
         await self._server.wait()
 
+    async def ping(self) -> None:
+        """Answer, as soon as the event loop has a moment: a step keeps it busy."""
+
     async def stop(self) -> None:
         """End the server."""
         if self._server is not None:
@@ -77,6 +80,7 @@ class ShardActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_target_shard and resolve_model raise."""
+        from workers.engine.tensor_parallel.group import Deadlines
         from workers.engine.tensor_parallel.sharding import Place
         from workers.models import resolve_model
         from workers.target_shard import TargetShardOptions, serve_target_shard
@@ -108,6 +112,8 @@ class ShardActor(_Actor):
             dtype=target.dtype,
             batch_invariant=target.batch_invariant,
             place=Place(plan.rank, plan.degree),
+            # A rank that waits for a hung one must be there again before it seems to hang itself.
+            deadlines=Deadlines(collective=target.hung_after / 2),
         )
         host = _worker_host(setup)
         server = await serve_target_shard(options, host=host, port=port, progress=note)
@@ -195,7 +201,7 @@ class DriverActor(_Actor):
         from cluster.driver import DriverOptions
         from cluster.inference import serve_driver
         from cluster.requests import Speculation
-        from cluster.target_link import MEET_SECONDS
+        from cluster.target_link import MEET_SECONDS, StepTimeout
         from paceline.rules import Rule, Stopping
         from workers.models import resolve_model
 
@@ -218,11 +224,18 @@ class DriverActor(_Actor):
             max_num_seqs=config.target.max_num_seqs,
             prefix_cache=config.target.prefix_cache,
             max_waiting=config.server.max_waiting,
+            step_timeout=StepTimeout(seconds=config.target.hung_after),
             target_patience=max(_PATIENCE_SECONDS, patience),
             connect_seconds=_CONNECT_SECONDS + (MEET_SECONDS if len(target_addresses) > 1 else 0),
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)
         return self._serving(server)
+
+    async def connected(self) -> set[str]:
+        """The names of the workers to which streams are open."""
+        if self._driver is None:
+            return set()
+        return {one.name for one in self._driver.stats().workers if one.connected}
 
     async def set_target(self, addresses: Sequence[str]) -> None:
         """The shards are there from now on, by rank.
@@ -231,6 +244,11 @@ class DriverActor(_Actor):
         """
         if self._driver is not None:
             self._driver.set_target(addresses)
+
+    async def note_target(self, trouble: str) -> None:
+        """Why the target is not back yet."""
+        if self._driver is not None:
+            self._driver.note_target(trouble)
 
     async def set_drafters(self, drafters: Mapping[str, str]) -> None:
         """Use these from now on."""

@@ -158,6 +158,8 @@ class TargetConfig(_Closed):
     batch_invariant: bool = True
     # Requests of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
+    # Seconds after which a worker that answers nothing is ended and started again.
+    hung_after: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = 60.0
 
     @model_validator(mode="before")
     @classmethod

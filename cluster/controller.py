@@ -1,9 +1,9 @@
 """The controller: one Ray actor that brings up a deployment's workers and watches their lives.
 
-It owns them: when it ends, Ray ends them. A worker that dies is started again in its place. A
-drafter gets a new address, which the driver is told; a shard and the driver come back at the
-port that they had. Of a target's shards only those that died are started again: the driver brings
-the group together anew.
+It owns them: when it ends, Ray ends them. A worker that dies or hangs is started again in its
+place, or on another node where its own is lost. A drafter gets a new address, which the driver is
+told; a shard and the driver come back at the port that they had. Of a target's shards only those
+that were lost are started again: the driver brings the group together anew.
 """
 
 from __future__ import annotations
@@ -13,25 +13,30 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.actor_calls import outcome_of
 from cluster.actors import DrafterActor, DriverActor, Serving, ShardActor, WorkerSetup
-from cluster.placement import Placement, WorkerPlan
-from paceline.errors import PacelineError, UnavailableError, WorkerLostError
+from cluster.lives import longest_silence, until_lost, until_started
+from cluster.placement import Bundle, Placement, WorkerPlan
+from paceline.errors import PacelineError, UnavailableError
 
 ROOM_SECONDS = 30.0
 """How long the cluster may take to set aside what the plan reserves."""
 _DRIVER = "driver"
 _LONGEST_WAIT = 30.0
+_DRIVER_SECONDS = 5.0
 _ANSWERS_AT_ONCE = 100
 _PROGRESS_SECONDS = 1.0
 _PATIENCE_OF_LOADS = 3.0
-"""Requests wait for a lost target as long as this many loads of its slowest shard took."""
+"""Requests wait for a lost target as long as this many loads of its slowest shard took, after the
+time in which a shard that hangs is found."""
 _log = logging.getLogger(__name__)
 
 
@@ -96,7 +101,7 @@ class Controller:
         finally:
             telling.cancel()
         self._say("driver: connecting")
-        await _outcome(preparing, _DRIVER)
+        await outcome_of(preparing, _DRIVER)
         began = time.monotonic()
         await self._serve(self._driver, self._setup.config.server.grpc_port)
         self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
@@ -189,9 +194,10 @@ class Controller:
                 self._target_addresses(),
                 self._drafter_addresses(),
                 port,
-                patience=_PATIENCE_OF_LOADS * self._load_seconds,
+                patience=_PATIENCE_OF_LOADS * self._load_seconds
+                + longest_silence(self._setup.config.target.hung_after),
             )
-        worker.serving = await _outcome(call, worker.name)
+        worker.serving = await outcome_of(call, worker.name)
 
     async def _tell_progress(self) -> None:
         """Say for each shard how much of its share is loaded, a quarter at a time."""
@@ -226,10 +232,23 @@ class Controller:
     async def _watch(self, worker: _Worker) -> None:
         """Start the worker again whenever it is lost."""
         while not self._stopping:
-            with contextlib.suppress(RayError):
-                await worker.handle.wait.remote()
-            _log.warning("%s is lost; starting it again", worker.name)
+            why = await until_lost(
+                worker.handle,
+                hung_after=self._setup.config.target.hung_after,
+                is_heard=partial(self._is_heard, worker),
+            )
+            _log.warning("%s is lost (%s); starting it again", worker.name, why)
             await self._revive(worker)
+
+    async def _is_heard(self, worker: _Worker) -> bool:
+        """Whether the driver has open streams to the worker and no answer is overdue."""
+        if worker.plan is None:
+            return False
+        try:
+            connected = self._driver.handle.connected.remote()
+            return worker.name in await asyncio.wait_for(connected, _DRIVER_SECONDS)
+        except (RayError, TimeoutError):
+            return False
 
     async def _revive(self, worker: _Worker) -> None:
         wait = 0.5
@@ -239,11 +258,14 @@ class Controller:
             ray.kill(worker.handle)
             worker.handle = self._make_actor(worker.plan)
             try:
+                starting = until_started(worker.handle, worker.name, self._needs(worker.plan))
+                await outcome_of(starting, worker.name)
                 await self._serve(worker, 0 if is_drafter else port)
                 if worker.address != address:
                     await self._tell_driver(worker)
             except PacelineError as error:
                 _log.warning("%s: cannot be started again yet: %s", worker.name, error)
+                await self._tell_trouble(worker, error)
                 await asyncio.sleep(wait)
                 wait = min(2 * wait, _LONGEST_WAIT)
                 continue
@@ -260,30 +282,20 @@ class Controller:
             call = driver.set_target.remote(self._target_addresses())
         else:
             call = driver.set_drafters.remote(self._drafter_addresses())
-        await _outcome(call, _DRIVER)
+        await outcome_of(call, _DRIVER)
+
+    async def _tell_trouble(self, worker: _Worker, error: PacelineError) -> None:
+        """Tell the driver, where it lives, why a shard stays away: requests that fail say so."""
+        if worker in self._shards:
+            with contextlib.suppress(PacelineError, TimeoutError):
+                call = self._driver.handle.note_target.remote(str(error))
+                await asyncio.wait_for(outcome_of(call, _DRIVER), _DRIVER_SECONDS)
+
+    def _needs(self, plan: WorkerPlan | None) -> Bundle:
+        """What the worker's bundle holds; the driver is in the first shard's."""
+        if plan is None:
+            return self._placement.groups[0].bundles[0]
+        return self._placement.groups[plan.group].bundles[plan.bundle]
 
     def _say(self, line: str) -> None:
         self._lines.append(line)
-
-
-async def _outcome(call: Any, name: str) -> Any:
-    """The result of a call to an actor; errors of ours come as they are."""
-    try:
-        return await call
-    except RayTaskError as error:
-        raise cause_of(error) from None
-    except RayActorError as error:
-        raise WorkerLostError(
-            f"{name}: its process ended; Ray's logs say why ({str(error).splitlines()[0]})"
-        ) from None
-
-
-def cause_of(error: RayTaskError) -> Exception:
-    """What an actor's method raised: an error of ours as it is, others wrapped with their text."""
-    cause: Exception = error.cause
-    if isinstance(cause, BaseExceptionGroup):
-        ours = [one for one in cause.exceptions if isinstance(one, PacelineError)]
-        cause = ours[0] if ours else cause
-    if isinstance(cause, PacelineError):
-        return cause
-    return UnavailableError(f"a worker failed: {type(cause).__name__}: {cause}")

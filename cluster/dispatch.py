@@ -69,6 +69,7 @@ class Dispatch:
         self.taps: list[RoundTap] = []
         """Whoever traces."""
         self._target_patience = target_patience
+        self._target_trouble: str | None = None
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
@@ -125,6 +126,7 @@ class Dispatch:
             self._impatience.cancel()
         self.target = description
         self.unavailable = None
+        self._target_trouble = None
         self.target_joined_once.set()
         self._handle(
             TargetJoined(
@@ -144,6 +146,12 @@ class Dispatch:
             tap.target_lost()
         self._handle(TargetLost(time.monotonic()))
         self._impatience = self._loop.call_later(self._target_patience, self._give_up, reason)
+
+    def note_target(self, trouble: str) -> None:
+        """Why the target is not back yet. Forgotten when it is."""
+        self._target_trouble = trouble
+        if self.unavailable is not None and not self._stopped:
+            self._give_up(trouble)
 
     def step_answered(self, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
@@ -300,6 +308,6 @@ class Dispatch:
         self.fail_all(
             WorkerLostError(
                 f"the target went away and was not back within {self._target_patience:g} s "
-                f"({reason}); start it again, then send the request again"
+                f"({self._target_trouble or reason}); start it again, then send the request again"
             )
         )

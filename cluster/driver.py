@@ -155,6 +155,10 @@ class Driver:
         """The target's shards are at these addresses, by rank, from the next connection on."""
         self._started().target.move(addresses)
 
+    def note_target(self, trouble: str) -> None:
+        """Why the target is not back yet, for requests that fail for it."""
+        self._dispatch.note_target(trouble)
+
     async def set_drafters(self, addresses: Mapping[str, str]) -> None:
         """Use these drafters, by name, from now on; those with the same address are kept."""
         await self._started().drafters.update(addresses)

@@ -21,9 +21,10 @@ from typing import Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from cluster.actor_calls import cause_of
 from cluster.actors import WorkerSetup
 from cluster.config_model import Config
-from cluster.controller import Controller, WorkerStatus, cause_of
+from cluster.controller import Controller, WorkerStatus
 from cluster.placement import Node, Placement, plan_placement
 from paceline.errors import UnavailableError, WorkerLostError
 

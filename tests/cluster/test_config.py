@@ -48,6 +48,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         max_model_len = 2048
         max_num_seqs = 8
         kv_memory = "1.5GiB"
+        hung_after = 20
         [[drafters]]
         kind = "model"
         model = "/models/small"
@@ -71,6 +72,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         """,
     )
     assert config.target.kv_memory == 3 << 29
+    assert config.target.hung_after == 20.0
     assert config.drafters[0].count == 2
     assert config.drafters[1] == DrafterConfig(kind="ngram", model=None)
     assert config.speculation.wait_ms == 20.0

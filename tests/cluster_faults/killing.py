@@ -47,8 +47,13 @@ def plain_tokens(client: Client) -> tuple[int, ...]:
     return client.generate(PROMPT, options_of("off")).token_ids
 
 
-def stream_and_kill(client: Client, pid: int) -> tuple[list[int], list[float]]:
-    """Token ids of a `chain` request whose worker `pid` is killed, and when each chunk came."""
+def stream_and_kill(
+    client: Client, pid: int, *, by: signal.Signals = signal.SIGKILL
+) -> tuple[list[int], list[float]]:
+    """Token ids of a `chain` request whose worker `pid` is killed, and when each chunk came.
+
+    `by` SIGSTOP the process hangs: it is there and does nothing.
+    """
     token_ids: list[int] = []
     times: list[float] = []
     killed = False
@@ -58,7 +63,7 @@ def stream_and_kill(client: Client, pid: int) -> tuple[list[int], list[float]]:
         times.append(time.monotonic())
         token_ids += event.token_ids
         if not killed and len(token_ids) >= KILL_AT:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, by)
             killed = True
     assert killed
     return token_ids, times

@@ -1,0 +1,34 @@
+"""Calls to Ray actors, whose errors of ours come as they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from paceline.errors import PacelineError, UnavailableError, WorkerLostError
+
+
+async def outcome_of(call: Any, name: str) -> Any:
+    """The result of a call to an actor; errors of ours come as they are."""
+    try:
+        return await call
+    except RayTaskError as error:
+        raise cause_of(error) from None
+    except RayActorError as error:
+        raise WorkerLostError(
+            f"{name}: its process ended; Ray's logs say why ({str(error).splitlines()[0]})"
+        ) from None
+    except RayError as error:
+        raise UnavailableError(f"{name}: {str(error).strip().splitlines()[0]}") from None
+
+
+def cause_of(error: RayTaskError) -> Exception:
+    """What an actor's method raised: an error of ours as it is, others wrapped with their text."""
+    cause: Exception = error.cause
+    if isinstance(cause, BaseExceptionGroup):
+        ours = [one for one in cause.exceptions if isinstance(one, PacelineError)]
+        cause = ours[0] if ours else cause
+    if isinstance(cause, PacelineError):
+        return cause
+    return UnavailableError(f"a worker failed: {type(cause).__name__}: {cause}")
