@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from cluster.decoding.events import (
     Admitted,
     DrafterJoined,
+    DrafterLost,
     Event,
     Proposal,
     Proposed,
@@ -23,6 +24,7 @@ from cluster.decoding.events import (
     SequenceVerdict,
     StepDone,
     TargetJoined,
+    TargetLost,
     Tick,
 )
 from cluster.decoding.instructions import (
@@ -64,6 +66,19 @@ class Timing:
     late: int = 0
 
 
+@dataclass(frozen=True)
+class Fault:
+    """The target is lost while it computes its step number `step`, the prompt's being the first.
+
+    What was drafted in `away` passes arrives before it is back. `drafter_too`: that ends with the
+    target, and starts again when the target is back.
+    """
+
+    step: int
+    away: int = 0
+    drafter_too: bool = False
+
+
 @dataclass
 class LawWorld:
     """One request served once, with coins that fall as `named` says."""
@@ -72,20 +87,21 @@ class LawWorld:
     request: Request
     named: NamedCoins
     timing: Timing
+    fault: Fault | None = None
     windows: list[Slice] = field(default_factory=list)
     text: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._scheduler = Scheduler(prefix_cache=False)
-        self._desk = DraftingDesk(EnumeratedProposer(self.models), max_sequences=1)
-        self._session = self._desk.open_session()
+        self._start_drafter()
         self._step: RunStep | None = None
+        self._num_steps = 0
         self._finished = False
         self._now = 0.0
 
     def serve(self, length: int) -> tuple[int, ...]:
         """The first so many tokens of the text."""
-        self._send(TargetJoined(0.0, self.models.vocab_size, 100, 16, 16))
+        self._join_target()
         self._send(DrafterJoined(0.0, DRAFTER, 1000, rules=MODEL_RULES))
         self._send(Admitted(0.0, self.request))
         while len(self.text) < length and not self._finished:
@@ -98,12 +114,34 @@ class LawWorld:
             in_time = len(sent) - self.timing.late
             for proposals in sent[:in_time]:
                 self._deliver(proposals)
+            if self.fault is not None and self._num_steps == self.fault.step:
+                self._fail(self.fault)
+                continue
             step, self._step = self._step, None
             verdicts = tuple(self._verdict(part) for part in step.slices if part.verdict)
             self._send(StepDone(self._now, step.step, verdicts, 0.01))
             for proposals in sent[in_time:]:
                 self._deliver(proposals)
         return tuple(self.text[:length])
+
+    def _join_target(self) -> None:
+        self._send(TargetJoined(self._now, self.models.vocab_size, 100, 16, 16))
+
+    def _start_drafter(self) -> None:
+        self._desk = DraftingDesk(EnumeratedProposer(self.models), max_sequences=1)
+        self._session = self._desk.open_session()
+
+    def _fail(self, fault: Fault) -> None:
+        """The step in flight gets no answer."""
+        self._step = None
+        self._send(TargetLost(self._now))
+        if fault.drafter_too:
+            self._send(DrafterLost(self._now, DRAFTER))
+            self._start_drafter()
+            self._send(DrafterJoined(self._now, DRAFTER, 1000, rules=MODEL_RULES))
+        for _ in range(fault.away):
+            self._deliver(self._draft())
+        self._join_target()
 
     def _draft(self) -> tuple[Proposal, ...]:
         if not self._desk.has_work:
@@ -133,6 +171,7 @@ class LawWorld:
             match instruction:
                 case RunStep():
                     self._step = instruction
+                    self._num_steps += 1
                 case Emit(_, offset, token_ids):
                     assert offset == len(self.text)
                     self.text.extend(token_ids)
@@ -213,7 +252,14 @@ class Served:
     windows: list[Slice] = field(default_factory=list)
 
 
-def served(models: TinyModels, request: Request, timing: Timing, length: int) -> Served:
+def served(
+    models: TinyModels,
+    request: Request,
+    timing: Timing,
+    length: int,
+    *,
+    fault: Fault | None = None,
+) -> Served:
     """Serve one request once for every fall of the coins."""
     found = Served(np.zeros((models.vocab_size,) * length))
     coins = Coins()
@@ -222,7 +268,7 @@ def served(models: TinyModels, request: Request, timing: Timing, length: int) ->
         named = NamedCoins(coins)
         with pytest.MonkeyPatch.context() as patch:
             draw_with(named, patch)
-            text = LawWorld(models, request, named, timing, found.windows).serve(length)
+            text = LawWorld(models, request, named, timing, fault, found.windows).serve(length)
         found.law[text] += coins.probability
         if not coins.turn():
             return found

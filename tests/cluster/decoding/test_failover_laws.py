@@ -1,0 +1,149 @@
+"""Rules that toss coins keep the law when the target is lost half-way: exactly.
+
+A lost step has no verdict. The sequence is computed again from its committed tokens, the token
+after them is the target's own, and what was drafted beyond stays where it agrees with that token.
+So with a seed the text is another one than without the fault, and its law is the same. Every draw
+and every coin is summed over; see law_world.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cluster.decoding.events import SequenceVerdict
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.decoding.sequence import Sequence
+from cluster.decoding.token_tree import TokenTree
+from paceline.rules import Rule
+from tests.cluster.decoding.law_world import (
+    BegunModels,
+    Fault,
+    Served,
+    Timing,
+    request,
+    served,
+)
+from tests.workers.verification.enumeration import is_exact
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a rule is served, and when the target is lost. `length`: the tokens looked at."""
+
+    rule: Rule
+    policy: PolicyName
+    branches: int
+    window: int
+    timing: Timing
+    vocab_size: int
+    fault: Fault
+    length: int = 3
+
+    def __str__(self) -> str:
+        too = "-drafter-too" if self.fault.drafter_too else ""
+        lost = f"lost{self.fault.step}away{self.fault.away}{too}"
+        return f"{self.rule.value}-{self.policy.value}-{self.branches}x{self.window}-{lost}"
+
+    @property
+    def models(self) -> BegunModels:
+        return BegunModels(self.vocab_size, "random")
+
+    def serve(self, *, faulty: bool = True) -> Served:
+        asked = request(
+            self.rule,
+            policy=self.policy,
+            branches=self.branches,
+            window=self.window,
+            max_tokens=self.length + 1,
+        )
+        fault = self.fault if faulty else None
+        return served(self.models, asked, self.timing, self.length, fault=fault)
+
+
+LOCKSTEP, PEARL, CHAIN = PolicyName.LOCKSTEP, PolicyName.PEARL, PolicyName.CHAIN
+REJECTION = Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3, Fault(2))
+KSEQ = Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, Fault(2))
+RECURSIVE = Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, Fault(2))
+CASES = (
+    REJECTION,
+    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2, Fault(2, away=1), length=4),
+    Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 2, Fault(3), length=4),
+    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3), 2, Fault(2, away=2, drafter_too=True), length=4),
+    Case(Rule.REJECTION, LOCKSTEP, 1, 2, Timing(0), 2, Fault(2), length=4),
+    Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2, Fault(2)),
+    KSEQ,
+    Case(Rule.KSEQ, CHAIN, 2, 2, Timing(2), 2, Fault(3)),
+    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, Fault(2, away=1, drafter_too=True)),
+    RECURSIVE,
+    Case(Rule.RECURSIVE, LOCKSTEP, 2, 3, Timing(0), 3, Fault(2)),
+    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, Fault(2, away=1, drafter_too=True)),
+    Case(Rule.MCSD, CHAIN, 2, 3, Timing(3), 2, Fault(2)),
+    Case(Rule.MCSD, CHAIN, 2, 2, Timing(2), 2, Fault(3, away=1)),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_law_is_the_targets_though_the_target_is_lost(case: Case) -> None:
+    found = case.serve()
+    assert is_exact(case.models, found.law)
+    # What was lost, and what was verified of run-ahead after it.
+    assert max(part.window for part in found.windows) > 0
+
+
+def test_candidates_of_before_are_verified_after() -> None:
+    """So the test above is about what it says: a first window of theirs has no draft of after."""
+    lost = KSEQ.serve().windows
+    assert any(part.start == 0 and len(part.token_ids) > 1 for part in lost), "computed again"
+    assert {part.multiplicities for part in lost} >= {(2,), (1,)}
+
+
+# Negative controls: each is wrong by more than rounding.
+
+
+def _verify_what_disagrees(patch: pytest.MonkeyPatch) -> None:
+    """The token after what was computed again is given up where the run-ahead has another."""
+    commit = Scheduler._commit
+    token: list[int] = []
+
+    def noting(self: Scheduler, *args: Any) -> None:
+        token[:] = [one.token_id for one in args if isinstance(one, SequenceVerdict)]
+        commit(self, *args)
+
+    def by_value(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
+        tree = sequence.tree
+        leaf = tree._pinned[accepted[-1]] if accepted else tree.root
+        ahead = tree.run_ahead_follows(accepted)
+        return ahead and token[0] not in [child.token_id for child in leaf.children]
+
+    patch.setattr(Scheduler, "_commit", noting)
+    patch.setattr("cluster.decoding.scheduler.gives_up_bonus", by_value)
+
+
+def _forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
+    """Of a window without a verdict, candidates are kept if they are of a certain token."""
+    forget = Sequence.forget_kv
+
+    def by_value(self: Sequence) -> None:
+        tree: TokenTree = self.tree
+        forget(self)
+        tree._keep([node for node in tree._nodes if node.token_id == 0])
+
+    patch.setattr(Sequence, "forget_kv", by_value)
+
+
+@pytest.mark.parametrize("case", [REJECTION, KSEQ, RECURSIVE], ids=str)
+@pytest.mark.parametrize("broken", [_verify_what_disagrees, _forget_some_of_what_was_lost])
+def test_what_is_broken_is_noticed(
+    case: Case, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    law = case.serve().law
+    assert not is_exact(case.models, law)
+    assert law.sum() == pytest.approx(1)
+    assert np.abs(law - case.models.law((), case.length)).max() > 1e-4
