@@ -77,7 +77,7 @@ def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: s
             await asyncio.Event().wait()
 
         async def step(self, seconds: float) -> None:
-            time.sleep(seconds)  # noqa: ASYNC251, it is what is tested
+            time.sleep(seconds)
 
     worker = ray.remote(Worker).options(num_cpus=0, max_concurrency=10).remote()
     ray.get(worker.ping.remote())

@@ -21,8 +21,8 @@ from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
 from paceline.rules import Rule
+from tests.cluster.decoding.law_drafter import BegunModels
 from tests.cluster.decoding.law_world import (
-    BegunModels,
     Fault,
     Served,
     Timing,
