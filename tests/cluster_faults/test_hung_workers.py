@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,7 +80,7 @@ def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: s
         async def step(self, seconds: float) -> None:
             time.sleep(seconds)
 
-    worker = ray.remote(Worker).options(num_cpus=0, max_concurrency=10).remote()
+    worker: Any = ray.remote(Worker).options(num_cpus=0, max_concurrency=10).remote()
     ray.get(worker.ping.remote())
     heard = True
     asked = 0

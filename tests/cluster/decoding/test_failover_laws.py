@@ -9,15 +9,15 @@ and every coin is summed over; see law_world.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cluster.decoding import answers
 from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.policies import PolicyName
-from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
 from paceline.rules import Rule
@@ -106,23 +106,24 @@ def test_candidates_of_before_are_verified_after() -> None:
 # Negative controls: each is wrong by more than rounding.
 
 
-def _verify_what_disagrees(patch: pytest.MonkeyPatch) -> None:
-    """The token after what was computed again is given up where the run-ahead has another."""
-    commit = Scheduler._commit
-    token: list[int] = []
+def _trust_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
+    """The token after what was computed again is the draft's, where there is one."""
+    commit = answers._commit
 
-    def noting(self: Scheduler, *args: Any) -> None:
-        token[:] = [one.token_id for one in args if isinstance(one, SequenceVerdict)]
-        commit(self, *args)
+    def trusting(*args: Any) -> None:
+        (sequence,) = (one for one in args if isinstance(one, Sequence))
+        ahead = sequence.tree.root.children
+        trusted = ahead[0].token_id if ahead and not sequence.tree.num_pinned else None
+        commit(
+            *(
+                replace(one, token_id=trusted)
+                if isinstance(one, SequenceVerdict) and trusted is not None
+                else one
+                for one in args
+            )
+        )
 
-    def by_value(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
-        tree = sequence.tree
-        leaf = tree._pinned[accepted[-1]] if accepted else tree.root
-        ahead = tree.run_ahead_follows(accepted)
-        return ahead and token[0] not in [child.token_id for child in leaf.children]
-
-    patch.setattr(Scheduler, "_commit", noting)
-    patch.setattr("cluster.decoding.scheduler.gives_up_bonus", by_value)
+    patch.setattr(answers, "_commit", trusting)
 
 
 def _forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
@@ -138,7 +139,7 @@ def _forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", [REJECTION, KSEQ, RECURSIVE], ids=str)
-@pytest.mark.parametrize("broken", [_verify_what_disagrees, _forget_some_of_what_was_lost])
+@pytest.mark.parametrize("broken", [_trust_what_was_drafted, _forget_some_of_what_was_lost])
 def test_what_is_broken_is_noticed(
     case: Case, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
