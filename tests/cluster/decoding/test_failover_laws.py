@@ -108,7 +108,7 @@ def test_candidates_of_before_are_verified_after() -> None:
 
 def _trust_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
     """The token after what was computed again is the draft's, where there is one."""
-    commit = answers._commit
+    commit: Any = answers._commit
 
     def trusting(*args: Any) -> None:
         (sequence,) = (one for one in args if isinstance(one, Sequence))
