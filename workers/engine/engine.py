@@ -30,6 +30,7 @@ from workers.engine.step_plan import make_plan
 from workers.engine.tensor_parallel.agreement import agree
 from workers.engine.tensor_parallel.cuts import vocabulary_part
 from workers.engine.tensor_parallel.group import Group
+from workers.engine.thread_choice import ThreadChoice
 from workers.engine.weight_form import WeightForm
 
 __all__ = ["Engine", "Slice"]
@@ -51,11 +52,13 @@ class Engine:
     ) -> None:
         """Load and test. Raises CheckpointError; ConfigError when the KV memory is too small.
 
-        `max_model_len` may lower the checkpoint's own. `threads` CPU threads compute a step. With a
-        `group` this is one rank of a tensor-parallel engine: all ranks load, meet, `agree`, then
-        step with the same slices.
+        `max_model_len` may lower the checkpoint's own. `threads` CPU threads compute a step, or
+        fewer while other processes take their cores. With a `group` this is one rank of a
+        tensor-parallel engine, of so many threads always: all ranks load, meet, `agree`, then step
+        with the same slices.
         """
         torch.set_num_threads(threads)
+        self._threads: ThreadChoice | None = None
         self.group = group
         self.info = inspect_checkpoint(folder)
         self.max_model_len = _choose_length(max_model_len, self.info.max_model_len)
@@ -67,6 +70,9 @@ class Engine:
         self.batch_invariant: bool | None = None
         if group is None:
             self.batch_invariant = rows_are_invariant(self)
+        # Ranks wait for each other, so that a rank's time says little of its own threads.
+        if threads > 1 and self.batch_invariant:
+            self._threads = ThreadChoice(threads)
 
     def agree(self) -> None:
         """Compare with the other ranks after a meeting, and test the group if one is new in it.
@@ -168,10 +174,16 @@ class Engine:
             min_tokens=self._min_tokens,
             window=self._window,
         )
+        rows = sum(len(piece.token_ids) for piece in slices)
+        threads = None if self._threads is None else self._threads.choose(rows)
+        if threads is not None:
+            torch.set_num_threads(threads)
         began = time.perf_counter()
         logits_TV = self._forward(StepContext(plan, self._cache.layers)).float()
         self.forward_end = time.perf_counter()
         self.forward_seconds = self.forward_end - began
+        if self._threads is not None and threads is not None:
+            self._threads.record(rows, threads, self.forward_seconds)
         return logits_TV
 
     @torch.inference_mode()

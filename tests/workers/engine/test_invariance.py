@@ -234,3 +234,15 @@ def test_plain_activations_depend_on_where_they_lie_and_slabs_do_not() -> None:
 
     slab = SlabActivation(nn.SiLU())
     assert torch.equal(in_pieces(slab), slab(values))
+
+
+def test_an_engine_may_take_fewer_threads_than_it_has(
+    folder: Path, model: tuple[Architecture, WeightForm]
+) -> None:
+    engine = Engine(folder, weights=model[1], threads=2, kv_memory_bytes=2 << 20)
+    rows, threads = [], set()
+    for _ in range(40):
+        rows.append(engine.step([Slice(TABLES[0], 0, [3, 1, 2], 3)]))
+        threads.add(torch.get_num_threads())
+    assert threads == {1, 2}
+    assert all(torch.equal(one, rows[0]) for one in rows)
