@@ -1,88 +1,147 @@
 """How much prefill goes into a step: bounded by what it costs those who decode, and shared fairly.
 
-A step that decodes may take twice as long with prefill as without, no longer: so a prompt of any
-length delays another sequence's token by about one step of the same batch.
+The promise: a prompt of any length delays another sequence's token by at most two steps of the same
+batch without it. So a step with prefill may take three times as long as without; to leave room for
+what a host does meanwhile, chunks are chosen for two and a half.
+
+What a step without prefill takes is measured, never guessed: where prompts do not pause, a step now
+and then goes without (nothing is lost by that: those who decode go on). How a step's time grows with
+prefill is not known beforehand, but two things hold on any device: a step of so many times the tokens
+takes at most so many times as long, and a token of prefill costs more beside others, not less, than
+it costs beside few (a step bound by memory takes some for nothing). The first bounds how fast chunks
+may grow, and the second lets the price of large chunks be a bound for that of smaller ones.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MIN_CHUNK = 16
-"""Tokens of prefill that a step takes whatever they cost, so that prefill always goes on."""
+LONGEST = 2.5
+"""How often the time of a step without prefill a step with it is to take."""
 
-_SLOW_CHANGE = 0.8
+_DECAY = 0.8
+_SAMPLES = 5
+_ENOUGH_SAMPLES = 2
+_STALE_AFTER = 32
+"""So many steps with prefill upon one without."""
+
+
+@dataclass(slots=True)
+class _PlainSteps:
+    """Steps of about one size that had no prefill: the last ones' tokens and milliseconds."""
+
+    samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    prefills_since: int = 0
+
+    @property
+    def is_due(self) -> bool:
+        return len(self.samples) < _ENOUGH_SAMPLES or self.prefills_since >= _STALE_AFTER
+
+    def at_least_ms(self, tokens: int) -> float:
+        """What a step of so many tokens takes at least. The median: a host's hiccup is no step.
+
+        A larger step takes no less time than a smaller one, a smaller one no less than its part.
+        """
+        return statistics.median_low(ms * min(1.0, tokens / fed) for fed, ms in self.samples)
+
+
+@dataclass(slots=True)
+class _Price:
+    """Milliseconds a token of prefill, by a line through the origin: large chunks count most."""
+
+    _tokens_ms: float = 0.0
+    _tokens_squared: float = 0.0
+    _decoding: float = 0.0
+
+    def learn(self, decoding_tokens: int, tokens: int, ms: float) -> None:
+        self._tokens_ms = self._tokens_ms * _DECAY + tokens * ms
+        self._tokens_squared = self._tokens_squared * _DECAY + tokens**2
+        self._decoding = self._decoding * _DECAY + decoding_tokens * tokens**2
+
+    def tokens_for(self, ms: float) -> float:
+        """How many tokens take so long; 0: nothing is known."""
+        if not self._tokens_squared:
+            return 0.0
+        return ms * self._tokens_squared / self._tokens_ms if self._tokens_ms else math.inf
+
+    @property
+    def decoding_tokens(self) -> float:
+        """Beside how many of decoding it was learned."""
+        return self._decoding / self._tokens_squared if self._tokens_squared else 0.0
 
 
 @dataclass(slots=True)
 class PrefillCosts:
-    """How long decoding steps take by the tokens they feed, and what a token of prefill adds."""
+    """How long steps take by the tokens that they feed, and what a token of prefill adds."""
 
-    # Mean milliseconds of steps without prefill, by the bit length of the number of tokens fed.
-    _decoding_ms: dict[int, float] = field(default_factory=dict)
-    # Decayed sums over steps with prefill.
-    _extra_ms: float = 0.0
-    _tokens: float = 0.0
-    # No chunk beside decoding sequences is larger. Costs bend where a step ceases to be bound by
-    # memory, so a chunk at most doubles, and only after one that was cheap enough.
-    _largest: int = 2 * MIN_CHUNK
+    # By the bit length of the number of tokens fed.
+    _plain: dict[int, _PlainSteps] = field(default_factory=dict)
+    # Of prefill alone with the fixed costs of its steps, so more than it adds to those who decode.
+    _alone: _Price = field(default_factory=_Price)
+    _largest_alone: int = 0
+    _beside: _Price = field(default_factory=_Price)
+    # What a chunk may have, by how long the ones before took: it grows as fast as can do no harm.
+    _largest: float = 0.0
 
     def add(self, *, decoding_tokens: int, prefill_tokens: int, step_seconds: float) -> None:
         """A step was answered that fed so many tokens for decoding and for prefill."""
         step_ms = step_seconds * 1000
+        if not decoding_tokens:
+            self._alone.learn(0, prefill_tokens, step_ms)
+            self._largest_alone = max(self._largest_alone, prefill_tokens)
+            return
+        plain = self._plain.setdefault(decoding_tokens.bit_length(), _PlainSteps())
         if not prefill_tokens:
-            size = decoding_tokens.bit_length()
-            before = self._decoding_ms.get(size, step_ms)
-            self._decoding_ms[size] = _SLOW_CHANGE * before + (1 - _SLOW_CHANGE) * step_ms
+            plain.samples.append((decoding_tokens, step_ms))
+            plain.prefills_since = 0
             return
-        decoding_ms = self._decoding_step_ms(decoding_tokens)
-        size = decoding_tokens.bit_length()
-        if size and prefill_tokens <= MIN_CHUNK and size < min(self._decoding_ms, default=math.inf):
-            # Where prompts never pause, no step so small may ever come without prefill. What is
-            # known of prefill is taken off, for too little does less harm than too much.
-            known_ms = self._extra_ms / self._tokens * prefill_tokens if self._tokens else None
-            share = 0.25 if known_ms is None else min(0.75, known_ms / step_ms)
-            self._decoding_ms[size] = step_ms * (1 - share)
+        plain.prefills_since += 1
+        plain_ms = self._plain_ms(decoding_tokens)
+        if plain_ms is None:
             return
-        extra_ms = max(0.0, step_ms - (decoding_ms or 0.0))
-        self._extra_ms = self._extra_ms * _SLOW_CHANGE + extra_ms
-        self._tokens = self._tokens * _SLOW_CHANGE + prefill_tokens
-        if decoding_tokens and decoding_ms is not None:
-            if extra_ms <= decoding_ms:
-                self._largest = max(self._largest, 2 * prefill_tokens)
-            else:
-                self._largest = max(MIN_CHUNK, min(self._largest, prefill_tokens))
+        if step_ms < plain_ms:
+            plain.samples.append((decoding_tokens, step_ms))
+        # A host's hiccup does not count whole; if it was none, the next step says so again.
+        bearable_ms = (LONGEST - 1) * plain_ms
+        extra_ms = min(max(0.0, step_ms - plain_ms), 2 * bearable_ms)
+        self._beside.learn(decoding_tokens, prefill_tokens, extra_ms)
+        if extra_ms <= bearable_ms:
+            grown = prefill_tokens * LONGEST * plain_ms / (plain_ms + extra_ms)
+            self._largest = max(self._largest, grown)
+        else:
+            self._largest = min(self._largest, prefill_tokens * bearable_ms / extra_ms)
+            self._alone, self._largest_alone = _Price(), 0
 
     def chunk_beside(self, decoding_tokens: int) -> int:
-        """The most tokens of prefill beside so many of decoding; at least MIN_CHUNK.
+        """The most tokens of prefill beside so many of decoding; 0: measure a step without.
 
-        As many as decode are always bearable: a step of twice the tokens takes at most twice as
-        long, whatever a device's costs are.
+        Else half as many as decode are taken whatever they seem to cost, so that prefill goes on.
         """
-        at_least = max(MIN_CHUNK, decoding_tokens)
-        decoding_ms = self._decoding_step_ms(decoding_tokens)
-        if decoding_ms is None or not self._tokens:
+        plain = self._plain.get(decoding_tokens.bit_length())
+        if plain is None or plain.is_due:
+            return 0
+        at_least = max(1, decoding_tokens // 2)
+        plain_ms = self._plain_ms(decoding_tokens)
+        if plain_ms is None:
             return at_least
-        ms_per_token = self._extra_ms / self._tokens
-        most = decoding_ms / ms_per_token if ms_per_token > 0 else self._largest
-        return max(at_least, int(min(most, self._largest)))
+        bearable_ms = (LONGEST - 1) * plain_ms
+        # More who decode may take what a step does for nothing. The step has as many tokens then.
+        more = max(0.0, decoding_tokens - self._beside.decoding_tokens)
+        beside = min(self._beside.tokens_for(bearable_ms), self._largest) - more
+        alone = min(self._alone.tokens_for(bearable_ms), self._largest_alone)
+        return max(at_least, int(max(beside, alone)))
 
-    def _decoding_step_ms(self, tokens: int) -> float | None:
-        """The mean time of a step of about so many tokens; None: nothing is known of any.
-
-        Of a size not seen yet, too little is said rather than too much: the time of a smaller one,
-        or the proportional part of a larger one's.
-        """
+    def _plain_ms(self, tokens: int) -> float | None:
+        """What a step of so many tokens takes at least without prefill; None: nothing is known."""
         size = tokens.bit_length()
-        smaller = [known for known in self._decoding_ms if known <= size]
-        if smaller:
-            return self._decoding_ms[max(smaller)]
-        if not self._decoding_ms:
-            return None
-        larger = min(self._decoding_ms)
-        return self._decoding_ms[larger] * 0.5 ** (larger - size)
+        known = [one for one, plain in self._plain.items() if plain.samples]
+        smaller = max((one for one in known if one <= size), default=None)
+        nearest = min(known, default=None) if smaller is None else smaller
+        return None if nearest is None else self._plain[nearest].at_least_ms(tokens)
 
 
 def share_prefill(missing: Sequence[int], budget: int) -> list[int]:

@@ -95,7 +95,6 @@ def test_several_drafters_are_tried_together() -> None:
     assert auto >= 0.95 * spread
 
 
-@pytest.mark.xfail(strict=True, reason="known defect: see docs/policies.md, auto in batches")
 def test_a_whole_batch_within_a_twentieth_of_the_best_fixed_policy() -> None:
     given: dict[str, Any] = {"batch": 8, "tokens": 100, "acceptance": 0.85}
     fixed = [decode(policy, window=window, **given)[0] for policy, window in FIXED]
