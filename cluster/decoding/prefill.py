@@ -5,11 +5,11 @@ batch without it. So a step with prefill may take three times as long as without
 what a host does meanwhile, chunks are chosen for two and a half.
 
 What a step without prefill takes is measured, never guessed: where prompts do not pause, a step now
-and then goes without (nothing is lost by that: those who decode go on). How a step's time grows with
-prefill is not known beforehand, but two things hold on any device: a step of so many times the tokens
-takes at most so many times as long, and a token of prefill costs more beside others, not less, than
-it costs beside few (a step bound by memory takes some for nothing). The first bounds how fast chunks
-may grow, and the second lets the price of large chunks be a bound for that of smaller ones.
+and then goes without (nothing is lost by that: those who decode go on). How a step's time grows
+with prefill is not known beforehand, but two things hold on any device. A step of so many times the
+tokens takes at most so many times as long: that bounds how fast chunks may grow. And a token costs
+no less in a large chunk than in a small one (a step bound by memory takes some for nothing): so the
+price of large chunks is a bound for that of smaller ones.
 """
 
 from __future__ import annotations
