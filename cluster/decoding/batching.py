@@ -145,7 +145,7 @@ class Batching:
         for part in step.slices:
             count = len(part.token_ids)
             fed += count
-            if count == 1 + part.window:
+            if part.verdict and count == 1 + part.window:
                 decoding += count
         self._prefill_costs.add(
             decoding_tokens=decoding, prefill_tokens=fed - decoding, step_seconds=step_seconds

@@ -113,7 +113,8 @@ class PrefillCosts:
             grown = prefill_tokens * LONGEST * plain_ms / (plain_ms + extra_ms)
             self._largest = max(self._largest, grown)
         else:
-            self._largest = min(self._largest, prefill_tokens * bearable_ms / extra_ms)
+            largest = max(self._largest, prefill_tokens)
+            self._largest = min(largest, prefill_tokens * bearable_ms / extra_ms)
             self._alone, self._largest_alone = _Price(), 0
 
     def chunk_beside(self, decoding_tokens: int) -> int:

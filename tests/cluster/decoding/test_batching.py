@@ -109,6 +109,19 @@ def test_nobody_decodes_and_prefill_takes_the_whole_step() -> None:
     assert len(slices(world)[1].token_ids) == 512
 
 
+def test_a_host_that_was_busy_for_a_while_does_not_leave_chunks_of_a_token() -> None:
+    world = plain_world(num_blocks=1000, max_step_tokens=512, prefix_cache=False)
+    admit(world, 1, 20, max_tokens=400)
+    world.answer()
+    admit(world, 2, 900)
+    busy = 10
+    while not (chunk := slices(world).get(2)) or len(chunk.token_ids) < 100:
+        world.step_seconds = lambda tokens: 0.010 * (tokens if busy > 0 else 1)
+        busy -= chunk is not None
+        world.answer()
+        assert not (world.finished or world.emitted[2]), "chunks did not grow"
+
+
 def test_a_short_prompt_does_not_wait_for_a_long_one_before_it() -> None:
     world = plain_world(max_step_tokens=64)
     admit(world, 1, 700)
