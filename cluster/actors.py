@@ -90,16 +90,14 @@ class ShardActor(_Actor):
 
         assert plan.model is not None
         files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
-        target = setup.config.target
-        if target.emulated is not None:
+        target, host = setup.config.target, _worker_host(setup)
+        if target.emulated is not None and target.dilation is None:
             from workers.emulated.profiles import load_profile
             from workers.emulated.serve import serve_replay_target
 
             profile = load_profile(target.emulated, role="target")
             return self._serving(
-                await serve_replay_target(
-                    files.folder, profile, host=_worker_host(setup), port=port
-                )
+                await serve_replay_target(files.folder, profile, host=host, port=port)
             )
         options = TargetShardOptions(
             folder=files.folder,
@@ -115,8 +113,20 @@ class ShardActor(_Actor):
             # A rank that waits for a hung one must be there again before it seems to hang itself.
             deadlines=Deadlines(collective=target.hung_after / 2),
         )
-        host = _worker_host(setup)
-        server = await serve_target_shard(options, host=host, port=port, progress=note)
+        if target.emulated is not None and target.dilation is not None:
+            from workers.emulated.profiles import load_profile
+            from workers.emulated.serve import serve_dilated_target
+
+            server = await serve_dilated_target(
+                options,
+                load_profile(target.emulated, role="target"),
+                target.dilation,
+                host=host,
+                port=port,
+                progress=note,
+            )
+        else:
+            server = await serve_target_shard(options, host=host, port=port, progress=note)
         return self._serving(server)
 
 
@@ -129,8 +139,11 @@ class DrafterActor(_Actor):
         from workers.models import resolve_model
 
         assert plan.kind != "target"
-        if plan.drafter is not None and plan.drafter.emulated is not None:
-            return self._serving(await self._emulated(setup, plan, plan.drafter))
+        dilation, emulated = setup.config.target.dilation, None
+        if plan.drafter is not None:
+            emulated = plan.drafter.emulated
+        if plan.drafter is not None and emulated is not None and dilation is None:
+            return self._serving(await self._replay(setup, plan, plan.drafter))
         options = DrafterOptions(kind=plan.kind, threads=plan.threads, cores=plan.cores)
         if plan.model is not None:
             files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
@@ -145,9 +158,17 @@ class DrafterActor(_Actor):
                 device="cuda" if plan.reserved_gpus else "cpu",
             )
         host = _worker_host(setup)
+        if emulated is not None and dilation is not None:
+            from workers.emulated.profiles import load_profile
+            from workers.emulated.serve import serve_dilated_drafter
+
+            profile = load_profile(emulated, role="drafter")
+            return self._serving(
+                await serve_dilated_drafter(options, profile, dilation, host=host, port=port)
+            )
         return self._serving(await serve_drafter(options, host=host, port=port))
 
-    async def _emulated(
+    async def _replay(
         self, setup: WorkerSetup, plan: WorkerPlan, drafter: DrafterConfig
     ) -> RunningServer:
         from workers.emulated.profiles import load_profile
@@ -227,6 +248,7 @@ class DriverActor(_Actor):
             step_timeout=StepTimeout(seconds=config.target.hung_after),
             target_patience=max(_PATIENCE_SECONDS, patience),
             connect_seconds=_CONNECT_SECONDS + (MEET_SECONDS if len(target_addresses) > 1 else 0),
+            dilation=config.target.dilation or 1.0,
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)
         return self._serving(server)

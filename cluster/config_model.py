@@ -13,7 +13,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from cluster.config_checks import check_profile, refusal
+from cluster.config_checks import refusal
+from cluster.config_emulation import (
+    Dilation,
+    check_emulated,
+    model_or_emulated,
+    profile_of,
+    target_or_emulated,
+)
 from cluster.decoding.policies import PolicyName
 from cluster.fitting import (
     check_branches,
@@ -35,7 +42,6 @@ from paceline.rules import (
 )
 from paceline.text import did_you_mean
 from workers.engine.weight_form import DTYPES, Dtype
-from workers.models import STAND_IN
 
 _BYTE_UNITS = {
     "B": 1,
@@ -108,39 +114,16 @@ class _Closed(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-def _emulated(role: Literal["target", "drafter"]) -> BeforeValidator:
-    """The name of a latency profile of that role, or None."""
-
-    def check(value: object) -> object:
-        if isinstance(value, str):
-            check_profile(value, role)
-        return value
-
-    return BeforeValidator(check)
-
-
-def _model_or_emulated(given: Any, usual: str) -> Any:
-    """What is emulated has the stand-in checkpoint for a model, and no other may have it."""
-    if not isinstance(given, dict):
-        return given
-    if given.get("emulated") is None:
-        if given.get("model") == STAND_IN:
-            raise refusal(f'"{STAND_IN}" is no model; name a latency profile with "emulated"')
-        return {"model": usual} | given
-    if given.get("model", STAND_IN) != STAND_IN:
-        raise refusal('what is emulated has no model; remove the key "model" or "emulated"')
-    return given | {"model": STAND_IN}
-
-
 class TargetConfig(_Closed):
     """The model whose text is served.
 
     `emulated` is a latency profile (docs/emulation.md): then no model is run, and the text is made
-    up.
+    up. With `dilation` the model runs, and all times of the profiles are multiplied by it.
     """
 
     model: Text = "demo"
-    emulated: Annotated[Text | None, _emulated("target")] = None
+    emulated: Annotated[Text | None, profile_of("target")] = None
+    dilation: Dilation | None = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     groups: OneForNow = 1
@@ -164,9 +147,7 @@ class TargetConfig(_Closed):
     @model_validator(mode="before")
     @classmethod
     def _emulated_or_not(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("emulated") is not None:
-            given = {"resources": "cpu"} | given
-        return _model_or_emulated(given, "demo")
+        return target_or_emulated(given, "demo")
 
     @model_validator(mode="after")
     def _emulated_is_one(self) -> TargetConfig:
@@ -189,7 +170,7 @@ class DrafterConfig(_Closed):
         "model"
     )
     model: Text | None = None
-    emulated: Annotated[Text | None, _emulated("drafter")] = None
+    emulated: Annotated[Text | None, profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1)] = 0.8
     hit_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1
@@ -200,7 +181,7 @@ class DrafterConfig(_Closed):
     def _model_of_kind(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.get("kind", "model") != "model":
             return given
-        return _model_or_emulated(given, "demo-draft")
+        return model_or_emulated(given, "demo-draft")
 
     @model_validator(mode="after")
     def _model_fits_kind(self) -> DrafterConfig:
@@ -293,25 +274,7 @@ class Config(_Closed):
 
     @model_validator(mode="after")
     def _emulated_together(self) -> Config:
-        """Emulated workers share a made-up vocabulary and have no logits."""
-        emulated = self.target.emulated is not None
-        for drafter in self.drafters:
-            if drafter.kind == "model" and (drafter.emulated is not None) != emulated:
-                raise refusal(
-                    "drafters: target and model drafters are all emulated or none is; give every "
-                    'one the key "emulated", or remove it everywhere'
-                )
-        chosen = self.speculation
-        if emulated and chosen.verification != "coupled":
-            raise refusal(
-                "speculation.verification: emulated workers have no distributions; expected "
-                f'"coupled", got "{chosen.verification}"'
-            )
-        if emulated and chosen.stopping != "fixed":
-            raise refusal(
-                "speculation.stopping: emulated drafters have no logits to stop by; expected "
-                f'"fixed", got "{chosen.stopping}"'
-            )
+        check_emulated(self)
         return self
 
     def deployment_digest(self) -> str:

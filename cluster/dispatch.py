@@ -39,6 +39,7 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.scheduler import Scheduler
 from cluster.drafter_link import DrafterDescription
+from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.meters import DriverTimeMeter, GapMeter
 from cluster.requests import widest_proposal
@@ -57,8 +58,9 @@ class Dispatch:
     `target_patience`: seconds that requests wait for a lost target before they fail.
     """
 
-    def __init__(self, scheduler: Scheduler, *, target_patience: float) -> None:
+    def __init__(self, scheduler: Scheduler, *, target_patience: float, clock: DriverClock) -> None:
         self.scheduler = scheduler
+        self.clock = clock
         self.gaps = GapMeter()
         self.driver_time = DriverTimeMeter()
         self.target: TargetDescription | None = None
@@ -95,12 +97,12 @@ class Dispatch:
     def admit(self, request: Request, generation: Generation) -> None:
         """A new request; what becomes of it is told to `generation`."""
         self._generations[request.sequence_id] = generation
-        self._handle(Admitted(time.monotonic(), request))
+        self._handle(Admitted(self.clock.now(), request))
 
     def cancel(self, sequence_id: int) -> None:
         """The caller of a sequence is gone."""
         if self._generations.pop(sequence_id, None) is not None:
-            self._handle(Cancelled(time.monotonic(), sequence_id))
+            self._handle(Cancelled(self.clock.now(), sequence_id))
 
     def fail_all(self, error: PacelineError) -> None:
         """End every request with an error, and take no more."""
@@ -108,7 +110,7 @@ class Dispatch:
         generations, self._generations = self._generations, {}
         for sequence_id, generation in generations.items():
             generation.fail(error)
-            self._handle(Cancelled(time.monotonic(), sequence_id))
+            self._handle(Cancelled(self.clock.now(), sequence_id))
 
     def stop(self, error: PacelineError) -> None:
         """`fail_all`, and be deaf from now on."""
@@ -130,7 +132,7 @@ class Dispatch:
         self.target_joined_once.set()
         self._handle(
             TargetJoined(
-                time.monotonic(),
+                self.clock.now(),
                 vocab_size=description.vocab_size,
                 max_model_len=description.max_model_len,
                 block_size=description.block_size,
@@ -144,7 +146,7 @@ class Dispatch:
             return
         for tap in self.taps:
             tap.target_lost()
-        self._handle(TargetLost(time.monotonic()))
+        self._handle(TargetLost(self.clock.now()))
         self._impatience = self._loop.call_later(self._target_patience, self._give_up, reason)
 
     def note_target(self, trouble: str) -> None:
@@ -158,7 +160,7 @@ class Dispatch:
         self.gaps.step_answered(response.gap_seconds)
         self.driver_time.step_answered(time.thread_time())
         done = StepDone(
-            time.monotonic(),
+            self.clock.now(),
             response.step,
             verdicts_from_wire(response),
             step_seconds=response.step_seconds,
@@ -176,7 +178,7 @@ class Dispatch:
         """A fresh stream is open."""
         self._handle(
             DrafterJoined(
-                time.monotonic(),
+                self.clock.now(),
                 name,
                 description.max_position,
                 kind=description.kind,
@@ -187,7 +189,7 @@ class Dispatch:
 
     def drafter_lost(self, name: str) -> None:
         """The stream broke."""
-        self._handle(DrafterLost(time.monotonic(), name))
+        self._handle(DrafterLost(self.clock.now(), name))
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> int:
         """A pass of the drafter. What breaks the contract is dropped; returns how many did."""
@@ -212,16 +214,16 @@ class Dispatch:
         for tap in self.taps:
             tap.proposed(name, batch, proposals)
         self._handle(
-            Proposed(time.monotonic(), name, tuple(proposals), pass_seconds=batch.pass_seconds)
+            Proposed(self.clock.now(), name, tuple(proposals), pass_seconds=batch.pass_seconds)
         )
         for _ in range(malformed):
-            self._handle(MalformedProposal(time.monotonic(), name))
+            self._handle(MalformedProposal(self.clock.now(), name))
         return malformed
 
     def declined(self, name: str, sequence_id: int, reason: str) -> None:
         """A drafter will not draft for a sequence."""
         _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
-        self._handle(DraftDeclined(time.monotonic(), name, sequence_id))
+        self._handle(DraftDeclined(self.clock.now(), name, sequence_id))
 
     # Events in, instructions out.
 
@@ -298,11 +300,11 @@ class Dispatch:
     def _wake_at(self, when: float) -> None:
         if self._wake is not None:
             self._wake.cancel()
-        self._wake = self._loop.call_at(when, self._tick)
+        self._wake = self._loop.call_at(self.clock.on_the_loop(when), self._tick)
 
     def _tick(self) -> None:
         self._wake = None
-        self._handle(Tick(time.monotonic()))
+        self._handle(Tick(self.clock.now()))
 
     def _give_up(self, reason: str) -> None:
         self.fail_all(

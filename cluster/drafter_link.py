@@ -208,8 +208,7 @@ class DrafterLink:
             if response.HasField("proposals"):
                 batch = response.proposals
                 self.meter.malformed += self._listener.proposed(name, batch)
-                self.meter.passes += 1
-                self.meter.busy_seconds += batch.pass_seconds
+                self.meter.passed(batch.pass_seconds, batch.overrun_seconds)
                 self.meter.tokens += sum(len(p.token_ids) for p in batch.proposals)
             elif response.HasField("declined"):
                 declined = response.declined

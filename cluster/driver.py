@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from cluster.decoding.scheduler import Scheduler
 from cluster.dispatch import Dispatch
 from cluster.drafter_link import TargetVocabulary
 from cluster.drafter_pool import DrafterPool
+from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.requests import RequestResolver, Speculation
 from cluster.round_tap import RoundTap
@@ -38,7 +38,8 @@ class DriverOptions:
     `max_waiting`: requests beyond the running ones before callers are turned away.
     `drafter_timeout`: seconds in which a drafter must answer a question about itself.
     `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long
-    `start` waits for workers.
+    `start` waits for workers. `dilation`: how many times slower than the devices that they emulate
+    the workers are.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class DriverOptions:
     drafter_timeout: float = 10.0
     target_patience: float = 30.0
     connect_seconds: float = 30.0
+    dilation: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,13 @@ class Driver:
             prefix_cache=options.prefix_cache,
         )
         self._options = options
-        self._dispatch = Dispatch(self.scheduler, target_patience=options.target_patience)
+        self.clock = DriverClock(options.dilation)
+        self._dispatch = Dispatch(
+            self.scheduler, target_patience=options.target_patience, clock=self.clock
+        )
         self._running: _Running | None = None
         self._ready = False
-        self._began = time.monotonic()
+        self._began = self.clock.now()
         self._sequence_ids = count(1)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
@@ -193,7 +198,7 @@ class Driver:
         totals = self.scheduler.totals
         counts = totals.counts
         return Stats(
-            uptime_seconds=time.monotonic() - self._began,
+            uptime_seconds=self.clock.now() - self._began,
             steps=totals.steps,
             committed_tokens=counts.committed,
             drafted=counts.drafted,

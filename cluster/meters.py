@@ -24,6 +24,7 @@ class WorkerMeter:
     joins: int = 0
     malformed: int = 0
     suspect: bool = False
+    overruns: int = 0
 
     def join(self, *, kind: str, pid: int) -> None:
         """It can be used from now on."""
@@ -31,6 +32,12 @@ class WorkerMeter:
         self.pid = pid
         self.connected = True
         self.joins += 1
+
+    def passed(self, busy_seconds: float, overrun_seconds: float) -> None:
+        """It told of a pass."""
+        self.busy_seconds += busy_seconds
+        self.passes += 1
+        self.overruns += overrun_seconds > 0
 
     def stats(self) -> WorkerStats:
         """The counts as they are told outside."""
@@ -46,6 +53,7 @@ class WorkerMeter:
             reconnects=max(0, self.joins - 1),
             malformed=self.malformed,
             suspect=self.suspect,
+            overruns=self.overruns,
         )
 
 

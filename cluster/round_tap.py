@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +29,12 @@ class RoundTap:
     goes by content; of several passes that proposed the same, the last one counts.
     """
 
-    def __init__(self, tell: Callable[[trace_pb2.TraceResponse], None]) -> None:
+    def __init__(
+        self, tell: Callable[[trace_pb2.TraceResponse], None], now: Callable[[], float]
+    ) -> None:
+        """`now`: of the driver's clock."""
         self._tell = tell
+        self._now = now
         self._num_passes = 0
         self._sent: dict[int, _SentStep] = {}
         self._origins: dict[int, dict[tuple[int, int], int]] = {}
@@ -39,7 +42,7 @@ class RoundTap:
     def step_sent(self, step: RunStep) -> None:
         """A step went out to every shard."""
         passes = tuple(self._passes_of(piece) for piece in step.slices)
-        self._sent[step.step] = _SentStep(time.monotonic(), step, passes)
+        self._sent[step.step] = _SentStep(self._now(), step, passes)
         for sequence_id in step.close:
             self._origins.pop(sequence_id, None)
 
@@ -91,7 +94,7 @@ class RoundTap:
         traced = trace_pb2.TracedPass(
             number=self._num_passes,
             drafter=drafter,
-            received_at=time.monotonic(),
+            received_at=self._now(),
             pass_seconds=batch.pass_seconds,
             tokens_fed=batch.tokens_fed,
             proposals=[

@@ -214,15 +214,13 @@ class TargetLink:
             finally:
                 self._in_answer = False
             await outbox.flush()
-            meter.busy_seconds += response.forward_seconds
-            meter.passes += 1
+            meter.passed(response.forward_seconds, response.overrun_seconds)
         raise WorkerLostError(f"{meter.name} ended its stream")
 
     async def _drain(self, rank: int, call: Any) -> None:
         meter = self.meters[rank]
         async for response in call:
-            meter.busy_seconds += response.forward_seconds
-            meter.passes += 1
+            meter.passed(response.forward_seconds, response.overrun_seconds)
         raise WorkerLostError(f"{meter.name} ended its stream")
 
     async def _watch(self) -> None:

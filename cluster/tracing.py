@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -37,10 +36,11 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
             code, details, metadata = status_of(error)
             await context.abort(code, details, metadata)
             return
+        now = self._driver.clock.now
         messages: asyncio.Queue[trace_pb2.TraceResponse] = asyncio.Queue()
-        begun = trace_pb2.TraceBegun(now=time.monotonic(), model=model)
+        begun = trace_pb2.TraceBegun(now=now(), model=model)
         await context.write(trace_pb2.TraceResponse(begun=begun))
-        with self._driver.tapped(RoundTap(messages.put_nowait)):
+        with self._driver.tapped(RoundTap(messages.put_nowait, now)):
             async for message in _until_too_many(messages):
                 await context.write(message)
         await context.abort(

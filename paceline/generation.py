@@ -224,7 +224,8 @@ class WorkerStats:
     """One worker since the driver began. `kind` is "target", "model", "ngram" or "recycling".
 
     `malformed` counts proposals of a drafter that broke the contract; `suspect`: it sent so many
-    of them that it is not used until its process is started again.
+    of them that it is not used until its process is started again. `overruns`: passes of an
+    emulated device for which the machine that plays it was too slow.
     """
 
     name: str
@@ -238,6 +239,7 @@ class WorkerStats:
     reconnects: int
     malformed: int = 0
     suspect: bool = False
+    overruns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,11 +34,12 @@ from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
 from workers.drafting.recycling import RecyclingProposer
 from workers.drafting.wire import apply_request, to_responses
-from workers.engine.open import DEVICES, Device
+from workers.engine.open import DEVICES, AnyEngine, Device
 from workers.engine.weight_form import WeightForm
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server, status_code
 from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone
+from workers.worker_clock import WorkerClock
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
 QUIET_SECONDS = 0.0001
@@ -77,8 +78,9 @@ class DrafterOptions:
 class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     """Answers UNAVAILABLE until `begin`."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: WorkerClock | None = None) -> None:
         self._desk: DraftingDesk | None = None
+        self._clock = clock or WorkerClock()
         self._outboxes: dict[DraftingSession, _Outbox] = {}
         self._woken = asyncio.Event()
         # Messages handled, and how many of them when a pass was last prepared.
@@ -173,12 +175,14 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                 await self._catch_up(desk)
 
     def _run_pass(self, desk: DraftingDesk) -> None:
-        begin = time.perf_counter()
+        begin = self._clock.now()
         news = desk.run_pass()
-        pass_seconds = time.perf_counter() - begin
+        pass_seconds = self._clock.now() - begin
         desk.pass_took(1000 * pass_seconds)
         for item in news:
-            for answer in to_responses(item, pass_seconds):
+            for answer in to_responses(
+                item, pass_seconds, overrun_seconds=self._clock.overrun_seconds
+            ):
                 self._outboxes[item.session].put_nowait(answer)
 
     async def _catch_up(self, desk: DraftingDesk) -> None:
@@ -222,6 +226,19 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
         pin_cores(options.cores)
     drafter = Drafter()
 
+    async def load() -> None:
+        drafter.begin(
+            DraftingDesk(await _load_proposer(options), max_sequences=options.max_sequences)
+        )
+
+    return await serve_once_loaded(drafter, load, host=host, port=port)
+
+
+async def serve_once_loaded(
+    drafter: Drafter, load: Callable[[], Awaitable[None]], *, host: str, port: int
+) -> RunningServer:
+    """Listen, have `load` make the drafter begin, then report SERVING."""
+
     def add(server: grpc.aio.Server) -> tuple[str]:
         drafting_pb2_grpc.add_DraftingServiceServicer_to_server(drafter, server)
         return (SERVICE_NAME,)
@@ -229,8 +246,7 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
     server = await start_server(add, host=host, port=port, serving=False)
     server.on_stop(drafter.end)
     try:
-        proposer = await _make_proposer(options)
-        drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
+        await load()
         await server.report_serving()
     except BaseException:
         await server.stop()
@@ -238,21 +254,25 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
     return server
 
 
-async def _make_proposer(options: DrafterOptions) -> Proposer:
+async def _load_proposer(options: DrafterOptions) -> Proposer:
     if options.kind == "ngram":
         return NgramProposer()
     if options.kind == "recycling":
         return RecyclingProposer()
+    return ModelProposer(await load_drafter_model(options))
+
+
+async def load_drafter_model(options: DrafterOptions) -> AnyEngine:
+    """The model of a drafter, in a thread. Raises what serve_drafter does but for the port."""
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
-    engine = await load_engine(
+    return await load_engine(
         options.folder,
         weights=options.weights,
         threads=options.threads,
         kv_memory_bytes=options.kv_memory_bytes,
         device=options.device,
     )
-    return ModelProposer(engine)
 
 
 def main(

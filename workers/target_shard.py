@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
 from workers.engine.engine import Engine
 from workers.engine.model import Progress
-from workers.engine.open import DEVICES, Device
+from workers.engine.open import DEVICES, AnyEngine, Device
 from workers.engine.tensor_parallel.group import Deadlines, Group
 from workers.engine.tensor_parallel.sharding import Place
 from workers.engine.weight_form import Dtype, WeightForm
@@ -37,6 +37,7 @@ from workers.standalone import (
 )
 from workers.target_stepper import StepEngine, Stepper, VerdictsOf
 from workers.verdicts import verdicts_of
+from workers.worker_clock import WorkerClock
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 TAKE_OVER_SECONDS = 0.5
@@ -71,17 +72,19 @@ class TargetShardOptions:
 
 
 class TargetShard(target_pb2_grpc.TargetServiceServicer):
-    """Answers UNAVAILABLE until `engine` is set.
+    """Answers UNAVAILABLE until `begin`. `threads`: of the engine."""
 
-    `verdicts_of` takes what the engine's `step` returns. `threads`: of the engine.
-    """
-
-    def __init__(self, verdicts_of: VerdictsOf = verdicts_of, *, threads: int = 1) -> None:
-        self.engine: StepEngine | None = None
-        self._verdicts_of = verdicts_of
+    def __init__(self, *, threads: int = 1, clock: WorkerClock | None = None) -> None:
+        self._engine: StepEngine | None = None
+        self._verdicts_of: VerdictsOf = verdicts_of
         self._threads = threads
+        self._clock = clock or WorkerClock()
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
+
+    def begin(self, engine: StepEngine, verdicts_of: VerdictsOf = verdicts_of) -> None:
+        """Start serving. `verdicts_of` takes what the engine's `step` returns."""
+        self._engine, self._verdicts_of = engine, verdicts_of
 
     async def DescribeTarget(
         self, request: target_pb2.DescribeTargetRequest, context: _Context
@@ -125,7 +128,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         engine = await self._loaded(context)
         await self._take(context, else_status=grpc.StatusCode.FAILED_PRECONDITION)
         try:
-            stepper = Stepper(engine, self._verdicts_of)
+            stepper = Stepper(engine, self._verdicts_of, self._clock)
             async for request in request_iterator:
                 await context.write(stepper.step(request))
         except PacelineError as error:
@@ -136,12 +139,12 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             self._live.release()
 
     async def _loaded(self, context: _Context) -> StepEngine:
-        if self.engine is None:
+        if self._engine is None:
             await context.abort(
                 grpc.StatusCode.UNAVAILABLE, "the checkpoint is still being loaded; try again"
             )
-        assert self.engine is not None
-        return self.engine
+        assert self._engine is not None
+        return self._engine
 
 
 def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
@@ -187,27 +190,44 @@ async def serve_target_shard(
     """
     if options.cores is not None:
         pin_cores(options.cores)
-    shard = TargetShard(threads=options.threads)
+    shard, group = TargetShard(threads=options.threads), _group_of(options, host)
+
+    async def load() -> None:
+        shard.begin(await load_target(options, group=group, progress=progress))
+
+    return await serve_once_loaded(shard, load, host=host, port=port)
+
+
+async def load_target(
+    options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
+) -> AnyEngine:
+    """The engine of a shard, in a thread. Raises what serve_target_shard does but for the port."""
+    return await load_engine(
+        options.folder,
+        weights=options.weights,
+        threads=options.threads,
+        kv_memory_bytes=options.kv_memory_bytes,
+        max_model_len=options.max_model_len,
+        device=options.device,
+        dtype=options.dtype,
+        batch_invariant=options.batch_invariant,
+        group=group,
+        progress=progress or _LoggedProgress(options.place),
+    )
+
+
+async def serve_once_loaded(
+    shard: TargetShard, load: Callable[[], Awaitable[None]], *, host: str, port: int
+) -> RunningServer:
+    """Listen, have `load` make the shard begin, then report SERVING."""
 
     def add(server: grpc.aio.Server) -> tuple[str]:
         target_pb2_grpc.add_TargetServiceServicer_to_server(shard, server)
         return (SERVICE_NAME,)
 
-    group = _group_of(options, host)
     server = await start_server(add, host=host, port=port, serving=False)
     try:
-        shard.engine = await load_engine(
-            options.folder,
-            weights=options.weights,
-            threads=options.threads,
-            kv_memory_bytes=options.kv_memory_bytes,
-            max_model_len=options.max_model_len,
-            device=options.device,
-            dtype=options.dtype,
-            batch_invariant=options.batch_invariant,
-            group=group,
-            progress=progress or _LoggedProgress(options.place),
-        )
+        await load()
         await server.report_serving()
     except BaseException:
         await server.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,12 +12,13 @@ from workers.engine.engine import Engine
 from workers.engine.slices import Slice
 from workers.group_verdicts import group_verdicts
 from workers.target_session import EngineLimits, StepWork, TargetSession, VerdictTask
+from workers.worker_clock import WorkerClock
 
 
 class StepEngine(Protocol):
     """What a shard steps: an engine (workers/engine/open.py), or an emulated device in its place.
 
-    Durations are seconds; `forward_end` is time.perf_counter's.
+    Durations are seconds; `forward_end` is by the worker's clock.
     """
 
     @property
@@ -50,8 +50,9 @@ VerdictsOf = Callable[[Any, Sequence[VerdictTask]], list[target_pb2.Verdict]]
 class Stepper:
     """Runs the steps of one stream."""
 
-    def __init__(self, engine: StepEngine, verdicts_of: VerdictsOf) -> None:
+    def __init__(self, engine: StepEngine, verdicts_of: VerdictsOf, clock: WorkerClock) -> None:
         self._engine = engine
+        self._clock = clock
         self._verdicts_of = verdicts_of
         self._group = engine.group if isinstance(engine, Engine) else None
         self._session = TargetSession(
@@ -70,7 +71,7 @@ class Stepper:
         Raises ProtocolError naming the field that is wrong; WorkerLostError when a rank of the
         group is lost, or got another step.
         """
-        begin = time.perf_counter()
+        begin = self._clock.now()
         if self._group is not None:
             content = hashlib.blake2b(request.SerializeToString(deterministic=True), digest_size=7)
             numbers = [request.step, int.from_bytes(content.digest(), "big")]
@@ -89,7 +90,8 @@ class Stepper:
                 gap = end - self._engine.forward_seconds - self._forward_end
                 response.gap_seconds = max(gap, 0.0)
             self._forward_end = end
-        response.step_seconds = time.perf_counter() - begin
+            response.overrun_seconds = self._clock.overrun_seconds
+        response.step_seconds = self._clock.now() - begin
         return response
 
     def _verdicts(self, work: StepWork) -> list[target_pb2.Verdict]:

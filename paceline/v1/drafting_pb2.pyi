@@ -368,10 +368,15 @@ class ProposalBatch(_message.Message):
     PROPOSALS_FIELD_NUMBER: _builtins.int
     PASS_SECONDS_FIELD_NUMBER: _builtins.int
     TOKENS_FED_FIELD_NUMBER: _builtins.int
+    OVERRUN_SECONDS_FIELD_NUMBER: _builtins.int
     pass_seconds: _builtins.float
     """Duration of the pass."""
     tokens_fed: _builtins.int
     """Tokens that the pass fed to the model, prefill included."""
+    overrun_seconds: _builtins.float
+    """Of an emulated device: by how much the pass took longer than that device, because the machine
+    that plays it was too slow. It is in pass_seconds. 0 otherwise.
+    """
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]: ...
     def __init__(
@@ -380,10 +385,11 @@ class ProposalBatch(_message.Message):
         proposals: _abc.Iterable[Global___Proposal] | None = ...,
         pass_seconds: _builtins.float = ...,
         tokens_fed: _builtins.int = ...,
+        overrun_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pass_seconds", b"pass_seconds", "proposals", b"proposals", "tokens_fed", b"tokens_fed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrun_seconds", b"overrun_seconds", "pass_seconds", b"pass_seconds", "proposals", b"proposals", "tokens_fed", b"tokens_fed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

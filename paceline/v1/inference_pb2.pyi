@@ -899,6 +899,7 @@ class WorkerStats(_message.Message):
     RECONNECTS_FIELD_NUMBER: _builtins.int
     MALFORMED_FIELD_NUMBER: _builtins.int
     SUSPECT_FIELD_NUMBER: _builtins.int
+    OVERRUNS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"shard-0", "drafter-0", ..."""
     kind: _builtins.str
@@ -917,6 +918,10 @@ class WorkerStats(_message.Message):
     """Malformed proposals of a drafter."""
     suspect: _builtins.bool
     """It sent so many of them that it is no longer used."""
+    overruns: _builtins.int
+    """Passes of an emulated device that took longer than that device (overrun_seconds of a step or a
+    batch of proposals): figures with many of them are not to be trusted.
+    """
     def __init__(
         self,
         *,
@@ -931,10 +936,11 @@ class WorkerStats(_message.Message):
         reconnects: _builtins.int = ...,
         malformed: _builtins.int = ...,
         suspect: _builtins.bool = ...,
+        overruns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_seconds", b"busy_seconds", "connected", b"connected", "kind", b"kind", "malformed", b"malformed", "name", b"name", "passes", b"passes", "pid", b"pid", "reconnects", b"reconnects", "suspect", b"suspect", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_seconds", b"busy_seconds", "connected", b"connected", "kind", b"kind", "malformed", b"malformed", "name", b"name", "overruns", b"overruns", "passes", b"passes", "pid", b"pid", "reconnects", b"reconnects", "suspect", b"suspect", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -342,6 +342,7 @@ class StepResponse(_message.Message):
     FORWARD_SECONDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     GAP_SECONDS_FIELD_NUMBER: _builtins.int
+    OVERRUN_SECONDS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     forward_seconds: _builtins.float
     """Duration of the forward pass."""
@@ -349,6 +350,10 @@ class StepResponse(_message.Message):
     """Duration of the whole step at the shard, verification included."""
     gap_seconds: _builtins.float
     """Time from the end of the forward pass before to the begin of this one. 0 on the first step."""
+    overrun_seconds: _builtins.float
+    """Of an emulated device: by how much the forward pass took longer than that device, because the
+    machine that plays it was too slow. It is in forward_seconds. 0 otherwise.
+    """
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
         """One for each slice that asked for it, in the order of the slices. Rank 0 alone fills it."""
@@ -361,10 +366,11 @@ class StepResponse(_message.Message):
         forward_seconds: _builtins.float = ...,
         step_seconds: _builtins.float = ...,
         gap_seconds: _builtins.float = ...,
+        overrun_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_seconds", b"forward_seconds", "gap_seconds", b"gap_seconds", "step", b"step", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_seconds", b"forward_seconds", "gap_seconds", b"gap_seconds", "overrun_seconds", b"overrun_seconds", "step", b"step", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,12 +96,15 @@ def _open(
     return drafting_pb2.Declined(sequence_id=message.sequence_id, reason=reason)
 
 
-def to_responses(news: SessionNews, pass_seconds: float) -> list[drafting_pb2.DraftResponse]:
+def to_responses(
+    news: SessionNews, pass_seconds: float, *, overrun_seconds: float = 0.0
+) -> list[drafting_pb2.DraftResponse]:
     """What a pass gave for one stream: a batch, then what it had to decline."""
     batch = drafting_pb2.ProposalBatch(
         proposals=[_proposal(proposal) for proposal in news.proposals],
         pass_seconds=pass_seconds,
         tokens_fed=news.tokens_fed,
+        overrun_seconds=overrun_seconds,
     )
     declined = [
         drafting_pb2.DraftResponse(

@@ -9,10 +9,14 @@ from __future__ import annotations
 import ctypes
 import time
 
+from workers.worker_clock import WorkerClock
+
+MOST_MADE_GOOD = 0.005
+"""Real seconds of lateness that the next pass makes good. What is more is an overrun."""
+
 _PR_SET_TIMERSLACK = 29
 _SPIN_SECONDS = 0.00012
 _BACK_TO_BACK_SECONDS = 0.003
-_MOST_MADE_GOOD = 0.005
 
 
 def wait_until(deadline: float) -> None:
@@ -29,30 +33,39 @@ def fine_timer_slack() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
-class DeviceClock:
+class DeviceClock(WorkerClock):
     """When each pass of a device ends. Passes are counted by deadline.
 
     A pass that began because the one before ended would have begun earlier by as much as that one
     was late: so lateness, which the device has not, does not add up.
+
+    Times are the device's own. `dilation`: how many times longer everything takes here, for a
+    device whose model really computes (workers/emulated/dilated.py).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dilation: float = 1.0) -> None:
         fine_timer_slack()
+        self.dilation = dilation
+        self.overrun_seconds = 0.0
+        self._made_good = MOST_MADE_GOOD / dilation
+        self._back_to_back = _BACK_TO_BACK_SECONDS / dilation
         self._ended = 0.0
         self._late = 0.0
 
     def now(self) -> float:
-        """The time by which `finish` reckons."""
-        return time.perf_counter()
+        """The time by which `finish` reckons, in the device's seconds."""
+        return time.perf_counter() / self.dilation
 
     def finish(self, begin: float, seconds: float) -> float:
-        """Wait until a pass is over that began at `begin` (time.perf_counter). Blocks.
+        """Wait until a pass is over that began at `begin` (by `now`). Blocks.
 
-        Returns when the device was done; it may be a little later by now.
+        Returns when the device was done; it may be a little later by now. A pass that ends later
+        than the next can make good was done then, and `overrun_seconds` says by how much.
         """
-        late = self._late if begin - self._ended < _BACK_TO_BACK_SECONDS else 0.0
+        late = self._late if begin - self._ended < self._back_to_back else 0.0
         deadline = begin - late + seconds
-        wait_until(deadline)
-        self._ended = time.perf_counter()
-        self._late = min(self._ended - deadline, _MOST_MADE_GOOD)
-        return deadline
+        wait_until(deadline * self.dilation)
+        self._ended = self.now()
+        self.overrun_seconds = max(0.0, self._ended - deadline - self._made_good)
+        self._late = self._ended - deadline - self.overrun_seconds
+        return deadline + self.overrun_seconds

@@ -10,19 +10,23 @@ from pathlib import Path
 import grpc
 
 from paceline.v1 import drafting_pb2_grpc, target_pb2_grpc
-from workers.drafter import SERVICE_NAME as DRAFTING_SERVICE
-from workers.drafter import Drafter
+from workers import drafter as real_drafter
+from workers import target_shard as real_target
+from workers.cores import pin_cores
+from workers.drafter import Drafter, DrafterOptions
 from workers.drafting.desk import DraftingDesk
+from workers.drafting.model import ModelProposer
 from workers.emulated.device_clock import DeviceClock
+from workers.emulated.dilated import DilatedEngine, DilatedProposer, check_dilation
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.recording import Recording
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
+from workers.engine.model import Progress
 from workers.server import RunningServer, start_server
-from workers.target_shard import SERVICE_NAME as TARGET_SERVICE
-from workers.target_shard import TargetShard
+from workers.target_shard import TargetShard, TargetShardOptions
 
 
 async def serve_replay_target(
@@ -36,14 +40,60 @@ async def serve_replay_target(
     """A target that replays. `folder`: the stand-in checkpoint. Raises CheckpointError."""
     info, text = await asyncio.to_thread(_load, folder, recording)
     engine = ReplayEngine(info, profile, text)
-    shard = TargetShard(engine.verdicts)
-    shard.engine = engine
+    shard = TargetShard(clock=engine.clock)
+    shard.begin(engine, engine.verdicts)
 
     def add(server: grpc.aio.Server) -> tuple[str]:
         target_pb2_grpc.add_TargetServiceServicer_to_server(shard, server)
-        return (TARGET_SERVICE,)
+        return (real_target.SERVICE_NAME,)
 
     return await start_server(add, host=host, port=port)
+
+
+async def serve_dilated_target(
+    options: TargetShardOptions,
+    profile: DeviceProfile,
+    dilation: float,
+    *,
+    host: str,
+    port: int = 0,
+    progress: Progress | None = None,
+) -> RunningServer:
+    """A target that computes in slow motion. Raises what serve_target_shard does, and ConfigError
+    where the model is too slow for the dilation.
+    """
+    if options.cores is not None:
+        pin_cores(options.cores)
+    clock = DeviceClock(dilation)
+    shard = TargetShard(threads=options.threads, clock=clock)
+
+    async def load() -> None:
+        engine = DilatedEngine(
+            await real_target.load_target(options, progress=progress), profile, clock
+        )
+        shard.begin(engine, engine.verdicts)
+
+    return await real_target.serve_once_loaded(shard, load, host=host, port=port)
+
+
+async def serve_dilated_drafter(
+    options: DrafterOptions, profile: DeviceProfile, dilation: float, *, host: str, port: int = 0
+) -> RunningServer:
+    """A model drafter that computes in slow motion. Raises what serve_drafter does, and ConfigError
+    where the model is too slow for the dilation.
+    """
+    if options.cores is not None:
+        pin_cores(options.cores)
+    clock = DeviceClock(dilation)
+    drafter = Drafter(clock)
+
+    async def load() -> None:
+        engine = await real_drafter.load_drafter_model(options)
+        check_dilation(engine, profile, dilation, tokens=1)
+        proposer = DilatedProposer(ModelProposer(engine), profile, clock)
+        drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
+
+    return await real_drafter.serve_once_loaded(drafter, load, host=host, port=port)
 
 
 async def serve_replay_drafter(
@@ -63,11 +113,11 @@ async def serve_replay_drafter(
     clock = DeviceClock()
     servers = []
     for guess in guesses:
-        drafter = Drafter()
+        drafter = Drafter(clock)
 
         def add(server: grpc.aio.Server, drafter: Drafter = drafter) -> tuple[str]:
             drafting_pb2_grpc.add_DraftingServiceServicer_to_server(drafter, server)
-            return (DRAFTING_SERVICE,)
+            return (real_drafter.SERVICE_NAME,)
 
         server = await start_server(add, host=host)
         server.on_stop(drafter.end)
