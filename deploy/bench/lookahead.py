@@ -2,22 +2,27 @@
 
 Emulated workers are processes that replay (workers/emulated); the driver runs in this one. Plain
 decoding is measured in the same run, and every cell's text must equal its. The demo pair, which
-computes, is measured beside them on real processor time.
+computes, is measured beside them on real processor time, and in slow motion at the pace of those
+devices (dilated). What has been measured is saved after each cell.
 """
 
 from __future__ import annotations
 
 import asyncio
-import statistics
+import math
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.decoding.policies import PolicyName
 from deploy.bench.lookahead_cells import (
     ACCEPTANCES,
+    COMPUTED,
+    DILATED,
+    DILATED_RTTS_MS,
+    DILATION,
     HIT_RATES,
     NATURAL,
     RTTS_MS,
@@ -28,19 +33,29 @@ from deploy.bench.lookahead_cells import (
 )
 from deploy.bench.lookahead_load import LoadRequest, pinned_guess, recorded_load, set_load
 from deploy.bench.lookahead_measure import CellRun, measure_cell
-from deploy.bench.lookahead_pairs import EmulatedPair, NaturalPair, Pair, PairLayout
+from deploy.bench.lookahead_pairs import (
+    DilatedPair,
+    EmulatedPair,
+    NaturalPair,
+    Pair,
+    PairLayout,
+)
+from deploy.bench.lookahead_results import CellResult, LookaheadResult, Save, result_of
 from deploy.bench.lookahead_simulated import simulated_speed
 from deploy.bench.record_replay import demo_recording, recording_path
+from paceline.errors import PacelineError
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.recording import Recording
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.emulated.stand_in import VOCAB_SIZE, make_stand_in
-from workers.models import resolve_model
+from workers.models import ModelFiles, resolve_model
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"
 BATCHED_TOKENS = 64
 """Tokens a request where many are decoded at once."""
+DILATED_TOKENS = 48
+"""Most tokens a request in slow motion."""
 AS_IT_DOES = Guess(None, None)
 """As recorded, or as a drafter that computes does."""
 
@@ -53,50 +68,18 @@ class LookaheadSettings:
     """How much is measured.
 
     `max_tokens`: a request; `repeats`: rounds over all cells; `parts`: of lookahead_cells, or all.
+    `most_seconds`: after so long no cell is repeated any more.
     """
 
     max_tokens: int
     repeats: int
     quick: bool
     parts: tuple[str, ...] = ()
+    most_seconds: float = math.inf
 
 
-FULL = LookaheadSettings(320, 2, quick=False)
+FULL = LookaheadSettings(320, 2, quick=False, most_seconds=18 * 60)
 QUICK = LookaheadSettings(200, 1, quick=True)
-
-
-@dataclass(slots=True)
-class CellResult:
-    """A cell and its runs; the run whose speed is the median stands for it."""
-
-    cell: Cell
-    acceptance: float
-    runs: list[CellRun] = field(default_factory=list)
-
-    @property
-    def median(self) -> CellRun:
-        """By speed; the lower of the two in the middle."""
-        middle = statistics.median_low(run.tokens_per_second for run in self.runs)
-        return next(run for run in self.runs if run.tokens_per_second == middle)
-
-    @property
-    def spread(self) -> float:
-        """(fastest - slowest) / median."""
-        speeds = [run.tokens_per_second for run in self.runs]
-        return (max(speeds) - min(speeds)) / statistics.median(speeds)
-
-
-@dataclass(frozen=True, slots=True)
-class LookaheadResult:
-    """All that was measured. `plain`: by (load, batch), the cells of policy off."""
-
-    target: DeviceProfile
-    drafter: DeviceProfile
-    recording: Recording | None
-    plain: Mapping[tuple[Load, int], CellResult]
-    cells: Sequence[CellResult]
-    simulated: Mapping[Cell, float]
-    """Tokens a second of the emulated cells in the simulator."""
 
 
 class LookaheadBench:
@@ -115,26 +98,39 @@ class LookaheadBench:
         self._settings = settings
 
     async def run(
-        self, wanted: Sequence[Cell], *, tell: Callable[[str], None]
-    ) -> tuple[dict[tuple[Load, int], CellResult], list[CellResult]]:
-        """Every cell once a round, plain decoding before the first that is compared with it."""
-        plain: dict[tuple[Load, int], CellResult] = {}
+        self,
+        wanted: Sequence[Cell],
+        *,
+        tell: Callable[[str], None],
+        save: Callable[[Sequence[CellResult]], None],
+    ) -> list[CellResult]:
+        """Every cell once a round, plain decoding before the first that is compared with it.
+
+        A cell that fails does not end the others. `save` hears of all after each.
+        """
         results: list[CellResult] = []
-        in_turn: list[CellResult] = []
         for cell in wanted:
-            key = (cell.load, cell.batch)
-            if key not in plain:
-                plain[key] = CellResult(plain_cell(cell.batch, cell.load), 0.0)
-                in_turn.append(plain[key])
+            plain = plain_cell(cell.batch, cell.load)
+            if all(one.cell != plain for one in results):
+                results.append(CellResult(plain, 0.0))
             results.append(CellResult(cell, self._acceptance(cell)))
-            in_turn.append(results[-1])
-        done, total = 0, self._settings.repeats * len(in_turn)
-        for _ in range(self._settings.repeats):
-            for result in in_turn:
+        done, total = 0, self._settings.repeats * len(results)
+        began = time.monotonic()
+        for repeat in range(self._settings.repeats):
+            for result in results:
                 done += 1
-                tell(f"{done} of {total}: {result.cell.name}")
-                result.runs.append(await self._measure(result.cell))
-        return plain, results
+                seconds = time.monotonic() - began
+                if repeat and seconds > self._settings.most_seconds:
+                    tell(f"{seconds / 60:.0f} minutes are over: the rest is not repeated")
+                    return results
+                tell(f"{done} of {total}, after {seconds:.0f} s: {result.cell.name}")
+                try:
+                    result.runs.append(await self._measure(result.cell))
+                except PacelineError as error:
+                    result.errors.append(str(error))
+                    tell(f"{result.cell.name} failed: {error}")
+                save(results)
+        return results
 
     def _acceptance(self, cell: Cell) -> float:
         if cell.acceptance is not None:
@@ -153,7 +149,7 @@ class LookaheadBench:
                 cell, self._load(cell), self._guess(cell), text, target=target, drafter=drafter
             )
             for cell in wanted
-            if cell.load != NATURAL
+            if cell.load not in COMPUTED
         }
 
     def _guess(self, cell: Cell) -> Guess:
@@ -165,50 +161,82 @@ class LookaheadBench:
 
     def _load(self, cell: Cell) -> list[LoadRequest]:
         tokens = self._settings.max_tokens if cell.batch == 1 else BATCHED_TOKENS
+        if cell.load == DILATED:
+            tokens = min(tokens, DILATED_TOKENS)
         if cell.load == "set":
             return set_load(cell.batch, tokens)
         assert self._recording is not None
-        return recorded_load(self._recording, tokens, folded=cell.load != NATURAL)
+        return recorded_load(self._recording, tokens, folded=cell.load not in COMPUTED)
 
 
 def run_lookahead(
-    settings: LookaheadSettings, *, home: Path, tell: Callable[[str], None]
+    settings: LookaheadSettings,
+    *,
+    home: Path,
+    tell: Callable[[str], None],
+    save: Save = lambda result: None,
 ) -> LookaheadResult:
-    """Start the pairs, measure, end them."""
+    """Start the pairs, measure, end them. `save` is given what there is after each cell."""
     target = load_profile(TARGET_PROFILE, role="target")
     drafter = load_profile(DRAFTER_PROFILE, role="drafter")
     wanted = cells(target, drafter, quick=settings.quick, parts=settings.parts)
-    loads = {cell.load for cell in wanted}
-    recording = demo_recording(home, tell=tell) if loads - {"set"} else None
+    recording = None
+    if any(cell.load != "set" for cell in wanted):
+        recording = demo_recording(home, tell=tell)
     tell("choosing luck that is that of the long run")
     guesses = _guesses(wanted, settings.max_tokens)
+
+    def result(
+        measured: Sequence[CellResult],
+        simulated: Mapping[Cell, float] | None = None,
+    ) -> LookaheadResult:
+        return result_of(measured, target, drafter, recording, simulated)
+
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         tell("starting the workers")
-        pairs: dict[Load, Pair] = {}
-        replayed = [cell for cell in wanted if cell.load != NATURAL]
-        if replayed:
-            layout = PairLayout(
-                TARGET_PROFILE,
-                DRAFTER_PROFILE,
-                max(cell.num_drafters for cell in replayed),
-                tuple(rtt for rtt in RTTS_MS if any(cell.rtt_ms == rtt for cell in replayed)),
-                (*guesses.values(), AS_IT_DOES),
-                recording_path(home) if "recorded" in loads else None,
-            )
-            stand_in = make_stand_in(Path(scratch) / "stand-in")
-            pair = stack.enter_context(EmulatedPair(layout, stand_in, Path(scratch)))
-            pairs |= {"set": pair, "recorded": pair}
-        if NATURAL in loads:
-            target_files = resolve_model("demo", home=home)
-            drafter_files = resolve_model("demo-draft", home=home)
-            natural = NaturalPair(target_files, drafter_files, Path(scratch))
-            pairs[NATURAL] = stack.enter_context(natural)
+        pairs = _start(wanted, guesses, stack, home=home, scratch=Path(scratch))
         bench = LookaheadBench(pairs, recording, guesses, settings)
-        plain, results = asyncio.run(bench.run(wanted, tell=tell))
+        measured = asyncio.run(bench.run(wanted, tell=tell, save=lambda some: save(result(some))))
     tell("simulating the same cells")
-    everything = [one.cell for one in (*plain.values(), *results)]
-    simulated = bench.simulate(everything, target, drafter)
-    return LookaheadResult(target, drafter, recording, plain, results, simulated)
+    simulated = bench.simulate([one.cell for one in measured if one.runs], target, drafter)
+    return result(measured, simulated)
+
+
+def _start(
+    wanted: Sequence[Cell],
+    guesses: Mapping[Rates, Guess],
+    stack: ExitStack,
+    *,
+    home: Path,
+    scratch: Path,
+) -> dict[Load, Pair]:
+    """The pairs that the cells need, until the stack is closed."""
+    pairs: dict[Load, Pair] = {}
+    loads = {cell.load for cell in wanted}
+    replayed = [cell for cell in wanted if cell.load not in COMPUTED]
+    if replayed:
+        layout = PairLayout(
+            TARGET_PROFILE,
+            DRAFTER_PROFILE,
+            max(cell.num_drafters for cell in replayed),
+            tuple(rtt for rtt in RTTS_MS if any(cell.rtt_ms == rtt for cell in replayed)),
+            (*guesses.values(), AS_IT_DOES),
+            recording_path(home) if "recorded" in loads else None,
+        )
+        stand_in = make_stand_in(scratch / "stand-in")
+        pair = stack.enter_context(EmulatedPair(layout, stand_in, scratch))
+        pairs |= {"set": pair, "recorded": pair}
+    if NATURAL in loads:
+        pairs[NATURAL] = stack.enter_context(NaturalPair(*_demo_files(home), scratch))
+    if DILATED in loads:
+        layout = PairLayout(TARGET_PROFILE, DRAFTER_PROFILE, 1, DILATED_RTTS_MS, (), None)
+        slow = DilatedPair(layout, DILATION, *_demo_files(home), scratch)
+        pairs[DILATED] = stack.enter_context(slow)
+    return pairs
+
+
+def _demo_files(home: Path) -> tuple[ModelFiles, ModelFiles]:
+    return resolve_model("demo", home=home), resolve_model("demo-draft", home=home)
 
 
 def _guesses(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
@@ -223,22 +251,3 @@ def _guesses(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
         for hit_rate in sorted(hit_rates, key=lambda rate: rate or 0.0):
             found[acceptance, hit_rate] = Guess(acceptance, hit_rate or 0.0, seed)
     return found
-
-
-def plain_of(result: LookaheadResult, one: CellResult) -> CellResult:
-    """Plain decoding of the same load; of itself, if it is that."""
-    return result.plain[one.cell.load, one.cell.batch]
-
-
-def same_text(result: LookaheadResult, one: CellResult) -> bool:
-    """Whether every run gave the tokens of the first run of plain decoding."""
-    texts = plain_of(result, one).runs[0].texts
-    return all(run.texts == texts for run in one.runs)
-
-
-def num_gpus(result: LookaheadResult, cell: Cell) -> int:
-    """What a cell's devices are in GPUs; the demo pair's cores are counted as such."""
-    if cell.load == NATURAL:
-        return 1 if cell.policy is PolicyName.OFF else 2
-    drafters = 0 if cell.policy is PolicyName.OFF else cell.num_drafters
-    return result.target.gpus + drafters * result.drafter.gpus

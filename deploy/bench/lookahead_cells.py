@@ -11,9 +11,14 @@ from cluster.decoding.policies import PolicyName
 from cluster.simulation.closed_forms import best_lockstep_window
 from workers.emulated.profiles import DeviceProfile
 
-Load = Literal["set", "recorded", "natural"]
-"""What is decoded: replayed with a set acceptance, replayed as recorded, or by the demo pair."""
+Load = Literal["set", "recorded", "natural", "dilated"]
+"""What is decoded: replayed with a set acceptance, replayed as recorded, or by the demo pair; that
+as fast as it can, or dilated (workers/emulated/dilated.py).
+"""
 NATURAL: Load = "natural"
+DILATED: Load = "dilated"
+COMPUTED: tuple[Load, ...] = (NATURAL, DILATED)
+"""Those whose models compute."""
 
 RTTS_MS = (0.1, 2.0, 10.0)
 ACCEPTANCES = (0.75, 0.85)
@@ -27,6 +32,11 @@ FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 16, 2
 """Of the cells of fanout whose branches are verified as well as sent ahead."""
 HITS_BRANCHES = ("fanout", "spread", "auto")
 """Policies to which the second of a drafter's guesses matters."""
+DILATION = 10.0
+"""How many times slower the dilated pair is than the devices that it emulates."""
+DILATED_RTTS_MS = (0.1, 10.0)
+DEMO_ACCEPTANCE = 0.95
+"""About that of the demo pair: what lockstep's window is chosen by where it is dilated."""
 NUM_SPREAD = 4 if len(os.sched_getaffinity(0)) >= 8 else 2
 """Drafters of spread. Each is a process that wants a third of a core."""
 
@@ -67,8 +77,8 @@ class Cell:
 
 
 def part_names() -> tuple[str, ...]:
-    """What can be measured apart: a policy on the emulated pair, or all on the demo pair."""
-    return (*(one.value for one in _policies()), NATURAL)
+    """What can be measured apart: a policy on the replaying pair, or all on the demo pair."""
+    return (*(one.value for one in _policies()), *COMPUTED)
 
 
 def cells(
@@ -82,11 +92,14 @@ def cells(
                 found += _cells_of(policy, condition, target, drafter, quick=quick)
             if not quick:
                 found += _trees_of(policy)
-        wanted = (not parts and not quick) or NATURAL in parts
-        if wanted and policy is not PolicyName.SPREAD:
-            window = 3 if policy is PolicyName.LOCKSTEP else CHAIN_WINDOW
-            found.append(Cell(policy, NATURAL, RTTS_MS[0], None, None, 1, window))
-    return sorted(found, key=lambda cell: cell.load == NATURAL)
+        if policy is not PolicyName.SPREAD:
+            if NATURAL in parts or not (parts or quick):
+                window = 3 if policy is PolicyName.LOCKSTEP else CHAIN_WINDOW
+                found.append(Cell(policy, NATURAL, RTTS_MS[0], None, None, 1, window))
+            if DILATED in parts or not (parts or quick):
+                found += _dilated_of(policy, target, drafter)
+    order: Sequence[Load] = ("set", "recorded", *COMPUTED)
+    return sorted(found, key=lambda cell: max(1, order.index(cell.load)))
 
 
 def plain_cell(batch: int, load: Load) -> Cell:
@@ -141,6 +154,22 @@ def _cells_of(
     return [
         Cell(policy, load, rtt_ms, acceptance, hit_rate, batch, window) for hit_rate in hit_rates
     ]
+
+
+def _dilated_of(
+    policy: PolicyName, target: DeviceProfile, drafter: DeviceProfile
+) -> Iterator[Cell]:
+    """The cells of the demo pair in slow motion."""
+    for rtt_ms in DILATED_RTTS_MS:
+        window = CHAIN_WINDOW
+        if policy is PolicyName.LOCKSTEP:
+            window = best_lockstep_window(
+                DEMO_ACCEPTANCE,
+                step_ms=target.pass_ms.ms(1, 1),
+                draft_ms=drafter.pass_ms.ms(1, 1),
+                rtt_ms=rtt_ms,
+            )
+        yield Cell(policy, DILATED, rtt_ms, None, None, 1, window)
 
 
 def _trees_of(policy: PolicyName) -> Iterator[Cell]:

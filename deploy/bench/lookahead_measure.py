@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,8 @@ class CellRun:
 
     Idle shares are of the time that was measured, a drafter's None without one. `step_ms` and
     `draft_ms`: the mean pass of the target and of the drafters. `gap_ms`: the median time between
-    two passes of the target with work at hand.
+    two passes of the target with work at hand. `overruns`: emulated passes for which this machine
+    was too slow. Times are those of the devices, where they are dilated.
     """
 
     texts: tuple[tuple[int, ...], ...]
@@ -38,6 +38,7 @@ class CellRun:
     step_ms: float
     draft_ms: float | None
     gap_ms: float
+    overruns: int
 
 
 async def measure_cell(
@@ -55,6 +56,7 @@ async def measure_cell(
             max_num_seqs=max(64, cell.batch),
             max_step_tokens=2048,
             prefix_cache=False,
+            dilation=pair.dilation,
         )
     )
     try:
@@ -97,6 +99,8 @@ async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> Ce
         step_ms=1000 * step_seconds / steps,
         draft_ms=1000 * sum(busy.values()) / drafts if drafts else None,
         gap_ms=after.gap_ms_p50,
+        overruns=sum(one.overruns for one in after.workers)
+        - sum(one.overruns for one in before.workers),
     )
 
 
@@ -111,7 +115,7 @@ def _spent(before: Stats, after: Stats) -> tuple[dict[str, float], dict[str, int
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """`arrivals`: of each chunk, when (time.perf_counter), and of how many tokens."""
+    """`arrivals`: of each chunk, when (by the driver's clock), and of how many tokens."""
 
     token_ids: tuple[int, ...]
     steps: int
@@ -139,6 +143,6 @@ async def _request(driver: Driver, cell: Cell, request: LoadRequest) -> _Answer:
     async for event in await driver.submit(list(request.prompt), options):
         builder.add(event)
         if isinstance(event, Chunk) and event.token_ids:
-            arrivals.append((time.perf_counter(), len(event.token_ids)))
+            arrivals.append((driver.clock.now(), len(event.token_ids)))
     completion = builder.build()
     return _Answer(completion.token_ids, completion.stats.steps, tuple(arrivals))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from deploy.bench.worker_processes import WorkerProcesses
+from deploy.bench.worker_processes import WorkerProcess, WorkerProcesses
 from workers.emulated.replay_text import Guess
 from workers.models import ModelFiles
 
@@ -19,10 +19,14 @@ _NATURAL_KV_MIB = 400
 
 
 class Pair(Protocol):
-    """What a cell is measured on. `folder`: the checkpoint that the driver reads."""
+    """What a cell is measured on. `folder`: the checkpoint that the driver reads.
+
+    `dilation`: how many times slower everything is than what it stands for.
+    """
 
     folder: Path
     target_address: str
+    dilation: float
 
     def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
         """Addresses by name of `count` drafters at the end of a link, guessing so."""
@@ -42,6 +46,8 @@ class PairLayout:
 
 class EmulatedPair(WorkerProcesses):
     """Processes that replay. Idle ones take no processor time."""
+
+    dilation = 1.0
 
     def __init__(self, layout: PairLayout, stand_in: Path, log_folder: Path) -> None:
         """`stand_in`: the checkpoint of workers/emulated/stand_in.py."""
@@ -92,6 +98,8 @@ class EmulatedPair(WorkerProcesses):
 class NaturalPair(WorkerProcesses):
     """A real target and a real drafter on a core each, whose passes take what they take."""
 
+    dilation = 1.0
+
     def __init__(self, target: ModelFiles, drafter: ModelFiles, log_folder: Path) -> None:
         super().__init__(log_folder)
         self.folder = target.folder
@@ -120,6 +128,57 @@ class NaturalPair(WorkerProcesses):
         )
         (self.target_address,) = shard.addresses(1)
         (self._drafter_address,) = small.addresses(1)
+
+
+class DilatedPair(WorkerProcesses):
+    """The demo pair in slow motion, links included: a core each, at the pace of other devices."""
+
+    def __init__(
+        self,
+        layout: PairLayout,
+        dilation: float,
+        target: ModelFiles,
+        drafter: ModelFiles,
+        log_folder: Path,
+    ) -> None:
+        """Of `layout` counts: profiles and links."""
+        super().__init__(log_folder)
+        self.folder = target.folder
+        self.target_address = ""
+        self.dilation = dilation
+        self._layout = layout
+        self._target = target
+        self._drafter = drafter
+        self._ends: dict[float, str] = {}
+
+    def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
+        """The one drafter at the end of a link: it guesses as it does."""
+        return {"drafter-0": self._ends[rtt_ms]}
+
+    def start(self) -> None:
+        """Launch both and the links; return when they serve."""
+        layout = self._layout
+        shard = self._compute("slow-shard", layout.target_profile, self._target)
+        small = self._compute("slow-drafter", layout.drafter_profile, self._drafter)
+        (self.target_address,) = shard.addresses(1)
+        (near,) = small.addresses(1)
+        for rtt_ms in layout.rtts_ms:
+            relay = self.launch(
+                f"slow-link-{rtt_ms:g}ms",
+                "workers.emulated.relay",
+                [near, "--rtt-ms", str(rtt_ms * self.dilation)],
+            )
+            (self._ends[rtt_ms],) = relay.addresses(1)
+
+    def _compute(self, name: str, profile: str, model: ModelFiles) -> WorkerProcess:
+        return self.launch(
+            name,
+            "workers.emulated.slow_motion",
+            [
+                *(str(model.folder), "--weights", model.weights, "--profile", profile),
+                *("--dilation", str(self.dilation), "--kv-memory-mib", str(_NATURAL_KV_MIB)),
+            ],
+        )
 
 
 def _spell(guess: Guess) -> str:

@@ -9,18 +9,20 @@ from rich.table import Table
 
 from cluster.decoding.policies import PolicyName
 from cluster.simulation import closed_forms
-from deploy.bench.lookahead import (
+from deploy.bench.lookahead_cells import DILATED, DILATION, HITS_BRANCHES, NATURAL
+from deploy.bench.lookahead_results import (
     CellResult,
     LookaheadResult,
     num_gpus,
     plain_of,
     same_text,
 )
-from deploy.bench.lookahead_cells import HITS_BRANCHES, NATURAL
 
 LEGEND = """
-EMULATED: devices replay, with the latency profiles {target} and {drafter}; but rows "natural" are
-the demo pair, which computes, on a core each (a core counts as a GPU).
+EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows "dilated": the demo
+pair computes, with all times {dilation:g} times those of the profiles, and told divided by it; also
+what driver and gRPC take here. Rows "natural": the demo pair as fast as it computes, on a core each
+(a core counts as a GPU).
 /off: tokens/s over plain decoding in this run. theory: the closed form of the policy
 (ALGORITHMS.md section 5), without the driver's own time. ideal: every outcome foreseen.
 eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
@@ -39,12 +41,15 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
         "suite": "lookahead",
         "machine": machine,
         "emulated": True,
+        "complete": result.is_whole,
         "profiles": {
             profile.role: {"name": profile.name, "source": profile.source.strip()}
             for profile in (result.target, result.drafter)
         },
         "rows": [_row(result, one) for one in (*result.plain.values(), *result.cells)],
     }
+    if result.failed:
+        document["failed"] = {one.cell.name: one.errors for one in result.failed}
     if result.recording is not None:
         document["recording"] = {
             "target": result.recording.target,
@@ -69,8 +74,19 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
     for one in (*result.plain.values(), *result.cells):
         _print_row(table, _row(result, one))
     console.print(table)
-    legend = LEGEND.format(target=result.target.name, drafter=result.drafter.name)
+    legend = LEGEND.format(
+        target=result.target.name, drafter=result.drafter.name, dilation=DILATION
+    )
     console.print(legend, highlight=False)
+    for one in result.failed:
+        console.print(f"{one.cell.name} failed: {'; '.join(one.errors)}", highlight=False)
+    late = {one.cell.name: one.median.overruns for one in result.cells if one.median.overruns}
+    if late:
+        console.print(
+            "this machine was too slow for passes of "
+            + ", ".join(f"{name} ({count})" for name, count in late.items()),
+            highlight=False,
+        )
     if result.recording is not None:
         about = RECORDING.format(
             target=result.recording.target,
@@ -91,6 +107,7 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "name": cell.name,
         "policy": cell.policy.value,
         "emulated": not natural,
+        "dilation": DILATION if cell.load == DILATED else None,
         "rtt_ms": None if off else cell.rtt_ms,
         "acceptance": None if off else _acceptance(one),
         "hit_rate": _hit_rate(one),
@@ -107,6 +124,7 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "target_gap_ms": run.gap_ms,
         "step_ms": run.step_ms,
         "draft_ms": run.draft_ms,
+        "overruns": run.overruns,
         "theory": None if off else _theory(result, one),
         "ideal": ideal,
         "efficiency": None if ideal is None else speedup / ideal,
@@ -188,7 +206,8 @@ def _simulated_ratio(row: Mapping[str, object]) -> float | None:
 
 def _label(row: Mapping[str, object]) -> str:
     tree = "" if row["branches"] == 1 else f" tree {row['window']}"
-    return f"{row['policy']}{tree}" + ("" if row["emulated"] else " natural")
+    kind = " natural" if not row["emulated"] else " dilated" if row["dilation"] else ""
+    return f"{row['policy']}{tree}{kind}"
 
 
 def _number(value: object, form: str) -> str:

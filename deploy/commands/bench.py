@@ -85,7 +85,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             typer.Option(
                 help="rules: time, acceptance, stopping or train-free; default all. engine: "
                 "steps, serving, prefix, driver or delay; default steps and serving. lookahead: a "
-                "policy, or natural. May be repeated."
+                "policy, natural or dilated. May be repeated."
             ),
         ] = None,
         batch: Annotated[
@@ -136,7 +136,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         elif suite == "engine":
             report = _engine(config, part, batch, quick=quick, home=home)
         elif suite == "lookahead":
-            report = _lookahead(part, max_tokens, repeats, quick=quick, home=home)
+            report = _lookahead(
+                part, max_tokens, repeats, quick=quick, home=home, json_path=json_path
+            )
         else:
             if quick and suite != "rules":
                 raise InvalidRequestError("quick", f"suite {suite} has no quick form")
@@ -279,10 +281,12 @@ def _lookahead(
     *,
     quick: bool,
     home: Path,
+    json_path: Path | None,
 ) -> Mapping[str, object]:
-    """Run the suite and print it; the document for programs."""
+    """Run the suite and print it; the document for programs, written after each cell too."""
     from deploy.bench import lookahead
     from deploy.bench.lookahead_report import lookahead_json, print_lookahead
+    from deploy.bench.lookahead_results import LookaheadResult
     from deploy.bench.machine import describe_machine
 
     usual = lookahead.QUICK if quick else lookahead.FULL
@@ -293,7 +297,12 @@ def _lookahead(
         parts=tuple(parts or ()),
     )
     machine = describe_machine()
+
+    def save(result: LookaheadResult) -> None:
+        if json_path is not None:
+            write_json(json_path, lookahead_json(result, machine))
+
     with teller(Console(stderr=True)) as tell:
-        result = lookahead.run_lookahead(settings, home=home, tell=tell)
+        result = lookahead.run_lookahead(settings, home=home, tell=tell, save=save)
     print_lookahead(Console(), result)
     return lookahead_json(result, machine)

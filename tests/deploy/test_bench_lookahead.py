@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from cluster.decoding.policies import PolicyName
 from cluster.simulation import closed_forms
-from deploy.bench.lookahead import LookaheadSettings, run_lookahead
-from deploy.bench.lookahead_cells import NATURAL, cells, part_names, plain_cell
+from deploy.bench.lookahead import LookaheadBench, LookaheadSettings, run_lookahead
+from deploy.bench.lookahead_cells import (
+    COMPUTED,
+    NATURAL,
+    cells,
+    part_names,
+    plain_cell,
+)
 from deploy.bench.lookahead_load import expected_walk, pinned_guess, set_load, walk
 from deploy.bench.lookahead_report import lookahead_json
+from deploy.bench.lookahead_results import result_of
 from deploy.bench.lookahead_simulated import simulated_speed
 from deploy.bench.record_replay import pinned
 from workers.emulated.profiles import load_profile
 from workers.emulated.recording import RecordedSequence
-from workers.emulated.replay_text import PrefixReader, ReplayText
+from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
 from workers.emulated.stand_in import VOCAB_SIZE
 
 TARGET, DRAFTER = load_profile("70b-4xh100"), load_profile("1b-h100")
@@ -45,7 +53,7 @@ def test_every_policy_meets_every_link_and_acceptance() -> None:
     one = Counter(
         cell.policy
         for cell in found
-        if cell.batch == 1 and cell.hit_rate in (None, 0.85) and cell.load != NATURAL
+        if cell.batch == 1 and cell.hit_rate in (None, 0.85) and cell.load not in COMPUTED
         if cell.branches == 1
     )
     drafting = set(PolicyName) - {PolicyName.OFF}
@@ -58,12 +66,16 @@ def test_a_part_is_one_policy_or_the_demo_pair() -> None:
     assert "off" not in part_names()
     chain = cells(TARGET, DRAFTER, quick=False, parts=("chain",))
     assert {cell.policy for cell in chain} == {PolicyName.CHAIN}
-    natural = cells(TARGET, DRAFTER, quick=False, parts=(NATURAL,))
-    assert {cell.load for cell in natural} == {NATURAL}
-    assert {cell.policy for cell in natural} == set(PolicyName) - {
-        PolicyName.OFF,
-        PolicyName.SPREAD,  # it needs two drafters
-    }
+    for load in COMPUTED:
+        computed = cells(TARGET, DRAFTER, quick=False, parts=(load,))
+        assert {cell.load for cell in computed} == {load}
+        assert {cell.policy for cell in computed} == set(PolicyName) - {
+            PolicyName.OFF,
+            PolicyName.SPREAD,  # it needs two drafters
+        }
+    everything = cells(TARGET, DRAFTER, quick=False)
+    assert set(computed) <= set(everything)
+    assert {cell.rtt_ms for cell in computed} == {0.1, 10.0}
 
 
 @pytest.mark.parametrize("acceptance", [0.75, 0.85])
@@ -136,12 +148,66 @@ def test_a_cell_is_simulated_with_the_same_requests_and_luck() -> None:
     assert 0.93 * formula < drafted / plain < 1.01 * formula
 
 
+class _NoPair:
+    """Nothing is there."""
+
+    target_address = ""
+    dilation = 1.0
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
+        return {}
+
+
+async def test_a_cell_that_fails_is_told_and_does_not_end_the_others(tmp_path: Path) -> None:
+    wanted = cells(TARGET, DRAFTER, quick=False, parts=("chain",))[:2]
+    bench = LookaheadBench(
+        {"set": _NoPair(tmp_path)}, None, {}, LookaheadSettings(24, 2, quick=False)
+    )
+    told: list[str] = []
+    saved: list[int] = []
+    measured = await bench.run(
+        wanted, tell=told.append, save=lambda some: saved.append(len([*some]))
+    )
+    result = result_of(measured, TARGET, DRAFTER, None, {})
+    document = lookahead_json(result, {})
+    assert document["rows"] == []
+    failed = document["failed"]
+    assert isinstance(failed, dict)
+    assert list(failed) == ["off", *(cell.name for cell in wanted)]
+    assert all(len(errors) == 2 for errors in failed.values())
+    assert len([line for line in told if "failed: " in line]) == 6 == len(saved)
+
+
+async def test_repeats_end_when_the_time_is_over(tmp_path: Path) -> None:
+    wanted = cells(TARGET, DRAFTER, quick=True, parts=("chain",))
+    settings = LookaheadSettings(24, 5, quick=True, most_seconds=0.0)
+    bench = LookaheadBench({"set": _NoPair(tmp_path)}, None, {}, settings)
+    measured = await bench.run(wanted, tell=lambda line: None, save=lambda some: None)
+    assert [len(one.errors) for one in measured] == [1, 1]
+
+
 @pytest.mark.slow
 def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     settings = LookaheadSettings(24, 1, quick=True)
-    result = run_lookahead(settings, home=tmp_path, tell=lambda line: None)
+    told: list[str] = []
+    saved: list[dict[str, object]] = []
+    result = run_lookahead(
+        settings,
+        home=tmp_path,
+        tell=told.append,
+        save=lambda some: saved.append(lookahead_json(some, {})),
+    )
     document = lookahead_json(result, {})
-    assert document["emulated"] is True
+    assert document["emulated"] is document["complete"] is True
+    assert "failed" not in document
+    # After each cell what there is was saved, and told what is next.
+    lengths = [len(rows) for one in saved if isinstance(rows := one["rows"], list)]
+    assert lengths == list(range(1, len(saved) + 1))
+    assert not any(one["complete"] for one in saved)
+    assert any(f"{len(saved)} of {len(saved)}, after " in line for line in told)
     rows = document["rows"]
     assert isinstance(rows, list)
     assert {"off", "lockstep", "chain"} <= {row["policy"] for row in rows}

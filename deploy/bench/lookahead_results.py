@@ -1,0 +1,109 @@
+"""What `bench lookahead` has measured: cells, their runs, and plain decoding beside them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.decoding.policies import PolicyName
+from deploy.bench.lookahead_cells import NATURAL, Cell, Load
+from deploy.bench.lookahead_measure import CellRun
+from workers.emulated.profiles import DeviceProfile
+from workers.emulated.recording import Recording
+
+
+@dataclass(slots=True)
+class CellResult:
+    """A cell and its runs; the run whose speed is the median stands for it."""
+
+    cell: Cell
+    acceptance: float
+    runs: list[CellRun] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def median(self) -> CellRun:
+        """By speed; the lower of the two in the middle."""
+        middle = statistics.median_low(run.tokens_per_second for run in self.runs)
+        return next(run for run in self.runs if run.tokens_per_second == middle)
+
+    @property
+    def spread(self) -> float:
+        """(fastest - slowest) / median."""
+        speeds = [run.tokens_per_second for run in self.runs]
+        return (max(speeds) - min(speeds)) / statistics.median(speeds)
+
+
+@dataclass(frozen=True, slots=True)
+class LookaheadResult:
+    """All that was measured. `plain`: by (load, batch), the cells of policy off.
+
+    Cells without a run are none of these: they are in `failed`, if they were tried. `is_whole`:
+    nothing more will be measured.
+    """
+
+    target: DeviceProfile
+    drafter: DeviceProfile
+    recording: Recording | None
+    plain: Mapping[tuple[Load, int], CellResult]
+    cells: Sequence[CellResult]
+    simulated: Mapping[Cell, float]
+    """Tokens a second of the replayed cells in the simulator."""
+    failed: Sequence[CellResult] = ()
+    is_whole: bool = True
+
+
+Save = Callable[[LookaheadResult], None]
+"""Takes what has been measured so far."""
+
+
+def result_of(
+    measured: Sequence[CellResult],
+    target: DeviceProfile,
+    drafter: DeviceProfile,
+    recording: Recording | None,
+    simulated: Mapping[Cell, float] | None,
+) -> LookaheadResult:
+    """What has been measured; `simulated` None: there is more to come."""
+    plain = {
+        (one.cell.load, one.cell.batch): one
+        for one in measured
+        if one.cell.policy is PolicyName.OFF and one.runs
+    }
+    compared = [
+        one
+        for one in measured
+        if one.cell.policy is not PolicyName.OFF and one.runs
+        if (one.cell.load, one.cell.batch) in plain
+    ]
+    failed = [one for one in measured if one.errors]
+    return LookaheadResult(
+        target,
+        drafter,
+        recording,
+        plain,
+        compared,
+        simulated or {},
+        failed,
+        is_whole=simulated is not None,
+    )
+
+
+def plain_of(result: LookaheadResult, one: CellResult) -> CellResult:
+    """Plain decoding of the same load; of itself, if it is that."""
+    return result.plain[one.cell.load, one.cell.batch]
+
+
+def same_text(result: LookaheadResult, one: CellResult) -> bool:
+    """Whether every run gave the tokens of the first run of plain decoding."""
+    texts = plain_of(result, one).runs[0].texts
+    return all(run.texts == texts for run in one.runs)
+
+
+def num_gpus(result: LookaheadResult, cell: Cell) -> int:
+    """What a cell's devices are in GPUs; the demo pair's cores are counted as such."""
+    if cell.load == NATURAL:
+        return 1 if cell.policy is PolicyName.OFF else 2
+    drafters = 0 if cell.policy is PolicyName.OFF else cell.num_drafters
+    return result.target.gpus + drafters * result.drafter.gpus
