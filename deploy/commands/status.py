@@ -90,7 +90,8 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("worker", "kind", "address", "pid", "state"):
         table.add_column(title, no_wrap=True)
-    for title in ("busy", "passes", "tokens", "lost", "malformed"):
+    late = any(worker.overruns for worker in stats.workers)
+    for title in ("busy", "passes", "tokens", "lost", "malformed", *(["overruns"] * late)):
         table.add_column(title, justify="right", no_wrap=True)
     for worker in stats.workers:
         busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
@@ -105,6 +106,7 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
             str(worker.tokens),
             str(worker.reconnects),
             "" if worker.kind == "target" else str(worker.malformed),
+            *([str(worker.overruns)] * late),
         )
     console.print(table)
 
