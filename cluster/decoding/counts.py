@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from cluster.decoding.instructions import Slice
 from paceline.generation import SpeculationStats
 from paceline.rules import MAX_WINDOW
+from paceline.value import value_class
 
 
 class Foresight(enum.Enum):
@@ -34,7 +35,7 @@ class Foresight(enum.Enum):
     OTHERS = "others"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class CountedVerdict:
     """A verdict as it is counted. `depth`: of the window's longest path; `accepted` of it.
 

@@ -9,6 +9,7 @@ from typing import Protocol
 from cluster.decoding.policies import PolicyName
 from paceline.rules import Rule, Stopping
 from paceline.sampling import SequenceSpec
+from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
 
 
@@ -57,7 +58,7 @@ class Cancelled:
     sequence_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Proposal:
     """Candidates under the first `base_length` tokens: a chain, or a tree where it has parents.
 
@@ -76,7 +77,7 @@ class Proposal:
     stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
 
@@ -96,7 +97,7 @@ class MalformedProposal:
     drafter: str
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Proposed:
     """One message of a drafter, after a pass of `pass_seconds`; without proposals: a prefill."""
 
@@ -120,7 +121,7 @@ class DraftDeclined:
     sequence_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class SequenceVerdict:
     """The target's answer for one sequence: accepted candidates and the token after them.
 
@@ -134,7 +135,7 @@ class SequenceVerdict:
     top_tokens: tuple[TopTokens, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class StepDone:
     """Rank 0 of a target group answered a step."""
 

@@ -11,10 +11,11 @@ from paceline.errors import PromptTooLongError
 from paceline.generation import SpeculationStats
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
+from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Slice:
     """One sequence's part of a step (target.proto, Slice)."""
 
@@ -41,7 +42,7 @@ class OpenAtTarget:
     token_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class RunStep:
     """Send a step to every shard of a target group, whose steps are numbered by themselves.
 
@@ -67,7 +68,7 @@ class OpenDraft:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class SendOutcome:
     """Tell a drafter the tokens committed from `position` on."""
 
@@ -78,7 +79,7 @@ class SendOutcome:
     top_tokens: tuple[TopTokens, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Grant:
     """Let a drafter draft for positions below `until_position`, at most `nodes` candidates.
 
@@ -113,7 +114,7 @@ class CloseDraft:
     sequence_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Emit:
     """Committed tokens for the caller. The first `num_drafted` were candidates."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.rules import Rule
+from paceline.value import value_class
 
 
 class PolicyName(enum.Enum):
@@ -25,7 +26,7 @@ class PolicyName(enum.Enum):
     AUTO = "auto"
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class DraftView:
     """What a policy may look at. Counts are tokens, `ready_since` is the driver's clock.
 

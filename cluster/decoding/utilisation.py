@@ -9,8 +9,10 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+from paceline.value import value_class
 
-@dataclass(frozen=True, slots=True)
+
+@value_class(frozen=True, slots=True)
 class Work:
     """Passes of a device and what they took together."""
 
@@ -55,7 +57,7 @@ class Utilisation:
     """Work of all devices since the scheduler began; `target` is that of all its groups."""
 
     num_groups: int = 1
-    target: Work = Work()
+    target: Work = field(default_factory=Work)
     drafters: dict[str, Work] = field(default_factory=dict)
     at_work_seconds: float = 0.0
     _at_work_since: float | None = None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
+from paceline.value import value_class
 from workers.verification.coupled import choose_token
 from workers.verification.draft_probs import SparseProbs
 from workers.verification.draws import (
@@ -26,7 +26,7 @@ MODEL_RULES = frozenset(Rule) - {Rule.ONE_HOT}
 """A model draws as the rule asks for. For one-hot it would have to draw by nothing."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Children:
     """Candidates in the order drawn, and what they were drawn from where the rule asks for it.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from paceline.value import value_class
 from workers.drafting.tree import DraftTree
 from workers.verification.draft_probs import SparseProbs
 from workers.verification.rules import FACTS
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Excerpt:
     """A subtree under the node `base`, numbered as drafting.proto has it; no parents: a chain."""
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.value import value_class
 from workers.drafting.tree import DraftTree
 
 RANKS = 3
@@ -22,7 +22,7 @@ RANKS = 3
 _STEEPEST = 4.0
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Fork:
     """A position at which an outcome may leave what is drafted.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.rules import Rule
+from paceline.value import value_class
 from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.tree import DraftTree
 
@@ -39,7 +40,7 @@ class TopTokens:
     previous_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Draft:
     """What a pass adds to a tree.
 
