@@ -30,8 +30,10 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
 
 
 def _attach(state: DecodingState, drafter: str, sequence: Sequence, proposal: Proposal) -> bool:
-    vocab_size = state.vocab_size
-    if vocab_size is None or any(not 0 <= t < vocab_size for t in proposal.token_ids):
+    vocab_size, token_ids = state.vocab_size, proposal.token_ids
+    if vocab_size is None:
+        return False
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return False
     leads = drafter not in sequence.helpers
     is_merged = sequence.request.merge and not leads

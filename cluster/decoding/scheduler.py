@@ -6,6 +6,7 @@ are there the next step goes out with all that is known by then.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from cluster.decoding.answers import take_answer
@@ -121,7 +122,7 @@ class Scheduler:
                     self._state.auto.admitted(sequence.pilot)
                     sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
                 self._state.waiting.append(sequence)
-                self._refuse_what_never_fits(out)
+                self._refuse_what_never_fits([sequence], out)
             case Cancelled():
                 self._cancel(event, out)
             case Proposed():
@@ -196,11 +197,11 @@ class Scheduler:
                 kv=PrefixCache(event.num_blocks, event.block_size, enabled=self._prefix_cache),
             )
         )
-        self._refuse_what_never_fits(out)
+        self._refuse_what_never_fits(list(self._state.waiting), out)
 
-    def _refuse_what_never_fits(self, out: Outbox) -> None:
+    def _refuse_what_never_fits(self, waiting: Iterable[Sequence], out: Outbox) -> None:
         """The caller asked `check_fits`, but of another target perhaps, or of none."""
-        for sequence in list(self._state.waiting):
+        for sequence in waiting:
             request = sequence.request
             try:
                 self.check_fits(len(request.prompt_token_ids), request.max_tokens)

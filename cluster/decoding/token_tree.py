@@ -72,7 +72,8 @@ class TokenTree:
         self._by_hash: dict[int, Node] = {}
         self._foreign = False
         for token_id in prompt_token_ids:
-            self._append(token_id)
+            self._hashes.append(extend_hash(self._hashes[-1], token_id))
+            self.token_ids.append(token_id)
         self._set_root(Node(self.token_ids[-1], len(self.token_ids), self._hashes[-1]))
 
     @property
@@ -104,13 +105,12 @@ class TokenTree:
         """
         base = self._place_of_base(proposal.base_length, proposal.base_hash)
         parents = proposal.parents
-        is_chain = not parents or parents == tuple(range(len(proposal.token_ids)))
-        if base is None or (self.chain and not is_chain):
+        if base is None or (self.chain and parents and parents != tuple(range(len(parents)))):
             return False
         places: list[_Place] = [base]
         used: set[int] = set()
         for index, token_id in enumerate(proposal.token_ids):
-            parent = places[proposal.parents[index] if proposal.parents else index]
+            parent = places[parents[index] if parents else index]
             if isinstance(parent, int):
                 places.append(self._committed_after(parent, token_id))
                 continue
@@ -126,7 +126,7 @@ class TokenTree:
             place = places[number]
             if isinstance(place, Node) and place.distribution is None:
                 place.distribution = distribution
-        return len(places) == 1 or any(place is not None for place in places[1:])
+        return len(places) == 1 or places.count(None) < len(places) - 1
 
     def pin(self, limit: int, *, num_paths: int = 0) -> Window:
         """The `limit` candidates that are to be verified, held fast until the verdict.
@@ -188,10 +188,11 @@ class TokenTree:
             after = next((child for child in root.children if child.token_id == token_id), None)
             root = after or Node(token_id, root.length + 1, extend_hash(root.prefix_hash, token_id))
             path.append(root)
-        for node in path:
-            self._append(node.token_id)
+        committed = tuple([node.token_id for node in path])
+        self.token_ids += committed
+        self._hashes += [node.prefix_hash for node in path]
         self._set_root(root)
-        return tuple(node.token_id for node in path)
+        return committed
 
     def drop_run_ahead(self) -> None:
         """Forget all candidates but those that are being verified: another drafter begins."""
@@ -214,10 +215,6 @@ class TokenTree:
         assert all(id(node) in seen for node in self._pinned)
         assert not self.chain or all(len(n.children) <= 1 for n in [self.root, *self._nodes])
 
-    def _append(self, token_id: int) -> None:
-        self._hashes.append(extend_hash(self._hashes[-1], token_id))
-        self.token_ids.append(token_id)
-
     def _set_root(self, root: Node) -> None:
         root.parent = None
         self.root = root
@@ -227,6 +224,10 @@ class TokenTree:
 
     def _keep(self, nodes: Sequence[Node]) -> None:
         """Hold those of `nodes` that hang from the root, and nothing else."""
+        if not nodes:
+            self.root.children, self.root.distribution = [], None
+            self._nodes, self._by_hash = [], {self.root.prefix_hash: self.root}
+            return
         held = {id(self.root)}
         kept = []
         for node in nodes:
@@ -292,5 +293,8 @@ class TokenTree:
 def _put(parent: Node, child: Node, *, leads: bool) -> None:
     """Make it the last child, or the last of those that lead."""
     child.leads = leads
-    place = sum(one.leads for one in parent.children) if leads else len(parent.children)
-    parent.children.insert(place, child)
+    siblings = parent.children
+    if not leads or not siblings or siblings[-1].leads:
+        siblings.append(child)
+    else:
+        siblings.insert(sum(one.leads for one in siblings), child)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
+from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
 
 
@@ -29,7 +30,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Window:
     """Candidates for a step, as target.proto has them; no `parents`: a chain."""
 
@@ -54,6 +55,12 @@ def likeliest(root: Node, limit: int, *, width: int, rank_chances: Sequence[floa
     `rank_chances`: about how likely the children of a node are, in their order.
     """
     chosen: list[Node] = []
+    if width == 1:
+        node = root
+        while len(chosen) < limit and node.children:
+            node = node.children[0]
+            chosen.append(node)
+        return chosen
     heap: list[tuple[float, int, Node]] = []
     node, chance, pushed = root, 1.0, 0
     while len(chosen) < limit:
@@ -82,10 +89,9 @@ def window_of(root: Node, nodes: Sequence[Node], *, with_multiplicities: bool) -
         parent: node.distribution for parent, node in inner.items() if node.distribution is not None
     }
     is_chain = parents == list(range(len(parents)))
-    multiplicities = tuple(node.multiplicity for node in nodes)
     return Window(
-        token_ids=tuple(node.token_id for node in nodes),
+        token_ids=tuple([node.token_id for node in nodes]),
         parents=() if is_chain else tuple(parents),
-        multiplicities=multiplicities if with_multiplicities else (),
+        multiplicities=tuple([node.multiplicity for node in nodes]) if with_multiplicities else (),
         distributions=distributions,
     )
