@@ -8,6 +8,7 @@ estimates: they say where nodes are spent, and never what is committed.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 from workers.drafting.fan_out import HitCurve
@@ -67,4 +68,4 @@ class RankChances:
 
 
 def _bin(gap: float) -> int:
-    return sum(gap > edge for edge in _GAP_EDGES)
+    return bisect_left(_GAP_EDGES, gap)

@@ -7,11 +7,12 @@ of whichever session, so no stream waits for another's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
+from paceline.value import value_class
 from workers.drafting.excerpt import excerpt_of, excerpts_of
 from workers.drafting.nodes import NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
@@ -23,7 +24,7 @@ _SLOW_CHANGE = 0.8
 """Of the duration of a pass, so much is remembered from one to the next."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Proposal:
     """Candidates under the first `base_length` tokens of a sequence (drafting.proto, Proposal)."""
 
@@ -38,7 +39,7 @@ class Proposal:
     stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class SessionNews:
     """What a pass gave for one session. `declined`: sequences that are closed now, and why."""
 
@@ -185,9 +186,12 @@ class DraftingDesk:
         """Draft once for every sequence that has room."""
         everyone = list(self._all_trees())
         ready = [tree for _, _, tree in everyone if tree.ready]
-        first_new = {tree: tree.end + 1 for tree in ready}
+        first_new = {}
         for tree in ready:
-            tree.extend(self.proposer.known(tree))
+            first_new[tree] = tree.end + 1
+            known = self.proposer.known(tree)
+            if known.token_ids:
+                tree.extend(known)
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
         drafts = {draft.tree: draft for draft in result.drafts}
         self._drafted_only = result.tokens_fed > 0 and not result.prefilled
@@ -195,17 +199,20 @@ class DraftingDesk:
         took_part = set(result.took_part)
         news: dict[DraftingSession, SessionNews] = {}
         for session, sequence_id, tree in everyone:
-            first = first_new.get(tree, tree.end + 1)
-            has_news = first <= tree.end or tree.wants_last
             draft = drafts.get(tree)
-            if tree not in took_part and tree not in declined and not has_news:
-                continue
-            mine = news.setdefault(session, SessionNews(session, result.tokens_fed))
+            first = first_new.get(tree, tree.end + 1)
+            if draft is None:
+                if first <= tree.end or tree.wants_last:
+                    draft = Draft(tree, NewNodes())
+                elif tree not in took_part and tree not in declined:
+                    continue
+            mine = news.get(session)
+            if mine is None:
+                mine = news[session] = SessionNews(session, result.tokens_fed)
             if tree in declined:
                 mine.declined.append((sequence_id, declined[tree]))
                 session.close(sequence_id)
-            elif draft is not None or has_news:
-                draft = draft or Draft(tree, NewNodes())
+            elif draft is not None:
                 mine.proposals.extend(_propose(sequence_id, draft, first))
         return list(news.values())
 

@@ -7,7 +7,7 @@ coupled rule and of recursive rejection spend their nodes where acceptance is li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -28,11 +28,11 @@ class _Expansion:
 
     children: Children
     chances: list[float]
-    signals: list[TokenSignal]
-    nodes: list[int | None] = field(init=False)
+    nodes: list[int | None]
+    signals: Sequence[TokenSignal] = ()
 
-    def __post_init__(self) -> None:
-        self.nodes = [None] * len(self.children.token_ids)
+
+_NOTHING = NewNodes()
 
 
 class Growth:
@@ -43,6 +43,7 @@ class Growth:
         self._rule = tree.spec.rule
         self._chances = chances
         self._stopper = stopper
+        self._draws_tokens = self._rule is Rule.COUPLED and not stopper.watches
         self._expansions: dict[int, _Expansion] = {}
         self._chance: dict[int, float] = {}
         self._paths: dict[int, tuple[int, ...]] = {}
@@ -64,7 +65,7 @@ class Growth:
         tree = self._tree
         leaf = tree.end
         self._longest = tree.room(ROOT)
-        self.as_chain = tree.is_chain and tree.grows_as_chain and leaf not in self._expansions
+        self.as_chain = tree.may_go_on_as_chain and leaf not in self._expansions
         if self.as_chain:
             return [] if tree.chain_room == 0 or self._stop(leaf, pass_ms) else [leaf]
         if self._rule is Rule.KSEQ:
@@ -78,7 +79,7 @@ class Growth:
     @property
     def needs_token_alone(self) -> bool:
         """Whether the coupled rule's token is all that this pass needs to know of a node."""
-        return self.as_chain and self._rule is Rule.COUPLED and not self._stopper.watches
+        return self.as_chain and self._draws_tokens
 
     @property
     def width(self) -> int:
@@ -90,7 +91,7 @@ class Growth:
         """Take a token that was drawn elsewhere. Only where needs_token_alone."""
         assert self.needs_token_alone
         chance = self._chances.estimate(0, 0.0)
-        self._expansions[node] = _Expansion(Children((token_id,), (0.0,)), [chance], [])
+        self._expansions[node] = _Expansion(Children((token_id,), (0.0,)), [chance], [None])
 
     def expand(self, node: int, logits_V: torch.Tensor) -> None:
         """Draw the candidates under a node that was fed. The logits are on the CPU."""
@@ -106,7 +107,7 @@ class Growth:
             children = draw_children(
                 logits_V, tree.spec, prefix, self.width, prefix_hash=prefix_hash
             )
-        signals = []
+        signals: Sequence[TokenSignal] = ()
         if self._stopper.watches:
             signals = self._stopper.signals(logits_V, children.token_ids)
         self.expand_drawn(node, children, signals)
@@ -116,13 +117,15 @@ class Growth:
     ) -> None:
         """Take the candidates under a node that was fed, as they were drawn elsewhere."""
         chances = [self._chances.estimate(rank, gap) for rank, gap in enumerate(children.gaps)]
-        self._expansions[node] = _Expansion(children, chances, list(signals))
+        self._expansions[node] = _Expansion(children, chances, [None] * len(chances), signals)
 
     def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
         """The nodes to add now; the caller adds them. `fed` were expanded in this pass.
 
         Candidates of the coupled rule may wait; those that were drawn by a coin are all sent.
         """
+        if self.needs_token_alone:
+            return self._lengthen(*fed)
         if self._rule is Rule.COUPLED and not self.as_chain:
             chosen = self._allocate(pass_ms).send
         else:
@@ -151,13 +154,22 @@ class Growth:
         }
         return NewNodes(tokens, parents, distributions, multiplicities)
 
+    def _lengthen(self, leaf: int | None = None) -> NewNodes:
+        """Go on with the token that was drawn for the leaf of a chain, if one was."""
+        if leaf is None:
+            return _NOTHING
+        number, expansion = self._tree.end + 1, self._expansions[leaf]
+        expansion.nodes[0] = number
+        self._chance[number] = expansion.chances[0]
+        return NewNodes(expansion.children.token_ids, (leaf,))
+
     def known(self) -> NewNodes:
         """Branches to begin that were drawn with what was fed before: after an outcome, many.
 
         Else the pass before has begun all.
         """
         if not self._was_cut or not self._tree.grant.fan_out:
-            return NewNodes()
+            return _NOTHING
         self._was_cut = False
         return self.harvest((), pass_ms=0.0)
 
@@ -165,10 +177,14 @@ class Growth:
         """The tree was cut: learn from it, and renumber."""
         self._learn(kept)
         self._was_cut = True
-        above = kept.path[-1] if kept.agreed else None
+        self._stopped = set()
+        self._in_step = len(kept.nodes)
+        if not kept.agreed:
+            for held in (self._expansions, self._chance, self._paths, self._copies):
+                held.clear()
+            return
         number_of = {old: number for number, old in enumerate(kept.nodes, start=1)}
-        if above is not None:
-            number_of[above] = ROOT
+        number_of[kept.path[-1]] = ROOT
         self._expansions = {
             number_of[old]: expansion
             for old, expansion in self._expansions.items()
@@ -180,10 +196,10 @@ class Growth:
             ]
         nodes = {old: number for old, number in number_of.items() if number != ROOT}
         self._chance = {nodes[old]: value for old, value in self._chance.items() if old in nodes}
-        self._paths = {nodes[old]: value for old, value in self._paths.items() if old in nodes}
-        self._copies = {nodes[old] for old in self._copies if old in nodes}
-        self._stopped = set()
-        self._in_step = len(kept.nodes)
+        if self._paths:
+            self._paths = {nodes[old]: value for old, value in self._paths.items() if old in nodes}
+        if self._copies:
+            self._copies = {nodes[old] for old in self._copies if old in nodes}
 
     def check_integrity(self) -> None:
         """Assert that what is kept is about nodes of the tree."""
@@ -277,6 +293,8 @@ class Growth:
                 self._observe(expansion.children, token_id)
                 if token_id in expansion.children.token_ids:
                     self._chances.hits.observe(expansion.children.token_ids.index(token_id))
+        if not self._stopper.watches:
+            return
         refused: list[int] = []
         if not kept.agreed:
             follower = self._first_child(above[-1])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, extend_hash, hash_prefix
+from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
 
 ROOT = 0
 """The number of the last committed token among the nodes; the drafted ones follow from 1 on."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class NewNodes:
     """Nodes that a pass adds to a tree, numbered on from its `num_nodes` + 1.
 
@@ -27,7 +28,7 @@ class NewNodes:
     multiplicities: Sequence[int] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Kept:
     """What an outcome (its `token_ids`) left of a tree, in the numbers from before it.
 
@@ -113,22 +114,23 @@ class NodeTree:
 
     def base(self, node: int) -> tuple[int, int]:
         """The length and hash of the prefix that ends with a node."""
-        return self.num_committed + self._depths[node], self._hashes[node]
+        return len(self.committed) + self._depths[node], self._hashes[node]
 
     def extend(self, new: NewNodes) -> None:
         """Add drafted nodes."""
-        first = self.end + 1
-        for index, token_id in enumerate(new.token_ids):
-            parent = new.parents[index] if new.parents is not None else first + index - 1
-            assert 0 <= parent < first + index, "a child before its parent"
-            self._children[parent].append(first + index)
+        first = len(self.tokens)
+        for number, token_id in enumerate(new.token_ids, start=first):
+            parent = new.parents[number - first] if new.parents is not None else number - 1
+            assert 0 <= parent < number, "a child before its parent"
+            self._children[parent].append(number)
             self._children.append([])
             self.tokens.append(token_id)
             self.parents.append(parent)
-            self.multiplicities.append(new.multiplicities[index] if new.multiplicities else 1)
             self._depths.append(self._depths[parent] + 1)
             self._hashes.append(extend_hash(self._hashes[parent], token_id))
-        self.distributions.update(new.distributions)
+        self.multiplicities.extend(new.multiplicities or (1,) * len(new.token_ids))
+        if new.distributions:
+            self.distributions.update(new.distributions)
 
     def commit(self, token_ids: Sequence[int]) -> Kept:
         """Add committed tokens. The subtree that agrees with all of them stays, the rest goes."""
@@ -144,7 +146,7 @@ class NodeTree:
         running = self._hashes[node]
         for token_id in token_ids[len(path) :]:
             running = extend_hash(running, token_id)
-        nodes = self._below(node) if agreed else []
+        nodes = self._below(node) if agreed and node < self.end else []
         self.committed.extend(token_ids)
         self._keep(node, nodes, running)
         return Kept(tuple(token_ids), tuple(path), tuple(nodes), agreed)
@@ -160,12 +162,17 @@ class NodeTree:
 
     def _keep(self, root: int, nodes: Sequence[int], root_hash: int) -> None:
         """Make `root` (or what was committed beside the tree) node 0, and `nodes` the rest."""
+        if not nodes:
+            self.distributions = {}
+            self.tokens, self.parents, self.multiplicities = [self.committed[-1]], [ROOT], [1]
+            self._depths, self._hashes, self._children = [0], [root_hash], [[]]
+            return
         number_of = {root: ROOT} | {node: index for index, node in enumerate(nodes, start=1)}
         rise = self._depths[root]
         self.distributions = {
             number_of[node]: pairs
             for node, pairs in self.distributions.items()
-            if nodes and node in number_of
+            if node in number_of
         }
         self.parents = [ROOT, *(number_of[self.parents[node]] for node in nodes)]
         self.multiplicities = [1, *(self.multiplicities[node] for node in nodes)]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from paceline.errors import ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
+from paceline.value import value_class
 from workers.drafting.nodes import ROOT, Kept, NewNodes, NodeTree
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class Grant:
     """Leave to draft (drafting.proto, Grant)."""
 
@@ -47,7 +47,7 @@ class DraftTree(NodeTree):
         self.stopping = stopping
         self.tenant = tenant
         self.max_position = max_position
-        self.grant = Grant()
+        self._take_grant(Grant())
         self._told_last = self._told_until_grant = False
 
     def ends(self, node: int) -> bool:
@@ -64,35 +64,36 @@ class DraftTree(NodeTree):
 
     def room(self, node: int) -> int:
         """How many tokens may follow a node, one after another, by position alone."""
-        length = len(self.committed) + self._depths[node]
-        left = min(self.grant.until_position, self.max_position) - length
-        return left if left > 0 and not self.ends(node) else 0
+        left = self._until - len(self.committed) - self._depths[node]
+        if left <= 0 or (self.spec.end_token_ids and self.ends(node)):
+            return 0
+        return left
 
     @property
     def nodes_left(self) -> int:
         """How many more nodes the grant allows."""
-        most = self.grant.nodes or self.grant.until_position - len(self.committed)
+        grant = self.grant
+        most = grant.nodes or grant.until_position - len(self.committed)
         left = most - len(self.tokens) + 1
         return left if left > 0 else 0
 
     @property
     def chain_room(self) -> int:
         """How many tokens may follow the end of a chain."""
-        return min(self.room(self.end), self.nodes_left)
+        room, left = self.room(len(self.tokens) - 1), self.nodes_left
+        return room if room < left else left
 
     @property
     def ready(self) -> bool:
         """Whether a pass should look for more to draft."""
         if self._told_last or self.nodes_left == 0:
             return False
-        if self.is_chain and self.grows_as_chain:
-            return self.room(self.end) > 0
-        return self.room(ROOT) > 0
+        return self.room(len(self.tokens) - 1 if self.may_go_on_as_chain else ROOT) > 0
 
     @property
-    def grows_as_chain(self) -> bool:
-        """Whether the grant is for one candidate a position."""
-        return self.grant.branches == 1 and self.grant.fan_out == 0
+    def may_go_on_as_chain(self) -> bool:
+        """Whether it is a chain, and the grant is for one candidate a position."""
+        return self._grows_as_chain and self._depths[-1] == len(self._depths) - 1
 
     @property
     def used_up(self) -> bool:
@@ -118,7 +119,8 @@ class DraftTree(NodeTree):
 
     def set_grant(self, grant: Grant) -> None:
         """Replace the grant. One that allows more takes back that the former was used up."""
-        before, self.grant = self.grant, grant
+        before = self.grant
+        self._take_grant(grant)
         if self._told_until_grant and (
             grant.until_position > before.until_position
             or grant.branches > before.branches
@@ -140,10 +142,10 @@ class DraftTree(NodeTree):
         if not new.token_ids:
             return
         assert len(new.token_ids) <= self.nodes_left, "drafted more nodes than granted"
-        first = self.end + 1
+        first = len(self.tokens)
         super().extend(new)
-        for node in range(first, self.end + 1):
-            assert self.room(self.parents[node]) > 0, "drafted beyond the grant or an end"
+        for parent in self.parents[first:]:
+            assert self.room(parent) > 0, "drafted beyond the grant or an end"
 
     def outcome(self, position: int, token_ids: Sequence[int]) -> Kept:
         """Commit tokens; the driver knows nothing of what follows them yet.
@@ -157,3 +159,8 @@ class DraftTree(NodeTree):
             )
         self._told_last = self._told_until_grant = False
         return self.commit(token_ids)
+
+    def _take_grant(self, grant: Grant) -> None:
+        self.grant = grant
+        self._until = min(grant.until_position, self.max_position)
+        self._grows_as_chain = grant.branches == 1 and grant.fan_out == 0
