@@ -10,6 +10,7 @@ from operator import attrgetter
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.simulation.clock import VirtualClock
+from paceline.value import value_class
 from workers.drafting import desk, tree
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
 from workers.drafting.proposer import DrafterInfo, TopTokens
@@ -28,7 +29,7 @@ _proposal_fields = attrgetter(*(one.name for one in fields(Proposal)))
 assert {one.name for one in fields(Proposal)} <= {one.name for one in fields(desk.Proposal)}
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class DraftAnswer:
     """What a pass gave for one driver. `declined`: sequences that are not drafted for."""
 

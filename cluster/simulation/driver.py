@@ -12,6 +12,7 @@ from cluster.decoding.events import (
     DraftDeclined,
     DrafterJoined,
     Event,
+    Proposal,
     Proposed,
     Request,
     SequenceVerdict,
@@ -114,8 +115,7 @@ class SimulatedDriver:
         back = SimulatedLink(self._clock, profile, hop_seconds=hop)
 
         def hear(answer: DraftAnswer) -> None:
-            tokens = sum(len(one.token_ids) for one in answer.proposals)
-            num_bytes = _MESSAGE_BYTES * (1 + len(answer.proposals)) + _TOKEN_BYTES * tokens
+            num_bytes = _num_bytes(answer.proposals) if back.is_bounded else 0
             back.send(self._clock.now, num_bytes, self._proposed, name, answer)
 
         session = drafter.connect(hear)
@@ -185,7 +185,8 @@ class SimulatedDriver:
         for name, message in messages.items():
             done += costs.tell_ms / 1000
             end = self._drafters[name]
-            end.link.send(done, _num_bytes(message), end.drafter.receive, end.session, message)
+            num_bytes = _num_bytes(message) if end.link.is_bounded else 0
+            end.link.send(done, num_bytes, end.drafter.receive, end.session, message)
         self._free_at = done
         if told:
             self._tell(told)
@@ -224,6 +225,7 @@ def _size(event: Event) -> int:
     return 1
 
 
-def _num_bytes(message: Sequence[OpenDraft | SendOutcome | Grant | CloseDraft]) -> int:
-    tokens = sum(len(one.token_ids) for one in message if isinstance(one, OpenDraft | SendOutcome))
+def _num_bytes(message: Sequence[OpenDraft | SendOutcome | Grant | CloseDraft | Proposal]) -> int:
+    with_tokens = (OpenDraft, SendOutcome, Proposal)
+    tokens = sum(len(one.token_ids) for one in message if isinstance(one, with_tokens))
     return _MESSAGE_BYTES * (1 + len(message)) + _TOKEN_BYTES * tokens

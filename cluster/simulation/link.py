@@ -19,14 +19,15 @@ class SimulatedLink:
         self._clock = clock
         self._profile = profile
         self._delay = profile.one_way_seconds(0) + hop_seconds
-        self._bounded = profile.mbit_per_second > 0
+        self.is_bounded = profile.mbit_per_second > 0
+        """Whether it matters how large messages are."""
         self._free_at = 0.0
 
     def send(
         self, time: float, num_bytes: int, deliver: Callable[..., None], *arguments: Any
     ) -> None:
         """Have `deliver` called with a message that leaves at `time`, now or later."""
-        if self._bounded:
+        if self.is_bounded:
             sending = self._profile.one_way_seconds(num_bytes) - self._profile.one_way_seconds(0)
             time = self._free_at = max(time, self._free_at) + sending
         self._clock.at(time + self._delay, deliver, *arguments)

@@ -132,7 +132,7 @@ class SimulatedTarget:
                     break
             else:
                 break
-            reader = (reader if path else reader.copy()).read(pair[:1], pair[1])
+            reader = (reader if path else reader.copy()).read_one(*pair)
             path.append(candidate)
             node = candidate + 1
         accepted = tuple(path) if part.parents else ()
@@ -144,7 +144,7 @@ class SimulatedTarget:
             opened.reader, opened.num_read = PrefixReader(), 0
         for slot in range(opened.num_read, end):
             token_id, position = self._slot(opened.table, slot)
-            opened.reader.read((token_id,), position)
+            opened.reader.read_one(token_id, position)
         opened.num_read = end
 
     def _slot(self, table: Sequence[int], slot: int) -> tuple[int, int]:

@@ -48,7 +48,7 @@ def is_true_text(text: ReplayText, request: Request, token_ids: list[int]) -> bo
     for position, token_id in enumerate(token_ids, start=len(request.prompt_token_ids)):
         if text.next_token(reader.digest(), request.spec) != token_id:
             return False
-        reader.read((token_id,), position)
+        reader.read_one(token_id, position)
     return True
 
 

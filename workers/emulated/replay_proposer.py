@@ -46,6 +46,19 @@ class _Held:
     """Committed tokens and nodes that no pass has fed yet."""
     readers: dict[int, PrefixReader] = field(default_factory=dict)
 
+    def read_committed(self, tree: DraftTree) -> PrefixReader:
+        """What has read all committed tokens. It reads when it is asked."""
+        if self.num_read < tree.num_committed:
+            self.reader.read(tree.committed[self.num_read :], self.num_read)
+            self.num_read = tree.num_committed
+        return self.reader
+
+    def forget_readers(self, tree: DraftTree) -> None:
+        """Keep those of nodes that there are, once most are of others."""
+        if len(self.readers) > 2 * tree.num_nodes:
+            there = (tree.base(node)[1] for node in range(1, tree.num_nodes + 1))
+            self.readers = {one: self.readers[one] for one in there if one in self.readers}
+
 
 class ReplayProposer:
     """Guesses for the coupled rule, chains and trees. It stops for no stopping rule but `fixed`."""
@@ -89,16 +102,13 @@ class ReplayProposer:
             )
         growth = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
-        self._read(tree)
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
-        self._read(tree)
         held = self._held[tree]
-        if not kept.nodes:
-            held.readers.clear()
+        held.forget_readers(tree)
         held.growth.committed(kept)
         held.num_unfed += len(kept.token_ids) - len(kept.path)
 
@@ -135,28 +145,37 @@ class ReplayProposer:
 
     def _expand(self, tree: DraftTree, held: _Held, node: int) -> None:
         """Draw the candidates under a node."""
-        digest = self._reader(tree, held, node).digest()
-        if held.growth.needs_token_alone:
+        growth = held.growth
+        if growth.needs_token_alone:
+            digest = self._leaf_reader(tree, held, node).digest()
             (token_id,) = self._text.guesses(digest, tree.spec, self._guess, 1)
-            held.growth.expand_chain(node, token_id)
+            growth.expand_chain(node, token_id)
             return
-        count = held.growth.width
+        digest = self._reader(tree, held, node).digest()
+        count = growth.width
         guesses = self._text.guesses(digest, tree.spec, self._guess, count)
-        held.growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
+        growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
+
+    def _leaf_reader(self, tree: DraftTree, held: _Held, leaf: int) -> PrefixReader:
+        """What has read all up to the end of a chain: its parent's, which reads on."""
+        if leaf == ROOT:
+            return self._reader(tree, held, leaf)
+        length, prefix_hash = tree.base(leaf)
+        _, hash_above = tree.base(tree.parents[leaf])
+        reader = held.readers.pop(hash_above, None)
+        if reader is None:
+            return self._reader(tree, held, leaf)
+        held.readers[prefix_hash] = reader
+        return reader.read_one(tree.tokens[leaf], length - 1)
 
     def _reader(self, tree: DraftTree, held: _Held, node: int) -> PrefixReader:
         """What has read all up to a node. Kept by the hash of the prefix while nodes stay."""
         if node == ROOT:
-            return held.reader
+            return held.read_committed(tree)
         length, prefix_hash = tree.base(node)
         reader = held.readers.get(prefix_hash)
         if reader is None:
             above = self._reader(tree, held, tree.parents[node])
-            reader = above.copy().read((tree.tokens[node],), length - 1)
+            reader = above.copy().read_one(tree.tokens[node], length - 1)
             held.readers[prefix_hash] = reader
         return reader
-
-    def _read(self, tree: DraftTree) -> None:
-        held = self._held[tree]
-        held.reader.read(tree.committed[held.num_read :], held.num_read)
-        held.num_read = tree.num_committed

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from paceline.sampling import SequenceSpec
 
@@ -38,9 +39,13 @@ class PrefixReader:
 
     def read(self, token_ids: Iterable[int], position: int) -> PrefixReader:
         """Read tokens from `position` on; returns itself."""
-        for token_id in token_ids:
-            self._hasher.update(_PAIR.pack(token_id, position))
-            position += 1
+        pairs = [number for pair in zip(token_ids, count(position)) for number in pair]
+        self._hasher.update(struct.pack(f"<{len(pairs)}i", *pairs))
+        return self
+
+    def read_one(self, token_id: int, position: int) -> PrefixReader:
+        """Read a token; returns itself."""
+        self._hasher.update(_PAIR.pack(token_id, position))
         return self
 
     def read_bytes(self, pairs: bytes) -> PrefixReader:
@@ -92,41 +97,44 @@ class ReplayText:
 
     def next_token(self, digest: int, spec: SequenceSpec) -> int:
         """The true token after a prefix."""
-        return self._truth(prefix_key(digest, spec))
+        key = prefix_key(digest, spec)
+        return self._truth(key, self._recorded.get(key))
 
     def guesses(self, digest: int, spec: SequenceSpec, guess: Guess, count: int) -> tuple[int, ...]:
         """A drafter's `count` best guesses at the token after a prefix, all different."""
         key = prefix_key(digest, spec)
-        truth, rank = self._truth(key), self._rank(key, guess)
+        recorded = self._recorded.get(key)
+        truth = self._truth(key, recorded)
+        rank = _rank_of(recorded, _mix(key ^ guess.luck_key), guess)
         if count == 1 and rank == 0:
             return (truth,)
         first = truth - NUM_RESERVED
         # Wrong guesses follow the truth at odd distances that the prefix decides.
         stride = 1 + _mix(digest + 1) % 97
         return tuple(
-            truth
-            if place == rank
-            else NUM_RESERVED + (first + stride * (place + 1)) % self._num_tokens
-            for place in range(count)
+            [
+                truth
+                if place == rank
+                else NUM_RESERVED + (first + stride * (place + 1)) % self._num_tokens
+                for place in range(count)
+            ]
         )
 
-    def _truth(self, key: int) -> int:
-        recorded = self._recorded.get(key)
+    def _truth(self, key: int, recorded: RecordedToken | None) -> int:
         return NUM_RESERVED + key % self._num_tokens if recorded is None else recorded.token_id
 
-    def _rank(self, key: int, guess: Guess) -> int | None:
-        """The place of the true token among the guesses; None: it is not there."""
-        recorded = self._recorded.get(key)
-        luck = _mix(key ^ guess.luck_key)
-        if guess.acceptance is None:
-            right = recorded is not None and recorded.rank == 0
-        else:
-            right = (luck & 0xFFFFFFFF) < guess.acceptance * 2**32
-        if right:
-            return 0
-        if guess.hit_rate is None:
-            return recorded.rank if recorded is not None and recorded.rank > 0 else None
-        return 1 if (luck >> 32) < guess.hit_rate * 2**32 else None
+
+def _rank_of(recorded: RecordedToken | None, luck: int, guess: Guess) -> int | None:
+    """The place of the true token among the guesses; None: it is not there. `luck`: 64 bits."""
+    if guess.acceptance is None:
+        right = recorded is not None and recorded.rank == 0
+    else:
+        right = (luck & 0xFFFFFFFF) < guess.acceptance * 2**32
+    if right:
+        return 0
+    if guess.hit_rate is None:
+        return recorded.rank if recorded is not None and recorded.rank > 0 else None
+    return 1 if (luck >> 32) < guess.hit_rate * 2**32 else None
 
 
 def prefix_key(digest: int, spec: SequenceSpec) -> int:
