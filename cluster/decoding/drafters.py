@@ -197,6 +197,8 @@ class Drafters:
         if (until, nodes, len(team)) == granted and not by_cost:
             return
         sequence.granted_until, sequence.granted_nodes = until, nodes
+        sequence.ever_granted_until = max(sequence.ever_granted_until, until)
+        sequence.ever_granted_nodes = max(sequence.ever_granted_nodes, nodes)
         sequence.granted_shares = len(team)
         shares = sequence.num_sharing
         for share, name in enumerate(team):
@@ -265,6 +267,8 @@ def _forget(sequence: Sequence) -> None:
     sequence.granted_until = 0
     sequence.granted_nodes = 0
     sequence.granted_shares = 0
+    sequence.ever_granted_until = 0
+    sequence.ever_granted_nodes = 0
     sequence.helpers = []
     sequence.pace = 0.0
     sequence.draft_exhausted = False

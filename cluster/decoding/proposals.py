@@ -44,8 +44,8 @@ def _attach(state: DecodingState, drafter: str, sequence: Sequence, proposal: Pr
         return False
     if not sequence.tree.attach(
         proposal,
-        until_position=sequence.granted_until,
-        max_nodes=sequence.granted_nodes,
+        until_position=sequence.ever_granted_until,
+        max_nodes=sequence.ever_granted_nodes,
         leads=leads,
     ):
         return False

@@ -54,6 +54,10 @@ class Sequence:
     granted_until: int = 0
     granted_nodes: int = 0
     granted_shares: int = 0
+    # The most that any grant to its drafters allowed: what is under way when a grant shrinks must
+    # be taken, for a drafter does not say again what it has said, and all after it hangs on it.
+    ever_granted_until: int = 0
+    ever_granted_nodes: int = 0
     draft_exhausted: bool = False
     declined_by: set[str] = field(default_factory=set)
     ready_since: float = 0.0
