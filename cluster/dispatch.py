@@ -158,12 +158,13 @@ class Dispatch:
     def step_answered(self, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
         self.gaps.step_answered(response.gap_seconds)
-        self.driver_time.step_answered(time.thread_time())
+        driver_seconds = self.driver_time.step_answered(time.thread_time())
         done = StepDone(
             self.clock.now(),
             response.step,
             verdicts_from_wire(response),
             step_seconds=response.step_seconds,
+            driver_seconds=driver_seconds,
         )
         goes_on = self._handle(done)
         self.gaps.step_sent(upon_answer=goes_on)

@@ -92,11 +92,17 @@ class DriverTimeMeter:
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     _last: float | None = None
 
-    def step_answered(self, thread_seconds: float) -> None:
-        """A step was answered, when the loop's thread had had so much of a processor in all."""
+    def step_answered(self, thread_seconds: float) -> float:
+        """A step was answered, when the loop's thread had had so much of a processor in all.
+
+        Returns what it had since the answer before, 0 where that is not counted.
+        """
+        seconds = 0.0
         if self._last is not None:
-            self._times.append(thread_seconds - self._last)
+            seconds = thread_seconds - self._last
+            self._times.append(seconds)
         self._last = thread_seconds
+        return seconds
 
     def pause(self) -> None:
         """No step was sent upon the answer."""

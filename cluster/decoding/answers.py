@@ -17,11 +17,7 @@ def take_answer(
 ) -> None:
     """The step that was in flight in a group was answered, and its verdicts fit it."""
     batching = group.batching
-    state.auto.answered(
-        event,
-        tokens_per_ms=state.costs.tokens_per_ms,
-        num_drafters=len(state.drafters.names),
-    )
+    state.auto.answered(event, num_drafters=len(state.drafters.names))
     state.totals.steps += 1
     state.utilisation.stepped(event.step_seconds)
     committed_before = state.totals.counts.committed

@@ -1,25 +1,31 @@
 """The controller of policy `auto`: which policy and window each sequence has now.
 
-It believes its estimates (estimates.py), asks a forecast (forecast.py) what each policy would
-bring under them, and corrects the forecast by what the policy brought when it was last in use. It
-takes what raises the whole batch's tokens/s most: a sequence's own tokens, less those that the
-others lose while a step takes longer for its candidates. It changes its mind only for a gain that
-is worth the change.
+It maximises the tokens/s of the whole batch. Sequences whose drafts are accepted about as often
+are a cohort (cohorts.py), and a choice is made for a cohort as if all of it did the same from the
+next step on: expected tokens of a step over its expected time, both of the whole batch. The time
+is believed (beliefs.py) to depend on the rows that a step feeds and on the proposals that the
+driver must read meanwhile; the tokens are forecast for each policy (forecast.py) and corrected by
+what the policy brought when it was last in use. One cohort is chosen for when a step is answered.
+Its sequences follow within a few steps, not all at once, so that what was believed in error shows
+before all have followed; a step that takes far longer than was believed has all choices made anew.
 
-A sequence whose drafts are not worth their price decodes plainly, and is probed now and then: a few
-steps with candidates, at intervals that double while they fail.
+What is in use is left only for a gain that is worth the change. Where drafting is not worth its
+price the cohort rests: its sequences decode plainly. A sequence of which nothing is known, or whose
+drafts fail, is tried now and then: a few steps with candidates, at intervals that double while they
+fail, and never many sequences of a batch at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from cluster.decoding.beliefs import Beliefs
+from cluster.decoding.cohorts import Cohort, Cohorts, Plan
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import StepDone
 from cluster.decoding.forecast import Conditions, Forecast, lockstep, off, run_ahead
-from cluster.decoding.pilot import FIRST_PROBE, LAST_PROBE, RESTING, Pilot
+from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.token_tree import TokenTree
 
@@ -37,14 +43,14 @@ candidates must have been tried: it is what can be slower than plain decoding.""
 PATIENCE = 3.0
 """So many times what a window should take to draft may be waited, not for a drafter that hangs."""
 
-FIRST_VERDICTS, VERDICTS_BETWEEN = 3, 8
-"""The first choice is made after so many verdicts; a choice stands for so many."""
+STANDS, FIRST_STANDS = 8, 2
+"""A choice stands for so many steps; for fewer at first, and while something is tried."""
 
-CHOICES_A_STEP = 4
-"""So many sequences are chosen for at most when a step is answered: a choice takes time."""
+FIRST_REST, LAST_REST = 16, 128
+"""A choice to rest stands for so many steps; twice as many whenever drafting was worse again."""
 
-POOR = 0.05
-"""Less acceptance than this is not worth a forecast."""
+EVIDENCE = 8
+"""Before so many candidates of a drafter were tried nothing is chosen for those it drafts for."""
 
 HOPE = 0.9
 """A probe must be worth it if so many candidates turn out right; under a load that makes each too
@@ -52,6 +58,24 @@ dear there is nothing to find out."""
 
 PROBE_CANDIDATES, PROBE_VERDICTS, PROBE_WINDOW = 6, 16, 2
 """A probe lasts until so many candidates were tried, or so many verdicts; its window is small."""
+
+FIRST_WINDOW = 4
+"""Candidates of a sequence that is tried while nothing is known of its drafter."""
+
+FIRST_TRIED, SHARE_TRIED, SHARE_THAT_FOLLOWS = 8, 16, 4
+"""So many sequences may be tried at a time while nothing is known; later one in so many of the
+batch. One in so many may change its policy in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A policy with its best window. `worth`: tokens/ms; `preferred`: by what it is compared."""
+
+    choice: PolicyName
+    window: int
+    forecast: Forecast
+    worth: float
+    preferred: float
 
 
 class Controller:
@@ -61,26 +85,36 @@ class Controller:
         self.choices: dict[str, int] = {}
         """Verdicts by the policy that was chosen, of all sequences together."""
         self.beliefs = Beliefs()
-        self._choices_left = CHOICES_A_STEP
+        self._cohorts = Cohorts()
+        self._step = 0
         self._num_drafters = 0
-        self._latest: tuple[PolicyName, int] | None = None
+        self._may_decide = False
+        self._changes_left = 0
+        # Sequences that were being tried in the last step; such as are counted in this one.
+        self._tried = self._tried_now = 0
+        self._latest: Plan | None = None
 
     def admitted(self, pilot: Pilot) -> None:
-        """A sequence begins, with what was last chosen for another."""
-        if self._latest is not None:
-            choice, window = self._latest
-            if pilot.allows(choice) and not policy_named(choice).waits:
-                pilot.choice, pilot.policy = choice, policy_named(choice)
-            pilot.window = min(pilot.limit, max(window, pilot.branches))
+        """A sequence begins, with what was last chosen for others; at rest if nothing was."""
+        latest = self._latest
+        if latest is None or latest.choice is PolicyName.OFF:
+            pilot.rest()
+            pilot.probe_after = 0
+            return
+        if pilot.allows(latest.choice) and not policy_named(latest.choice).waits:
+            pilot.choice, pilot.policy = latest.choice, policy_named(latest.choice)
+        pilot.window = min(pilot.limit, max(latest.window, pilot.branches))
 
-    def answered(self, event: StepDone, *, tokens_per_ms: float, num_drafters: int) -> None:
-        """A step is back, before its verdicts are handed in.
-
-        `tokens_per_ms`: of the batch. `num_drafters`: that can be used.
-        """
+    def answered(self, event: StepDone, *, num_drafters: int) -> None:
+        """A step is back, before its verdicts are handed in. `num_drafters`: that can be used."""
+        self._step += 1
+        self._cohorts.end_of_step(self._step)
+        if self.beliefs.answered(event):
+            self._cohorts.doubt()
         self._num_drafters = num_drafters
-        self._choices_left = CHOICES_A_STEP
-        self.beliefs.answered(event, tokens_per_ms=tokens_per_ms)
+        self._may_decide = True
+        self._changes_left = max(4, self.beliefs.sequences // SHARE_THAT_FOLLOWS)
+        self._tried, self._tried_now = self._tried_now, 0
 
     def judged(
         self,
@@ -90,126 +124,176 @@ class Controller:
         drafter: str | None,
         tree: TokenTree,
     ) -> None:
-        """A verdict on a sequence, which goes on; chooses anew when it is time.
-
-        `drafter`: that of the sequence. `tree`: what the verdict left.
-        """
+        """A verdict on a sequence, which goes on. `drafter`: its own. `tree`: what was left."""
         pilot.verdicts += 1
-        pilot.last_window = verdict.window
         for choices in (pilot.choices, self.choices):
             choices[pilot.choice.value] = choices.get(pilot.choice.value, 0) + 1
-        self.beliefs.learn(pilot, verdict, now, drafter, tree)
-        if tree.num_candidates or pilot.policy is RESTING or drafter is None:
+        if tree.num_candidates or pilot.rests or drafter is None:
             pilot.restarted_at = None
         elif pilot.restarted_at is None:
             pilot.restarted_at = now
-        if self._is_hopeless(pilot):
-            self._rest(pilot)
-        elif self._is_time(pilot) and self._choices_left > 0:
-            self._choices_left -= 1
-            self._choose(pilot, drafter)
+        if drafter is None:
+            return
+        if drafter != pilot.drafter:
+            pilot.meets(drafter, self.beliefs.acceptance(drafter))
+        cohort = self._cohorts.of(pilot, drafter)
+        self.beliefs.learn(pilot, cohort, verdict, now, tree)
+        cohort.judged(verdict.window)
+        if pilot.trying:
+            self._tried_now += 1
+            tried = pilot.acceptance.candidates - pilot.tried_from
+            if tried < PROBE_CANDIDATES and pilot.verdicts < PROBE_VERDICTS:
+                return
+        self._steer(pilot, self._cohorts.of(pilot, drafter))
 
-    def _is_hopeless(self, pilot: Pilot) -> bool:
-        """Plainly not worth drafting for; seen at each verdict, so it must cost nothing."""
-        if pilot.policy is RESTING or pilot.acceptance.candidates < PROBE_CANDIDATES:
-            return False
-        if pilot.probing and pilot.acceptance.candidates - pilot.probed_from < PROBE_CANDIDATES:
-            return False
-        return pilot.acceptance.mean < POOR and self.beliefs.hit_rate(pilot.choice) < POOR
+    def _steer(self, pilot: Pilot, cohort: Cohort) -> None:
+        """Have a sequence do what was chosen for its cohort."""
+        plan = self._plan(cohort, pilot)
+        if plan is None:
+            # What is in use will teach.
+            if pilot.rests:
+                self._try_out(pilot, FIRST_WINDOW, at_most=FIRST_TRIED)
+            return
+        if cohort.trial is not None and cohort.tries(pilot):
+            plan = cohort.trial
+        if plan.choice is PolicyName.OFF:
+            if not pilot.rests:
+                pilot.rest()
+            elif pilot.verdicts >= pilot.probe_after and plan.hopeful:
+                self._try_out(pilot, PROBE_WINDOW, at_most=1)
+        elif plan.choice is pilot.choice or self._changes_left > 0:
+            self._changes_left -= plan.choice is not pilot.choice
+            if plan.choice is not pilot.choice or pilot.trying:
+                pilot.trying, pilot.probe_after, pilot.verdicts = False, 0, 0
+            pilot.choice, pilot.policy = plan.choice, policy_named(plan.choice)
+            pilot.window, pilot.promised = plan.window, plan.promised
+            pilot.patience = plan.patience
+        else:
+            cohort.lags()
+        pilot.estimates = {"acceptance": pilot.acceptance.mean, **plan.estimates}
 
-    def _rest(self, pilot: Pilot) -> None:
-        """Decode plainly until the next probe."""
-        pilot.verdicts = 0
-        failed_again = pilot.probing
-        pilot.probe_after = min(2 * pilot.probe_after, LAST_PROBE) if failed_again else FIRST_PROBE
-        pilot.probing = False
-        pilot.choice, pilot.policy = PolicyName.OFF, RESTING
-        pilot.promised = 1.0
+    def _try_out(self, pilot: Pilot, window: int, *, at_most: int) -> None:
+        """Try a sequence, unless `at_most` or a share of the batch are being tried."""
+        at_most = max(at_most, self.beliefs.sequences // SHARE_TRIED)
+        window = window if self.beliefs.is_bearable(window, HOPE) else 1
+        if max(self._tried, self._tried_now) < at_most and self.beliefs.is_bearable(window, HOPE):
+            self._tried_now += 1
+            pilot.try_out(window)
 
-    def _is_time(self, pilot: Pilot) -> bool:
-        if pilot.probing:
-            tried = pilot.acceptance.candidates - pilot.probed_from
-            return tried >= PROBE_CANDIDATES or pilot.verdicts >= PROBE_VERDICTS
-        if pilot.policy is RESTING:
-            return pilot.verdicts >= pilot.probe_after
-        return pilot.verdicts >= (VERDICTS_BETWEEN if pilot.promised else FIRST_VERDICTS)
+    def _plan(self, cohort: Cohort, pilot: Pilot) -> Plan | None:
+        """What was chosen for the cohort, or is now if it is time."""
+        plan = cohort.plan
+        is_early = cohort.trial is not None or cohort.decisions <= FIRST_STANDS
+        stands = FIRST_STANDS if is_early else STANDS
+        if plan is not None and plan.choice is PolicyName.OFF:
+            stands = cohort.rest_for
+        elif cohort.behind:
+            stands = 1
+        is_time = cohort.doubted or plan is None or self._step - cohort.decided_at >= stands
+        if not (is_time and self._may_decide):
+            return plan
+        conditions = self.beliefs.conditions(cohort)
+        known = self.beliefs.acceptance(cohort.like.drafter).candidates
+        if conditions is None or known < EVIDENCE:
+            return plan
+        self._may_decide = False
+        self._decide(cohort, conditions, pilot)
+        return cohort.plan
 
-    def _choose(self, pilot: Pilot, drafter: str | None) -> None:
-        conditions = self.beliefs.conditions(pilot, drafter)
-        if conditions is None:
-            return  # What is in use will teach.
-        pilot.verdicts = 0
+    def _decide(self, cohort: Cohort, conditions: Conditions, pilot: Pilot) -> None:
+        """Choose for a cohort; `pilot`: of one of its sequences, which says what is allowed."""
+        before = cohort.plan
+        rested = before is not None and before.choice is PolicyName.OFF
         plain = off(conditions).tokens_per_ms * self.beliefs.factor(PolicyName.OFF)
-        best, window, forecast, worth = self._best(pilot, conditions)
-        failed = worth < plain * GAIN_TO_DRAFT
-        if failed and pilot.policy is RESTING:
+        options = self._options(cohort, conditions, pilot)
+        best = next(one for one in options if self.beliefs.proven(one.choice))
+        needed = plain * GAIN_TO_DRAFT
+        if best.worth >= needed:
+            cohort.plan = self._planned(cohort, conditions, best, plain)
+        else:
+            if not rested:
+                again = cohort.rest_for > 0
+                cohort.rest_for = min(2 * cohort.rest_for, LAST_REST) if again else FIRST_REST
             hopeful = replace(conditions, chances=(HOPE,) * len(conditions.chances))
-            if self._best(pilot, hopeful)[-1] >= plain * GAIN_TO_DRAFT:
-                self._probe(pilot)
-            return
-        if failed:
-            self._rest(pilot)
-            pilot.estimates = self.beliefs.told(pilot, conditions, plain, plain)
-            return
-        pilot.probing = False
-        pilot.choice, pilot.policy, pilot.window = best, policy_named(best), window
-        step_ms = conditions.step_ms(round(forecast.candidates))
-        pilot.promised = forecast.tokens_per_ms * step_ms
-        pilot.patience = PATIENCE * _drafting_ms(conditions, window // pilot.branches) / 1000
-        self._latest = best, window
-        pilot.estimates = self.beliefs.told(pilot, conditions, worth, plain)
+            hopes = self._options(cohort, hopeful, pilot)[0].worth >= plain * GAIN_TO_DRAFT
+            resting = _Option(PolicyName.OFF, best.window, off(conditions), plain, plain)
+            cohort.plan = self._planned(cohort, conditions, resting, plain, hopeful=hopes)
+        cohort.trial = None
+        if options[0] is not best and options[0].worth >= needed:
+            cohort.trial = self._planned(cohort, conditions, options[0], plain)
+        self._latest = cohort.plan
+        cohort.decided_at, cohort.doubted = self._step, False
+        cohort.decisions += 1
 
-    def _probe(self, pilot: Pilot) -> None:
-        pilot.probing = True
-        pilot.probed_from = pilot.acceptance.candidates
-        pilot.choice, pilot.policy = PolicyName.CHAIN, policy_named(PolicyName.CHAIN)
-        pilot.window = min(pilot.limit, PROBE_WINDOW * pilot.branches)
+    def _planned(
+        self,
+        cohort: Cohort,
+        conditions: Conditions,
+        option: _Option,
+        plain: float,
+        *,
+        hopeful: bool = True,
+    ) -> Plan:
+        told = self.beliefs.told(cohort, conditions, branches=policy_named(option.choice).fans_out)
+        told["window"] = float(option.window)
+        told["tokens_per_ms"], told["plain_tokens_per_ms"] = option.worth, plain
+        drafting_ms = _drafting_ms(conditions, option.window // cohort.like.branches)
+        return Plan(
+            choice=option.choice,
+            window=option.window,
+            promised=option.forecast.tokens_per_ms * option.forecast.step_ms,
+            patience=PATIENCE * drafting_ms / 1000,
+            messages=option.forecast.messages,
+            hopeful=hopeful,
+            estimates=told,
+        )
 
-    def _best(
-        self, pilot: Pilot, conditions: Conditions
-    ) -> tuple[PolicyName, int, Forecast, float]:
-        """The policy that drafts and its window that are worth most, what is in use preferred."""
+    def _options(self, cohort: Cohort, conditions: Conditions, pilot: Pilot) -> list[_Option]:
+        """The policies that draft, each with its best window; the best first.
+
+        What is in use is preferred, and so is what does not wait.
+        """
+        in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
         found = []
         for name, ahead in _FORECASTS.items():
-            if not pilot.allows(name) or policy_named(name).needs.drafters > self._num_drafters:
+            policy = policy_named(name)
+            if not pilot.allows(name) or policy.needs.drafters > self._num_drafters:
                 continue
-            given = self.beliefs.given(name, conditions, pilot)
-            window, forecast = self._best_window(pilot, given, ahead)
-            worth = self.beliefs.worth(forecast, conditions) * self.beliefs.factor(name)
-            if policy_named(name).waits:
-                if pilot.acceptance.candidates < CANDIDATES_TO_WAIT:
-                    continue
-                worth /= GAIN_TO_WAIT
-            if name is pilot.choice:
-                worth *= GAIN_TO_CHANGE
-            found.append((worth, name, window, forecast))
-        worth, name, window, forecast = max(found, key=lambda one: one[0])
-        if name is pilot.choice:
-            worth /= GAIN_TO_CHANGE
-        if policy_named(name).waits:
-            worth *= GAIN_TO_WAIT
-        return name, window, forecast, worth
+            preference = GAIN_TO_CHANGE if name in in_use else 1.0
+            if policy.waits:
+                alone = self.beliefs.sequences == 1
+                if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
+                    continue  # Who waits in a batch misses a step of the others.
+                preference /= GAIN_TO_WAIT
+            given = self.beliefs.given(name, conditions, cohort)
+            window, forecast = self._best_window(cohort, given, ahead, pilot)
+            worth = self.beliefs.worth(forecast, conditions, cohort) * self.beliefs.factor(name)
+            found.append(_Option(name, window, forecast, worth, worth * preference))
+        return sorted(found, key=lambda one: one.preferred, reverse=True)
 
     def _best_window(
         self,
-        pilot: Pilot,
+        cohort: Cohort,
         conditions: Conditions,
         ahead: Callable[[Conditions, int], Forecast],
+        pilot: Pilot,
     ) -> tuple[int, Forecast]:
         """The largest window that is as good as any to within a two-hundredth.
 
-        Of the one before, half of it and twice: what larger steps take must be seen first.
+        Of powers of two up to twice the one before: what larger steps take must be seen first.
         """
-        before = max(1, pilot.window // pilot.branches)
+        branches = cohort.like.branches
+        before = max(1, (cohort.plan.window if cohort.plan else pilot.window) // branches)
         deepest = min(len(conditions.chances), 2 * before)
+        depths = {1 << power for power in range(deepest.bit_length())} | {deepest}
         found = []
-        for depth in sorted({1, max(1, before // 2), before, deepest}):
+        for depth in sorted(depths):
             forecast = ahead(conditions, depth)
-            found.append((self.beliefs.worth(forecast, conditions), depth, forecast))
+            found.append((self.beliefs.worth(forecast, conditions, cohort), depth, forecast))
         best = max(worth for worth, _, _ in found)
         enough = best - abs(best) / 200
         _, depth, forecast = next(one for one in reversed(found) if one[0] >= enough)
-        return min(pilot.limit, depth * pilot.branches), forecast
+        return min(cohort.like.limit, depth * branches), forecast
 
 
 def _drafting_ms(conditions: Conditions, depth: int) -> float:
@@ -220,7 +304,7 @@ def _drafting_ms(conditions: Conditions, depth: int) -> float:
 
 def _pearl(conditions: Conditions, window: int) -> Forecast:
     """As the policy has it, a window is no longer than what is drafted in a step."""
-    pace = round(conditions.step_ms(0) / conditions.pass_ms)
+    pace = round(conditions.step_ms(0, 0) / conditions.pass_ms)
     return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
 
 

@@ -24,9 +24,9 @@ class Mean:
     value: float = 0.0
     weight: float = 0.0
 
-    def add(self, value: float) -> None:
-        """A new value."""
-        self.weight = self.weight * _SLOW + 1
+    def add(self, value: float, *, of: int = 1) -> None:
+        """A new value, one of so many that come at a time."""
+        self.weight = self.weight * (1 - (1 - _SLOW) / of) + 1
         self.value += (value - self.value) / self.weight
 
     @property
@@ -35,10 +35,10 @@ class Mean:
         return self.weight > 0
 
 
-class StepTimes:
-    """How long a step takes by the rows that it feeds, from sending to answer.
+class TimesBySize:
+    """How long something takes by its size: a device's pass by its rows, say.
 
-    A step takes no less with more rows, so a noisy mean of fewer rows above one of more is taken
+    More takes no less time, so a noisy mean of a smaller size above that of a larger one is taken
     as equal to it (pool adjacent violators). Between what was seen it is linear; beyond that it
     goes on as steeply as from one end of it to the other, so that what was never tried looks
     neither free nor worse than what is known.
@@ -49,35 +49,35 @@ class StepTimes:
         self._line: list[tuple[float, float]] = []
         self._stale = True
 
-    def add(self, rows: int, ms: float) -> None:
-        """A step that fed so many rows was answered."""
-        means = self._seen.setdefault(_size_class(rows), (Mean(), Mean()))
-        means[0].add(rows)
+    def add(self, size: int, ms: float) -> None:
+        """Something of this size took so long."""
+        means = self._seen.setdefault(_size_class(size), (Mean(), Mean()))
+        means[0].add(size)
         means[1].add(ms)
         self._stale = True
 
     @property
     def known(self) -> bool:
-        """Whether a step was seen."""
+        """Whether anything was seen."""
         return bool(self._seen)
 
-    def ms(self, rows: float) -> float:
-        """How long such a step takes. Some step must have been seen."""
+    def ms(self, size: float) -> float:
+        """How long it takes at this size. Something must have been seen."""
         line = self._points()
-        index = bisect_right(line, (rows, math.inf))
+        index = bisect_right(line, (size, math.inf))
         if index == 0:
-            rows_after, ms_after = line[0]
-            return max(ms_after / 4, ms_after - (rows_after - rows) * self._slope_beyond())
+            size_after, ms_after = line[0]
+            return max(ms_after / 4, ms_after - (size_after - size) * self._slope_beyond())
         if index == len(line):
-            rows_before, ms_before = line[-1]
-            return ms_before + (rows - rows_before) * self._slope_beyond()
+            size_before, ms_before = line[-1]
+            return ms_before + (size - size_before) * self._slope_beyond()
         (left, low), (right, high) = line[index - 1], line[index]
-        return low + (rows - left) * (high - low) / (right - left)
+        return low + (size - left) * (high - low) / (right - left)
 
-    def ms_per_row(self, rows: float) -> float:
-        """What one more row adds to a step of so many: over the next tenth of them."""
-        more = max(1.0, rows / 10)
-        return max(0.0, (self.ms(rows + more) - self.ms(rows)) / more)
+    def ms_per_unit(self, size: float) -> float:
+        """What one more adds at this size: over the next tenth of it."""
+        more = max(1.0, size / 10)
+        return max(0.0, (self.ms(size + more) - self.ms(size)) / more)
 
     def _slope_beyond(self) -> float:
         line = self._line
@@ -88,9 +88,9 @@ class StepTimes:
 
     def _points(self) -> list[tuple[float, float]]:
         if self._stale:
-            pools: list[tuple[float, float, float]] = []  # rows, ms, weight
-            for _, (rows, ms) in sorted(self._seen.items()):
-                pools.append((rows.value, ms.value, ms.weight))
+            pools: list[tuple[float, float, float]] = []  # size, ms, weight
+            for _, (size, ms) in sorted(self._seen.items()):
+                pools.append((size.value, ms.value, ms.weight))
             self._line = _rising(pools)
             self._stale = False
         return self._line
@@ -100,40 +100,54 @@ class StepTimes:
 class DraftTimes:
     """One drafter: its passes by batch, and how soon it answers a verdict that went against it.
 
-    `restart`: from the verdict to the first candidate that continues it. Passes that grow branches
-    feed more, so they are apart; of them each gives a token of the chain.
+    Passes that grow branches feed more and say more, so they are apart; of them each gives a token
+    of the chain.
     """
 
-    restart: Mean = field(default_factory=Mean)
     tokens_a_pass: Mean = field(default_factory=Mean)
+    branch_messages: Mean = field(default_factory=Mean)
+    """Proposals of a pass for a sequence that has branches, the first not counted."""
     _passes: dict[tuple[int, bool], Mean] = field(default_factory=dict)
-    _last_batch: int = 1
+    _restarts: dict[bool, Mean] = field(default_factory=dict)
 
     def add_pass(self, *, batch: int, tokens: int, ms: float, branches: bool = False) -> None:
         """A pass proposed chains of `tokens` candidates in all to `batch` sequences."""
-        self._last_batch = batch
         self._passes.setdefault((batch.bit_length(), branches), Mean()).add(ms)
         self.tokens_a_pass.add(tokens / batch)
 
+    def add_restart(self, ms: float, *, branches: bool = False) -> None:
+        """From a verdict to the first candidate that continues it."""
+        self._restarts.setdefault(branches, Mean()).add(ms)
+
     @property
     def known(self) -> bool:
-        """Whether a pass and a restart were seen."""
-        return bool(self._passes) and self.restart.known
+        """Whether a pass was seen."""
+        return bool(self._passes)
 
-    def pass_ms(self, *, branches: bool = False) -> float:
-        """Of a pass with as many sequences as the last one had, with branches or without.
+    def restart_ms(self, *, branches: bool = False) -> float:
+        """Of a sequence with branches or without; where none of the kind was seen, of the other.
+
+        Before any was seen: what it takes without a round trip.
+        """
+        mean = self._restarts.get(branches) or self._restarts.get(not branches)
+        return 1.5 * self.pass_ms(1, branches=branches) if mean is None else mean.value
+
+    def pass_ms(self, batch: int, *, branches: bool = False) -> float:
+        """Of a pass with about so many sequences, with branches or without.
 
         Some pass must have been seen. Where none of the kind was, the other kind's.
         """
-        size = self._last_batch.bit_length()
-        return (self._passes.get((size, branches)) or self._passes[size, not branches]).value
+        kind = branches if any(one == branches for _, one in self._passes) else not branches
+        sizes = [size for size, one in self._passes if one == kind]
+        nearest = min(sizes, key=lambda size: (abs(size - batch.bit_length()), size))
+        return self._passes[nearest, kind].value
 
     @property
     def round_trip_ms(self) -> float:
         """There and back: what a restart takes beside its pass, and half of the one before it."""
         if not self.known:
             return 0.0
-        return max(0.0, self.restart.value - 1.5 * self.pass_ms())
+        return max(0.0, self.restart_ms() - 1.5 * self.pass_ms(1))
 
 
 class Acceptance:
@@ -145,6 +159,9 @@ class Acceptance:
     __slots__ = ("_accepted", "_prior", "_prior_weight", "_tried", "candidates")
 
     DECAY = 0.97
+    """Of what was seen, so much is kept from one verdict of a sequence to its next."""
+
+    FADED = 0.2
 
     def __init__(self, prior: Acceptance | float, *, prior_weight: float = 4.0) -> None:
         self._prior = prior
@@ -154,22 +171,29 @@ class Acceptance:
         self.candidates = 0
         """How many were tried in all."""
 
-    def add(self, *, tried: int, accepted: int) -> None:
-        """A verdict tried so many positions from the first on, and accepted so many."""
+    def add(self, *, tried: int, accepted: int, sequences: int = 1) -> None:
+        """A verdict tried so many positions from the first on, and accepted so many.
+
+        It is of one of so many sequences, whose verdicts are all added.
+        """
         self.candidates += tried
         tried, accepted = min(tried, MAX_POSITION), min(accepted, MAX_POSITION)
+        kept = 1 - (1 - self.DECAY) / sequences
         for place in range(tried):
-            self._tried[place] = self._tried[place] * self.DECAY + 1
-            self._accepted[place] = self._accepted[place] * self.DECAY + (place < accepted)
+            self._tried[place] = self._tried[place] * kept + 1
+            self._accepted[place] = self._accepted[place] * kept + (place < accepted)
+
+    def fade(self) -> None:
+        """What was seen is long ago: it counts for little from now on."""
+        self._tried = [tried * self.FADED for tried in self._tried]
+        self._accepted = [accepted * self.FADED for accepted in self._accepted]
 
     def chance(self, position: int) -> float:
         """Of the candidate at this position, from 1 on, given those before it.
 
         It leans on the mean of all positions, and that on the prior.
         """
-        place = min(position, MAX_POSITION) - 1
-        weight = self._prior_weight
-        return (self._accepted[place] + weight * self.mean) / (self._tried[place] + weight)
+        return self.chances(position)[-1]
 
     @property
     def mean(self) -> float:
@@ -180,12 +204,17 @@ class Acceptance:
 
     def chances(self, count: int) -> tuple[float, ...]:
         """Of positions 1 to `count`."""
-        return tuple(self.chance(position) for position in range(1, count + 1))
+        weight, leaning = self._prior_weight, self._prior_weight * self.mean
+        found = [
+            (accepted + leaning) / (tried + weight)
+            for accepted, tried in zip(self._accepted[:count], self._tried[:count], strict=True)
+        ]
+        return (*found, *found[-1:] * (count - len(found)))
 
 
-def _size_class(rows: int) -> int:
-    """Rows that are counted together: each number alone up to 8, then steps of a fifth."""
-    return rows if rows <= 8 else 8 + int(math.log(rows / 8) / math.log(1.2))
+def _size_class(size: int) -> int:
+    """Sizes that are counted together: each number alone up to 8, then steps of a fifth."""
+    return size if size <= 8 else 8 + int(math.log(size / 8) / math.log(1.2))
 
 
 def _rising(points: Sequence[tuple[float, float, float]]) -> list[tuple[float, float]]:

@@ -137,12 +137,17 @@ class SequenceVerdict:
 
 @value_class(frozen=True, slots=True)
 class StepDone:
-    """Rank 0 of a target group answered a step."""
+    """Rank 0 of a target group answered a step.
+
+    `step_seconds`: that the device took. `driver_seconds`: that the driver worked since the answer
+    before, on all that it read and sent; 0: not known.
+    """
 
     now: float
     step: int
     verdicts: tuple[SequenceVerdict, ...]
     step_seconds: float = 0.0
+    driver_seconds: float = 0.0
     group: int = 0
 
 

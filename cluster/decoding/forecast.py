@@ -1,4 +1,4 @@
-"""What each policy would bring one sequence: expected tokens, time and rows of a cycle.
+"""What each policy would bring a sequence: tokens, time, candidates and messages of a step.
 
 A cycle goes from a verdict that went against the drafter to the next such verdict. What happens
 in it follows from a few numbers (`Conditions`), by the same reasoning as the closed forms of
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 _NEGLIGIBLE = 0.01
 _MOST_STEPS = 48
+_MOST_ROUNDS, _SETTLED = 5, 0.02
+"""A step takes as long as what is drafted in it makes it take, so that is found in rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,28 +22,41 @@ class Conditions:
     """What a forecast rests on.
 
     `chances`: of a candidate given those before it, by position, as many as a window may have.
-    `step_ms`: of a step in which this sequence has so many candidates. `pass_ms`: of a draft pass,
-    which gives `tokens_a_pass`. `restart_ms`: from a verdict to the first candidate after it.
-    `hit_rate`: of verdicts against the first candidate, those that a branch sent ahead had
-    foreseen, with `branch_length` candidates then held.
+    `step_ms`: of a step of which every sequence that is forecast has so many candidates, and while
+    which so many proposals arrive for each. `pass_ms`: of a draft pass, which gives a sequence
+    `tokens_a_pass` in one proposal, and in `messages_a_candidate` more for each candidate of the
+    window where it grows branches. `restart_ms`: from a verdict to the first
+    candidate after it. `hit_rate`: of verdicts against the first candidate, those that a branch
+    sent ahead had foreseen, with `branch_length` candidates then held.
     """
 
     chances: Sequence[float]
-    step_ms: Callable[[int], float]
+    step_ms: Callable[[float, float], float]
     pass_ms: float
     tokens_a_pass: float
     restart_ms: float
+    messages_a_candidate: float = 0.0
     hit_rate: float = 0.0
     branch_length: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of a long run: mean tokens, candidates and milliseconds of a step."""
+    """Of a long run: mean tokens, candidates and milliseconds of a step, and what it waits.
+
+    `messages`: proposals that arrive while the target computes; `ms`: waiting included.
+    """
 
     tokens: float
     candidates: float
-    ms: float
+    messages: float
+    waited_ms: float
+    step_ms: float
+
+    @property
+    def ms(self) -> float:
+        """From a verdict to the next."""
+        return self.waited_ms + self.step_ms
 
     @property
     def tokens_per_ms(self) -> float:
@@ -51,7 +66,7 @@ class Forecast:
 
 def off(conditions: Conditions) -> Forecast:
     """Plain decoding."""
-    return Forecast(1.0, 0.0, conditions.step_ms(0))
+    return Forecast(1.0, 0.0, 0.0, 0.0, conditions.step_ms(0.0, 0.0))
 
 
 def lockstep(conditions: Conditions, window: int) -> Forecast:
@@ -63,7 +78,7 @@ def lockstep(conditions: Conditions, window: int) -> Forecast:
     begin_ms = max(conditions.pass_ms, conditions.restart_ms - conditions.pass_ms / 2)
     more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
     draft_ms = begin_ms + more_passes * conditions.pass_ms
-    return Forecast(tokens, window, draft_ms + conditions.step_ms(window))
+    return Forecast(tokens, window, 0.0, draft_ms, conditions.step_ms(window, 0.0))
 
 
 def run_ahead(conditions: Conditions, window: int, *, waits: bool = False) -> Forecast:
@@ -72,28 +87,38 @@ def run_ahead(conditions: Conditions, window: int, *, waits: bool = False) -> Fo
     `waits`: after a verdict that left candidates it waits for a whole window (pearl). With a hit
     rate, so many cycles begin with a branch at hand (fanout).
     """
-    miss = _cycle(conditions, window, held=0.0, waits=waits)
-    hit_rate = conditions.hit_rate
-    if not hit_rate:
-        return miss.mean()
-    hit = _cycle(conditions, window, held=conditions.branch_length, waits=waits)
-    return miss.mixed(hit, hit_rate).mean()
+    step_ms = conditions.step_ms(0.0, 0.0)
+    for _ in range(_MOST_ROUNDS):
+        mean = _mean_cycle(conditions, window, step_ms=step_ms, waits=waits)
+        passes = min(
+            step_ms / conditions.pass_ms, _granted(window) / max(0.1, conditions.tokens_a_pass)
+        )
+        messages = passes * (1 + conditions.messages_a_candidate * window)
+        before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages)
+        if abs(step_ms - before) <= _SETTLED * before:
+            break
+    return Forecast(mean.tokens, mean.candidates, messages, mean.waited_ms, step_ms)
+
+
+def _granted(window: int) -> int:
+    """Candidates that may be drafted beyond what is committed (policies.py, Chain)."""
+    return 2 * window + 1
 
 
 @dataclass(slots=True)
 class _Cycle:
-    """Sums over a cycle, each step by the chance that the cycle lasts until it."""
+    """Sums over a cycle, each step by the chance that the cycle lasts until it; or their means."""
 
     steps: float = 0.0
     tokens: float = 0.0
     candidates: float = 0.0
-    ms: float = 0.0
+    waited_ms: float = 0.0
 
-    def add(self, alive: float, tokens: float, candidates: float, ms: float) -> None:
+    def add(self, alive: float, tokens: float, candidates: float, waited_ms: float) -> None:
         self.steps += alive
         self.tokens += alive * tokens
         self.candidates += alive * candidates
-        self.ms += alive * ms
+        self.waited_ms += alive * waited_ms
 
     def mixed(self, other: _Cycle, share: float) -> _Cycle:
         own = 1 - share
@@ -101,19 +126,30 @@ class _Cycle:
             own * self.steps + share * other.steps,
             own * self.tokens + share * other.tokens,
             own * self.candidates + share * other.candidates,
-            own * self.ms + share * other.ms,
+            own * self.waited_ms + share * other.waited_ms,
         )
 
-    def mean(self) -> Forecast:
-        return Forecast(
-            self.tokens / self.steps, self.candidates / self.steps, self.ms / self.steps
-        )
+    def mean(self) -> _Cycle:
+        steps = self.steps
+        return _Cycle(1.0, self.tokens / steps, self.candidates / steps, self.waited_ms / steps)
 
 
-def _cycle(conditions: Conditions, window: int, *, held: float, waits: bool) -> _Cycle:
+def _mean_cycle(conditions: Conditions, window: int, *, step_ms: float, waits: bool) -> _Cycle:
+    miss = _cycle(conditions, window, held=0.0, step_ms=step_ms, waits=waits)
+    hit_rate = conditions.hit_rate
+    if not hit_rate:
+        return miss.mean()
+    held = conditions.branch_length
+    hit = _cycle(conditions, window, held=held, step_ms=step_ms, waits=waits)
+    return miss.mixed(hit, hit_rate).mean()
+
+
+def _cycle(
+    conditions: Conditions, window: int, *, held: float, step_ms: float, waits: bool
+) -> _Cycle:
     """From a verdict after which `held` candidates continue what was committed."""
     chances, cycle = conditions.chances, _Cycle()
-    most_held = 2 * window + 1
+    most_held = _granted(window)
     now, taken, alive = 0.0, 0.0, 1.0
     pace = conditions.tokens_a_pass / conditions.pass_ms
     first_at = conditions.restart_ms
@@ -135,9 +171,8 @@ def _cycle(conditions: Conditions, window: int, *, held: float, waits: bool) -> 
         for chance in chances[:count]:
             reached *= chance
             tokens += reached
-        step_ms = waited + conditions.step_ms(count)
-        cycle.add(alive, tokens, count, step_ms)
-        now += step_ms
+        cycle.add(alive, tokens, count, waited)
+        now += waited + step_ms
         taken += count + 1
         # The token that the verdict adds must be the drafter's next one as well.
         alive *= reached * chances[min(count, len(chances) - 1)]

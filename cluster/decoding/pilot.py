@@ -20,6 +20,9 @@ FIRST_PROBE, LAST_PROBE = 16, 512
 FIRST_WINDOW = 4
 """Candidates a step on a path before anything is known."""
 
+_LEANING = 8.0
+"""Tried candidates that weigh as much as what is known of the sequence's drafter."""
+
 _RECENT = 0.98
 _TRUST = 40.0
 """A forecast is corrected fully after many more tokens than this."""
@@ -39,10 +42,11 @@ RESTING = Resting()
 class Pilot:
     """What the controller keeps of one sequence.
 
-    `limit`: most candidates that the request allows. `restarted_at`: when the last verdict left it
-    without candidates, until the first new one. `promised`: tokens in the time of a step.
-    `patience`: seconds that a policy which waits may wait. Verdict counts are since the last
-    choice, change or probe.
+    `limit`: most candidates that the request allows. `level`: of its acceptance (cohorts.py).
+    `restarted_at`: when the last verdict left it without candidates, until the first new one.
+    `promised`: tokens in the time of a step. `patience`: seconds that a policy which waits may
+    wait. `trying`: it drafts so that its acceptance is known, be it at first or as a probe, before
+    which it rests for `probe_after` verdicts. `verdicts`: since its policy changed.
     """
 
     limit: int
@@ -51,18 +55,18 @@ class Pilot:
     merge: bool = False
     drafter: str | None = None
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(FIRST_GUESS))
+    level: int | None = None
     choice: PolicyName = PolicyName.CHAIN
     policy: LookaheadPolicy = field(default_factory=lambda: policy_named(PolicyName.CHAIN))
     window: int = 1
-    last_window: int = 0
     promised: float = 0.0
     patience: float = math.inf
     restarted_at: float | None = None
     last_verdict_at: float | None = None
     verdicts: int = 0
-    probing: bool = False
-    probed_from: int = 0
-    probe_after: int = FIRST_PROBE
+    trying: bool = False
+    tried_from: int = 0
+    probe_after: int = 0
     choices: dict[str, int] = field(default_factory=dict)
     estimates: Mapping[str, float] = field(default_factory=dict)
 
@@ -77,6 +81,34 @@ class Pilot:
             merge=request.merge,
             window=window,
         )
+
+    def meets(self, drafter: str, known: Acceptance) -> None:
+        """It has another drafter now; `known`: of all that this one drafted."""
+        self.drafter = drafter
+        self.level = None
+        self.acceptance = Acceptance(known, prior_weight=_LEANING)
+
+    @property
+    def rests(self) -> bool:
+        """It decodes plainly."""
+        return self.policy is RESTING
+
+    def rest(self) -> None:
+        """Decode plainly until a probe; one that failed is followed by a longer rest."""
+        failed_again = self.trying and self.probe_after > 0
+        self.probe_after = min(2 * self.probe_after, LAST_PROBE) if failed_again else FIRST_PROBE
+        self.choice, self.policy = PolicyName.OFF, RESTING
+        self.promised = 1.0
+        self.trying, self.verdicts = False, 0
+
+    def try_out(self, window: int) -> None:
+        """Draft for a few steps, to see what is accepted."""
+        self.choice, self.policy = PolicyName.CHAIN, policy_named(PolicyName.CHAIN)
+        self.window = min(self.limit, window * self.branches)
+        self.promised = 0.0
+        self.trying, self.verdicts = True, 0
+        self.acceptance.fade()
+        self.tried_from = self.acceptance.candidates
 
     def allows(self, name: PolicyName) -> bool:
         """Whether the request can have this policy."""
@@ -93,13 +125,15 @@ class Correction:
     brought: float = _TRUST
     forecast: float = _TRUST
 
-    def add(self, brought: float, forecast: float) -> None:
-        self.brought = self.brought * _RECENT + brought
-        self.forecast = self.forecast * _RECENT + forecast
+    def add(self, brought: float, forecast: float, *, of: int) -> None:
+        """Tokens of a verdict, one of so many of a step."""
+        kept = 1 - (1 - _RECENT) / of
+        self.brought = self.brought * kept + brought / of
+        self.forecast = self.forecast * kept + forecast / of
 
-    def forget(self) -> None:
+    def forget(self, *, of: int) -> None:
         """Believe the forecast a little more again."""
-        self.brought += _FORGET * (self.forecast - self.brought)
+        self.brought += _FORGET / of * (self.forecast - self.brought)
 
     @property
     def factor(self) -> float:

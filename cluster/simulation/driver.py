@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from cluster.decoding.events import (
@@ -100,6 +100,7 @@ class SimulatedDriver:
         self._drafters: dict[str, _DrafterEnd] = {}
         self._unread: deque[Callable[[float], Event]] = deque()
         self._free_at = 0.0
+        self._worked = 0.0  # seconds since the last answer was read
         self._reads = False
         self._wake: float | None = None
         self._unfinished = 0
@@ -162,7 +163,11 @@ class SimulatedDriver:
             self._read()
 
     def _read(self) -> None:
-        self._handle(self._unread.popleft()(self._clock.now))
+        event = self._unread.popleft()(self._clock.now)
+        if isinstance(event, StepDone):
+            event = replace(event, driver_seconds=self._worked)
+            self._worked = 0.0
+        self._handle(event)
         self._reads = bool(self._unread)
         if self._reads:
             self._clock.at(max(self._clock.now, self._free_at), self._read)
@@ -187,6 +192,7 @@ class SimulatedDriver:
             end = self._drafters[name]
             num_bytes = _num_bytes(message) if end.link.is_bounded else 0
             end.link.send(done, num_bytes, end.drafter.receive, end.session, message)
+        self._worked += done - self._clock.now
         self._free_at = done
         if told:
             self._tell(told)

@@ -106,12 +106,7 @@ def test_a_whole_batch_within_a_twentieth_of_the_best_fixed_policy() -> None:
     [
         {"acceptance": 0.0, "tokens": 300},
         {"drafter": scaled(DRAFTER, 10), "tokens": 300},
-        pytest.param(
-            {"acceptance": 0.0, "batch": 64, "tokens": 40},
-            marks=pytest.mark.xfail(
-                strict=True, reason="known defect: see docs/policies.md, auto in batches"
-            ),
-        ),
+        {"acceptance": 0.0, "batch": 64, "tokens": 40},
     ],
     ids=["never right", "slow drafter", "64 never right"],
 )

@@ -42,7 +42,7 @@ class Script:
         seconds = (20 + self.row_ms * window) / 1000
         self.now += seconds
         done = StepDone(self.now, self.step, (), step_seconds=seconds)
-        self.controller.answered(done, tokens_per_ms=0.05, num_drafters=1)
+        self.controller.answered(done, num_drafters=1)
         counted = CountedVerdict(
             window,
             window,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.decoding.estimates import Acceptance, DraftTimes, Mean, StepTimes
+from cluster.decoding.estimates import Acceptance, DraftTimes, Mean, TimesBySize
 
 
 def test_a_mean_counts_its_first_values_in_full_and_forgets_old_ones() -> None:
@@ -20,8 +20,8 @@ def test_a_mean_counts_its_first_values_in_full_and_forgets_old_ones() -> None:
     assert mean.value == pytest.approx(7, abs=0.01)
 
 
-def test_step_times_are_linear_between_what_was_seen() -> None:
-    steps = StepTimes()
+def test_times_are_linear_between_what_was_seen() -> None:
+    steps = TimesBySize()
     steps.add(1, 18.0)
     assert steps.ms(40) == 18.0, "nothing else is known"
     steps.add(64, 18.0)
@@ -30,11 +30,11 @@ def test_step_times_are_linear_between_what_was_seen() -> None:
     assert steps.ms(160) == pytest.approx(19.5)
     assert steps.ms(512) == pytest.approx(21 + 256 * 3 / 255), "as steep as from the first to here"
     assert steps.ms(0) == pytest.approx(18 - 3 / 255)
-    assert steps.ms_per_row(64) == pytest.approx(3 / 192)
+    assert steps.ms_per_unit(64) == pytest.approx(3 / 192)
 
 
 def test_noise_never_makes_a_larger_step_look_faster() -> None:
-    steps = StepTimes()
+    steps = TimesBySize()
     luck = random.Random(3)
     for _ in range(300):
         rows = luck.randrange(1, 40)
@@ -70,16 +70,35 @@ def test_acceptance_follows_a_change() -> None:
 
 def test_draft_times_by_batch() -> None:
     times = DraftTimes()
+    assert not times.known
     times.add_pass(batch=1, tokens=1, ms=2.5)
-    times.restart.add(4.75)
+    assert times.restart_ms() == pytest.approx(3.75), "no round trip is known of"
+    times.add_restart(4.75)
     assert times.round_trip_ms == pytest.approx(1.0)
     for _ in range(50):
         times.add_pass(batch=64, tokens=64, ms=3.6)
-    assert times.pass_ms() == pytest.approx(3.6)
+    assert times.pass_ms(50) == pytest.approx(3.6), "nearest to what was seen"
     assert times.tokens_a_pass.value == pytest.approx(1.0)
-    times.add_pass(batch=1, tokens=1, ms=2.5)
-    assert times.pass_ms() == pytest.approx(2.5), "of one sequence again"
-    assert times.pass_ms(branches=True) == pytest.approx(2.5), "nothing better is known"
+    assert times.pass_ms(2) == pytest.approx(2.5)
+    assert times.pass_ms(1, branches=True) == pytest.approx(2.5), "nothing better is known"
     times.add_pass(batch=1, tokens=1, ms=4.0, branches=True)
-    assert times.pass_ms(branches=True) == pytest.approx(4.0)
-    assert times.pass_ms() == pytest.approx(2.5)
+    times.add_restart(9.0, branches=True)
+    assert times.pass_ms(1, branches=True) == pytest.approx(4.0)
+    assert times.pass_ms(1) == pytest.approx(2.5)
+    assert times.restart_ms(branches=True) == pytest.approx(9.0)
+    assert times.restart_ms() == pytest.approx(4.75)
+
+
+def test_what_many_sequences_tell_at_a_time_lasts_as_long_as_what_one_tells() -> None:
+    """Ten steps of rejections: of one sequence, and of each of 32."""
+    one, many = Acceptance(0.9), Acceptance(0.9)
+    for _ in range(10):
+        one.add(tried=1, accepted=0)
+        for _ in range(32):
+            many.add(tried=1, accepted=0, sequences=32)
+    steps = 0
+    while many.chance(1) < 0.5:
+        for _ in range(32):
+            many.add(tried=1, accepted=1, sequences=32)
+        steps += 1
+    assert 4 < steps < 20, "not at the first step, and not much later than the ten"
