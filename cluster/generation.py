@@ -25,7 +25,8 @@ _TARGET: tuple[Origin, ...] = ("target",)
 class Generation:
     """Iterate over its events: `Started`, any number of `Chunk`, `Finished`.
 
-    A caller who stops early must `cancel`. What is not read is kept; max_tokens bounds it.
+    Or have them passed to a function. A caller who stops early must `cancel`. What is not read is
+    kept; max_tokens bounds it.
     """
 
     def __init__(
@@ -41,9 +42,8 @@ class Generation:
         self._text = text
         self._on_cancel = on_cancel
         self._events: asyncio.Queue[GenerateEvent | PacelineError] = asyncio.Queue()
-        self._events.put_nowait(
-            Started(request.request_id, request.spec.seed, request.prompt_token_ids)
-        )
+        self._put: Callable[[GenerateEvent | PacelineError], None] = self._events.put_nowait
+        self._put(Started(request.request_id, request.spec.seed, request.prompt_token_ids))
         self._num_output = 0
         self._over = False
 
@@ -61,6 +61,12 @@ class Generation:
             self._over = True
         return event
 
+    def pass_to(self, take: Callable[[GenerateEvent | PacelineError], None]) -> None:
+        """Give every event to `take` at once rather than to who iterates; an error is the last."""
+        while not self._events.empty():
+            take(self._events.get_nowait())
+        self._put = take
+
     def cancel(self) -> None:
         """The caller wants no more. No error when it has ended."""
         if not self._over:
@@ -69,7 +75,7 @@ class Generation:
 
     def fail(self, error: PacelineError) -> None:
         """End the stream with an error."""
-        self._events.put_nowait(error)
+        self._put(error)
 
     def emit(self, emit: Emit, finish: Finish | None) -> None:
         """Committed tokens, and how the sequence ended with them if it did."""
@@ -79,18 +85,16 @@ class Generation:
         count = len(emit.token_ids)
         origins = _DRAFT * emit.num_drafted + _TARGET * (count - emit.num_drafted)
         self._num_output = emit.offset + count
-        self._events.put_nowait(
-            Chunk(emit.offset, emit.token_ids, origins, "".join(pieces), tuple(pieces))
-        )
+        self._put(Chunk(emit.offset, emit.token_ids, origins, "".join(pieces), tuple(pieces)))
         if finish is not None:
-            self._events.put_nowait(_finished(finish))
+            self._put(_finished(finish))
 
     def finish(self, finish: Finish) -> None:
         """The sequence ended without further tokens."""
         _, rest = self._text.take((), last=True)
         if rest:
-            self._events.put_nowait(Chunk(self._num_output, (), (), rest, ()))
-        self._events.put_nowait(_finished(finish))
+            self._put(Chunk(self._num_output, (), (), rest, ()))
+        self._put(_finished(finish))
 
 
 def _finished(finish: Finish) -> Finished:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from cluster.driver import Driver, DriverOptions
+from cluster.many_requests import ManyRequests
 from cluster.tracing import SERVICE_NAME as TRACE_SERVICE
 from cluster.tracing import TraceServicer
 from paceline.channel import CALLERS
@@ -48,6 +50,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         finally:
             # Also when the call was cancelled, which cancels this task.
             generation.cancel()
+
+    async def GenerateMany(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[inference_pb2.GenerateManyRequest],
+        context: _Context,
+    ) -> None:
+        await ManyRequests(self._driver, context).serve(request_iterator)
 
     async def DescribeModel(
         self, request: inference_pb2.DescribeModelRequest, context: _Context

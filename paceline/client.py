@@ -16,8 +16,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -40,6 +40,7 @@ from paceline.inference_wire import (
     request_to_wire,
 )
 from paceline.options import OptionFields, options_with
+from paceline.shared_stream import SharedStream
 from paceline.stats_wire import stats_from_wire
 from paceline.status import error_of, unreachable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
@@ -188,6 +189,7 @@ class AsyncClient(_Caller):
         super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
         self._channel = grpc.aio.insecure_channel(address, options=client_options(CALLERS))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._shared: SharedStream | None = None
 
     async def generate(
         self,
@@ -207,16 +209,31 @@ class AsyncClient(_Caller):
         options: GenerateOptions | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[GenerateEvent]:
-        """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
+        """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request.
+
+        Where the client has no deadline its requests share a stream, which costs the server less.
+        """
         request = request_to_wire(generate_input, options_with(options, fields))
         await self._connect()
+        with self._errors_of_ours():
+            # A deadline is gRPC's, so a request that has one needs a call of its own.
+            own = self._timeout is not None
+            async with aclosing(self._own(request) if own else self._share(request)) as events:
+                async for event in events:
+                    yield event
+
+    async def _own(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[GenerateEvent]:
         call = self._stub.Generate(request, timeout=self._timeout)
         try:
-            with self._errors_of_ours():
-                async for response in call:
-                    yield event_from_wire(response)
+            async for response in call:
+                yield event_from_wire(response)
         finally:
             call.cancel()
+
+    def _share(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[GenerateEvent]:
+        if self._shared is None or self._shared.broken is not None:
+            self._shared = SharedStream(self._stub, self.address)
+        return self._shared.stream(request)
 
     async def stats(self) -> Stats:
         """The server's counters and its workers."""
@@ -236,6 +253,8 @@ class AsyncClient(_Caller):
 
     async def close(self) -> None:
         """End the connection; running streams are cancelled. Closing twice is no error."""
+        if self._shared is not None:
+            await self._shared.close()
         await self._channel.close(None)
 
     async def __aenter__(self) -> Self:

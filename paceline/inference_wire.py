@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
+
 from paceline.convert import (
     rule_to_wire,
     sampling_from_wire,
     sampling_to_wire,
     stopping_to_wire,
 )
-from paceline.errors import InternalError, InvalidRequestError
+from paceline.errors import InternalError, InvalidRequestError, PacelineError
 from paceline.generation import (
     Chunk,
     Finished,
@@ -25,6 +27,7 @@ from paceline.generation import (
 )
 from paceline.rules import Rule, Stopping
 from paceline.stats_wire import request_stats_from_wire, request_stats_to_wire
+from paceline.status import error_told, status_of
 from paceline.v1 import inference_pb2, types_pb2
 
 _SAMPLING_FIELDS = (
@@ -62,6 +65,7 @@ _ORIGINS: dict[Origin, Any] = {
     "target": types_pb2.TOKEN_ORIGIN_TARGET,
     "draft": types_pb2.TOKEN_ORIGIN_DRAFT,
 }
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 _ORIGIN_NAMES: dict[int, Origin] = {number: name for name, number in _ORIGINS.items()}
 
 
@@ -133,28 +137,43 @@ def request_from_wire(
 
 def event_to_wire(event: GenerateEvent) -> inference_pb2.GenerateResponse:
     """The message of one event of a stream."""
+    response = inference_pb2.GenerateResponse()
+    fill_response(response, event)
+    return response
+
+
+def fill_response(response: inference_pb2.GenerateResponse, event: GenerateEvent) -> None:
+    """Make an empty message that of an event: where it is part of another, nothing is copied."""
     match event:
         case Chunk():
-            chunk = inference_pb2.Chunk(
-                offset=event.offset,
-                token_ids=event.token_ids,
-                origins=[_ORIGINS[origin] for origin in event.origins],
-                text=event.text,
-                pieces=event.pieces,
-            )
-            return inference_pb2.GenerateResponse(chunk=chunk)
+            chunk = response.chunk
+            chunk.offset = event.offset
+            chunk.token_ids.extend(event.token_ids)
+            chunk.origins.extend([_ORIGINS[origin] for origin in event.origins])
+            chunk.text = event.text
+            chunk.pieces.extend(event.pieces)
+            chunk.SetInParent()
         case Started():
-            started = inference_pb2.Started(
-                request_id=event.request_id,
-                seed=event.seed,
-                prompt_token_ids=event.prompt_token_ids,
-            )
-            return inference_pb2.GenerateResponse(started=started)
+            started = response.started
+            started.request_id = event.request_id
+            started.seed = event.seed
+            started.prompt_token_ids.extend(event.prompt_token_ids)
+            started.SetInParent()
         case Finished():
-            finished = inference_pb2.Finished(
-                reason=_REASONS[event.reason], stats=request_stats_to_wire(event.stats)
-            )
-            return inference_pb2.GenerateResponse(finished=finished)
+            response.finished.reason = _REASONS[event.reason]
+            response.finished.stats.CopyFrom(request_stats_to_wire(event.stats))
+
+
+def failure_to_wire(error: PacelineError) -> inference_pb2.RequestFailed:
+    """What a request of a GenerateMany stream is told that ended so."""
+    code, details, metadata = status_of(error)
+    return inference_pb2.RequestFailed(code=code.value[0], details=details, metadata=dict(metadata))
+
+
+def failure_from_wire(failed: inference_pb2.RequestFailed, address: str) -> PacelineError:
+    """The error that the server at `address` told."""
+    code = _STATUS_CODES.get(failed.code, grpc.StatusCode.UNKNOWN)
+    return error_told(code, failed.details, failed.metadata, address)
 
 
 def event_from_wire(response: inference_pb2.GenerateResponse) -> GenerateEvent:

@@ -6,7 +6,7 @@ and, for a wrong request, the field, so that a client raises what the server rai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import grpc
@@ -44,9 +44,15 @@ def status_of(error: PacelineError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 def error_of(error: grpc.RpcError, address: str) -> PacelineError:
     """The error of ours that a failed call to `address` means."""
     call: Any = error
-    code: grpc.StatusCode = call.code()
-    details = call.details() or code.name
     metadata = _as_dict(call.trailing_metadata())
+    return error_told(call.code(), call.details() or "", metadata, address)
+
+
+def error_told(
+    code: grpc.StatusCode, details: str, metadata: Mapping[str, str], address: str
+) -> PacelineError:
+    """The error of ours that `status_of` told so, or that gRPC itself means by it."""
+    details = details or code.name
     kind = getattr(errors, metadata.get(ERROR_KEY, ""), None)
     if FIELD_KEY in metadata:
         field = metadata[FIELD_KEY]

@@ -2,7 +2,7 @@
 
 The promise: a prompt of any length delays another sequence's token by at most two steps of the same
 batch without it. So a step with prefill may take three times as long as without; to leave room for
-what a host does meanwhile, chunks are chosen for two and a half.
+what a host does meanwhile, chunks are chosen for a little less.
 
 What a step without prefill takes is measured, never guessed: where prompts do not pause, a step now
 and then goes without (nothing is lost by that: those who decode go on). How a step's time grows
@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-LONGEST = 2.5
+LONGEST = 2.75
 """How often the time of a step without prefill a step with it is to take."""
 
 _DECAY = 0.8

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config_model import Config
@@ -33,8 +33,10 @@ class ServingAmount:
     continuous_seconds: float
 
 
-FULL = ServingAmount({1: 6, 4: 12, 16: 48}, 60.0)
+FULL = ServingAmount({1: 4, 4: 12, 16: 32}, 30.0)
 QUICK = ServingAmount({1: 1, 16: 16}, 10.0)
+_REPORTS = 4
+"""How often it is told how far the requests of a row are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +69,40 @@ def measure_serving(task: EngineTask) -> list[EngineRow]:
         for batch in task.batches_of(amount.requests):
             requests = seeded_requests(amount.requests[batch], vocab_size=vocab_size, seed=batch)
             for name, client in clients.items():
-                task.tell(f"serving: {name}, batch {batch}")
+                progress = _Progress(task.tell, f"{name}, batch {batch}", len(requests))
                 asyncio.run(serve(client.address, [_WARM_UP], batch=1, tenant="warm-up"))
-                served = measure_own(client, requests, batch)
+                served = measure_own(client, requests, batch, progress.more)
                 rows.append(_own_row(name, files.weights, batch, served))
-            task.tell(f"serving: transformers, batch {batch}")
-            rows.append(_static_row(peer, requests, batch, threads))
+                progress.end(rows[-1])
+            progress = _Progress(task.tell, f"transformers, batch {batch}", len(requests))
+            rows.append(_static_row(peer, requests, batch, threads, progress.more))
+            progress.end(rows[-1])
             if batch == max(BATCHES):
                 task.tell("serving: transformers' continuous batching")
                 limit = amount.continuous_seconds
                 rows.append(_continuous_row(peer, requests, batch, threads, limit))
     return rows
+
+
+class _Progress:
+    """Says how far a row is, and in the end what it gave."""
+
+    def __init__(self, tell: Callable[[str], None], name: str, requests: int) -> None:
+        self._tell = tell
+        self._name = name
+        self._requests = requests
+        self._done = 0
+        tell(f"serving: {name}, {requests} requests")
+
+    def more(self, requests: int) -> None:
+        """So many more are done."""
+        before, self._done = self._done, self._done + requests
+        if self._done * _REPORTS // self._requests > before * _REPORTS // self._requests:
+            self._tell(f"serving: {self._name}, {self._done} of {self._requests} requests")
+
+    def end(self, row: EngineRow) -> None:
+        """All are done."""
+        self._tell(f"serving: {self._name}, {row.tokens_per_second:.1f} tokens/s")
 
 
 def deployments(config: Config) -> dict[str, Config]:
@@ -91,18 +116,33 @@ def deployments(config: Config) -> dict[str, Config]:
     return {own_name(window=0, degree=1, threads=threads): plain(threads) for threads in (CORES, 1)}
 
 
-def measure_own(client: Client, requests: Sequence[Request], batch: int) -> Served:
-    """All requests through the server, `batch` at a time, with its counters around them."""
+def measure_own(
+    client: Client,
+    requests: Sequence[Request],
+    batch: int,
+    on_done: Callable[[int], None] = lambda _: None,
+) -> Served:
+    """All requests through the server, `batch` at a time, with its counters around them.
+
+    `on_done` is told of each request that is done.
+    """
     before = client.stats()
     start = time.perf_counter()
-    token_ids = asyncio.run(serve(client.address, requests, batch=batch, tenant=f"batch {batch}"))
+    token_ids = asyncio.run(
+        serve(client.address, requests, batch=batch, tenant=f"batch {batch}", on_done=on_done)
+    )
     seconds = time.perf_counter() - start
     after = client.stats()
     return Served(token_ids, seconds, after.steps - before.steps, _counters(before, after))
 
 
 async def serve(
-    address: str, requests: Sequence[Request], *, batch: int, tenant: str
+    address: str,
+    requests: Sequence[Request],
+    *,
+    batch: int,
+    tenant: str,
+    on_done: Callable[[int], None] = lambda _: None,
 ) -> list[tuple[int, ...]]:
     """Greedy plain decoding of every request, `batch` at a time; tokens in the requests' order."""
     places = asyncio.Semaphore(batch)
@@ -118,6 +158,7 @@ async def serve(
         )
         async with places:
             completion = await client.generate(list(request.prompt_token_ids), options)
+        on_done(1)
         return completion.token_ids
 
     async with AsyncClient(address) as client:
@@ -172,7 +213,11 @@ def _best_threads(peer: PeerProcess, vocab_size: int) -> int:
 
 
 def _static_row(
-    peer: PeerProcess, requests: Sequence[Request], batch: int, threads: int
+    peer: PeerProcess,
+    requests: Sequence[Request],
+    batch: int,
+    threads: int,
+    on_done: Callable[[int], None],
 ) -> EngineRow:
     """Wanted tokens alone count; what a batch makes beyond a request's length is its loss."""
     token_ids: list[Sequence[int]] = []
@@ -188,6 +233,7 @@ def _static_row(
             ids[: request.output_tokens]
             for ids, request in zip(answer.token_ids, group, strict=True)
         ]
+        on_done(len(group))
     served = Served(token_ids, seconds, steps, {})
     return _row("hf", "transformers", batch, peer.dtype, threads, served)
 

@@ -39,6 +39,11 @@ class InferenceServiceStub:
                 request_serializer=paceline_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/paceline.v1.InferenceService/GenerateMany',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
         self.DescribeModel = channel.unary_unary(
                 '/paceline.v1.InferenceService/DescribeModel',
                 request_serializer=paceline_dot_v1_dot_inference__pb2.DescribeModelRequest.SerializeToString,
@@ -58,6 +63,17 @@ class InferenceServiceServicer:
         """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
         within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED when the queue is
         full; UNAVAILABLE when no target can be reached. Nothing streamed is ever retracted.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GenerateMany(self, request_iterator, context):
+        """Any number of requests over one stream, each answered as by Generate. What several of them get
+        by one step comes in one message: that costs the server a fraction of a message each. An error
+        of one request ends that one alone; the end of the stream, from either side, ends all. A
+        message that names no request, or begins one under a number in use, ends the stream with
+        INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,6 +100,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=paceline_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.GenerateManyRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.GenerateManyResponse.SerializeToString,
             ),
             'DescribeModel': grpc.unary_unary_rpc_method_handler(
                     servicer.DescribeModel,
@@ -123,6 +144,33 @@ class InferenceService:
             '/paceline.v1.InferenceService/Generate',
             paceline_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             paceline_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/paceline.v1.InferenceService/GenerateMany',
+            paceline_dot_v1_dot_inference__pb2.GenerateManyRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

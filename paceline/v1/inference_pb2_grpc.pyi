@@ -36,6 +36,13 @@ class InferenceServiceStub:
     within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED when the queue is
     full; UNAVAILABLE when no target can be reached. Nothing streamed is ever retracted.
     """
+    GenerateMany: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]
+    """Any number of requests over one stream, each answered as by Generate. What several of them get
+    by one step comes in one message: that costs the server a fraction of a message each. An error
+    of one request ends that one alone; the end of the stream, from either side, ends all. A
+    message that names no request, or begins one under a number in use, ends the stream with
+    INVALID_ARGUMENT.
+    """
     DescribeModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DescribeModelRequest, _inference_pb2.DescribeModelResponse]
     """What is served here."""
     Stats: _grpc.UnaryUnaryMultiCallable[_inference_pb2.StatsRequest, _inference_pb2.StatsResponse]
@@ -48,6 +55,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
     within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED when the queue is
     full; UNAVAILABLE when no target can be reached. Nothing streamed is ever retracted.
+    """
+    GenerateMany: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]  # type: ignore[assignment]
+    """Any number of requests over one stream, each answered as by Generate. What several of them get
+    by one step comes in one message: that costs the server a fraction of a message each. An error
+    of one request ends that one alone; the end of the stream, from either side, ends all. A
+    message that names no request, or begins one under a number in use, ends the stream with
+    INVALID_ARGUMENT.
     """
     DescribeModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.DescribeModelRequest, _inference_pb2.DescribeModelResponse]  # type: ignore[assignment]
     """What is served here."""
@@ -64,6 +78,19 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
         within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED when the queue is
         full; UNAVAILABLE when no target can be reached. Nothing streamed is ever retracted.
+        """
+
+    @_abc_1.abstractmethod
+    def GenerateMany(
+        self,
+        request_iterator: _MaybeAsyncIterator[_inference_pb2.GenerateManyRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateManyResponse], _abc.AsyncIterator[_inference_pb2.GenerateManyResponse]]:
+        """Any number of requests over one stream, each answered as by Generate. What several of them get
+        by one step comes in one message: that costs the server a fraction of a message each. An error
+        of one request ends that one alone; the end of the stream, from either side, ends all. A
+        message that names no request, or begins one under a number in use, ends the stream with
+        INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod

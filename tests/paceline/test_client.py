@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, get_type_hints
 
@@ -17,6 +17,7 @@ from paceline import (
     Chunk,
     Client,
     Finished,
+    GenerateEvent,
     GenerateOptions,
     InvalidRequestError,
     Message,
@@ -35,6 +36,7 @@ from paceline.errors import InternalError, PacelineError, WorkerLostError
 from paceline.inference_wire import (
     description_to_wire,
     event_to_wire,
+    failure_to_wire,
     request_from_wire,
 )
 from paceline.options import OptionFields
@@ -60,6 +62,10 @@ EVENTS = (
 )
 
 
+OWN_OR_SHARED = (20.0, None)
+"""An AsyncClient gives each request a call of its own with a deadline, else all share a stream."""
+
+
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
     """Prompt "endless" never ends; "error" is answered with `error`; else `EVENTS`."""
 
@@ -83,6 +89,25 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
             self.cancelled.wait(20)
             return
         yield from map(event_to_wire, EVENTS[: -1 if request.prompt == "torn" else None])
+
+    def GenerateMany(
+        self, request_iterator: Iterator[inference_pb2.GenerateManyRequest], context: Any
+    ) -> Iterator[inference_pb2.GenerateManyResponse]:
+        for message in request_iterator:
+            if message.HasField("cancel"):
+                self.cancelled.set()
+                continue
+            self.requests.append(message.begin)
+            answer = inference_pb2.GenerateManyResponse()
+            if message.begin.prompt == "error":
+                answer.responses.add(number=message.number, failed=failure_to_wire(self.error))
+            else:
+                events = EVENTS[:2] if message.begin.prompt == "endless" else EVENTS
+                for event in events:
+                    answer.responses.add(number=message.number, response=event_to_wire(event))
+            if message.begin.prompt == "aborted":
+                context.abort(grpc.StatusCode.UNAVAILABLE, "the server goes away")
+            yield answer
 
     def DescribeModel(self, request: Any, context: Any) -> inference_pb2.DescribeModelResponse:
         return description_to_wire(DESCRIPTION)
@@ -132,8 +157,9 @@ def test_a_completion(address: str, scripted: Scripted) -> None:
     assert request_from_wire(scripted.requests[1])[0] == (5, 6)
 
 
-async def test_a_completion_async(address: str) -> None:
-    async with AsyncClient(address) as client:
+@pytest.mark.parametrize("timeout", OWN_OR_SHARED)
+async def test_a_completion_async(address: str, timeout: float | None) -> None:
+    async with AsyncClient(address, timeout=timeout) as client:
         assert (await client.generate("hello")).text == "hé!"
         assert [event async for event in client.stream("hello")] == list(EVENTS)
         assert await client.stats() == STATS
@@ -157,16 +183,22 @@ def test_closing_the_stream_cancels(address: str, scripted: Scripted) -> None:
         assert scripted.cancelled.wait(5)
 
 
-async def test_closing_the_stream_cancels_async(address: str, scripted: Scripted) -> None:
-    async with AsyncClient(address) as client:
+@pytest.mark.parametrize("timeout", OWN_OR_SHARED)
+async def test_closing_the_stream_cancels_async(
+    address: str, scripted: Scripted, timeout: float | None
+) -> None:
+    async with AsyncClient(address, timeout=timeout) as client:
         stream = client.stream("endless")
         assert await anext(stream) == EVENTS[0]
         await stream.aclose()  # type: ignore[attr-defined]
         assert await asyncio.to_thread(scripted.cancelled.wait, 5)
 
 
-async def test_cancelling_the_task_cancels(address: str, scripted: Scripted) -> None:
-    async with AsyncClient(address) as client:
+@pytest.mark.parametrize("timeout", OWN_OR_SHARED)
+async def test_cancelling_the_task_cancels(
+    address: str, scripted: Scripted, timeout: float | None
+) -> None:
+    async with AsyncClient(address, timeout=timeout) as client:
         task = asyncio.create_task(client.generate("endless"))
         while not scripted.requests:
             await asyncio.sleep(0.01)
@@ -193,10 +225,13 @@ async def test_errors_come_back_as_they_were(
     scripted.error = error
     with Client(address) as client, pytest.raises(type(error)) as caught:
         await asyncio.to_thread(client.generate, "error")
-    async with AsyncClient(address) as client_async:
-        with pytest.raises(type(error)) as caught_async:
-            await client_async.generate("error")
-    for one in (caught.value, caught_async.value):
+    all_caught = [caught.value]
+    for timeout in OWN_OR_SHARED:
+        async with AsyncClient(address, timeout=timeout) as client_async:
+            with pytest.raises(type(error)) as caught_async:
+                await client_async.generate("error")
+        all_caught.append(caught_async.value)
+    for one in all_caught:
         assert type(one) is type(error)
         assert str(one) == str(error)
         assert getattr(one, "field", None) == getattr(error, "field", None)
@@ -205,6 +240,41 @@ async def test_errors_come_back_as_they_were(
 def test_a_deadline(address: str) -> None:
     with Client(address, timeout=0.2) as client, pytest.raises(UnavailableError, match="DEADLINE"):
         client.generate("endless")
+
+
+async def test_a_deadline_async(address: str) -> None:
+    async with AsyncClient(address, timeout=0.2) as client:
+        with pytest.raises(UnavailableError, match="DEADLINE"):
+            await client.generate("endless")
+
+
+async def test_a_shared_stream_that_breaks_ends_its_requests_and_the_next_gets_another(
+    address: str,
+) -> None:
+    async with AsyncClient(address) as client:
+        waiting = client.stream("endless")
+        assert await anext(waiting) == EVENTS[0]
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="the server goes away"):
+                await client.generate("aborted")
+        with pytest.raises(UnavailableError, match="the server goes away"):
+            await waiting_end(waiting)
+        assert (await client.generate("hello")).text == "hé!"
+
+
+async def waiting_end(stream: AsyncIterator[GenerateEvent]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def test_closing_the_client_ends_what_shares_its_stream(address: str) -> None:
+    async with AsyncClient(address) as client:
+        stream = client.stream("endless")
+        assert await anext(stream) == EVENTS[0]
+        task = asyncio.create_task(waiting_end(stream))
+        await asyncio.sleep(0.05)
+    with pytest.raises(UnavailableError, match="the client was closed"):
+        await task
 
 
 def test_a_torn_stream(address: str) -> None:

@@ -22,7 +22,8 @@ from workers.engine.slices import Slice, is_tree, node_positions, positions_of, 
 _ROW_MULTIPLE = 4
 """The attention kernel rounds otherwise in tiles of fewer than 4 query rows."""
 _WIDE = 16
-"""Slices up to this width are padded to a common width; wider ones make groups of their own."""
+"""Slices up to this width are padded to a common width, those that decode and those that prefill
+apart; wider ones make groups of their own."""
 HIDDEN = -1e30
 """Added to scores of positions that a row may not see. Finite, so that no row is all -inf."""
 
@@ -139,9 +140,12 @@ def _batches(
     slices: Sequence[Slice], offsets: Sequence[int], num_query_heads: int, num_kv_heads: int
 ) -> list[_Batch]:
     narrow = [i for i, piece in enumerate(slices) if len(piece.token_ids) <= _WIDE]
+    # A few tokens of a prompt beside others that decode must not make queries of those as wide.
+    decoding = [i for i in narrow if slices[i].num_logits == len(slices[i].token_ids)]
+    prefilling = [i for i in narrow if slices[i].num_logits < len(slices[i].token_ids)]
     wide = [[i] for i, piece in enumerate(slices) if len(piece.token_ids) > _WIDE]
     batches: list[_Batch] = []
-    for members in ([narrow] if narrow else []) + wide:
+    for members in [one for one in (decoding, prefilling, *wide) if one]:
         pieces, firsts = [slices[i] for i in members], [offsets[i] for i in members]
         batches.append((pieces, _Rows(pieces, firsts, num_query_heads, num_kv_heads), firsts))
     return batches

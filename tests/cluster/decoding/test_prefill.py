@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.decoding.prefill import PrefillCosts, share_prefill
+from cluster.decoding.prefill import LONGEST, PrefillCosts, share_prefill
 
 BUDGET = 512
 PROMISED = 3.0
@@ -50,7 +50,7 @@ DEVICES: list[StepMs] = [dear, linear, processor, bent, accelerator, flat]
 
 def best_chunk(step_ms: StepMs, decoding: int) -> int:
     """The largest that keeps the promise with the margin that we leave."""
-    fits = (p for p in range(1, BUDGET) if step_ms(decoding + p) <= 2.5 * step_ms(decoding))
+    fits = (p for p in range(1, BUDGET) if step_ms(decoding + p) <= LONGEST * step_ms(decoding))
     return max(fits, default=1)
 
 

@@ -1,0 +1,127 @@
+"""The requests of one GenerateMany stream: each a generation, all answered by one writer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import grpc
+
+from cluster.driver import Driver
+from cluster.generation import Generation
+from paceline.errors import PacelineError
+from paceline.generation import Chunk, GenerateEvent, Started
+from paceline.inference_wire import failure_to_wire, fill_response, request_from_wire
+from paceline.v1 import inference_pb2
+
+MAX_TOKEN_IDS = 100_000
+"""Of a message, all answers in it together, unless a single answer has more."""
+
+_Answer = tuple[int, GenerateEvent | PacelineError]
+
+
+class ManyRequests:
+    """One stream's. What is told between two writes goes out in one message."""
+
+    def __init__(self, driver: Driver, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        self._driver = driver
+        self._context = context
+        self._begun: dict[int, asyncio.Task[None]] = {}
+        self._generations: dict[int, Generation] = {}
+        self._answers: list[_Answer] = []
+        self._told = asyncio.Event()
+
+    async def serve(self, requests: AsyncIterator[inference_pb2.GenerateManyRequest]) -> None:
+        """Until the caller ends the stream, which ends all of its requests."""
+        writer = asyncio.create_task(self._write())
+        reader = asyncio.create_task(self._read(requests))
+        try:
+            await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
+            for task in (reader, writer):
+                if task.done():
+                    task.result()
+        finally:
+            for task in (writer, reader, *self._begun.values()):
+                task.cancel()
+            for generation in self._generations.values():
+                generation.cancel()
+
+    async def _read(self, requests: AsyncIterator[inference_pb2.GenerateManyRequest]) -> None:
+        async for message in requests:
+            number = message.number
+            match message.WhichOneof("message"):
+                case "begin" if number not in self._begun:
+                    self._begun[number] = asyncio.create_task(self._begin(number, message.begin))
+                case "begin":
+                    await self._refuse(f"number: a request runs under {number}; choose another")
+                case "cancel":
+                    self._cancel(number)
+                case _:
+                    await self._refuse("message: expected begin or cancel, got neither")
+
+    async def _refuse(self, reason: str) -> None:
+        await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+
+    async def _begin(self, number: int, request: inference_pb2.GenerateRequest) -> None:
+        try:
+            generation = await self._driver.submit(*request_from_wire(request))
+        except PacelineError as error:
+            self._tell(number, error)
+            return
+        self._generations[number] = generation
+        generation.pass_to(partial(self._tell, number))
+
+    def _cancel(self, number: int) -> None:
+        begun = self._begun.pop(number, None)
+        if begun is not None:
+            begun.cancel()
+        generation = self._generations.pop(number, None)
+        if generation is not None:
+            generation.cancel()
+
+    def _tell(self, number: int, answer: GenerateEvent | PacelineError) -> None:
+        if number not in self._begun:
+            return  # It was cancelled.
+        if not isinstance(answer, Started | Chunk):
+            del self._begun[number]
+            self._generations.pop(number, None)
+        self._answers.append((number, answer))
+        self._told.set()
+
+    async def _write(self) -> None:
+        while True:
+            await self._told.wait()
+            self._told.clear()
+            answers, self._answers = self._answers, []
+            begin = 0
+            while begin < len(answers):
+                end = _end_of_message(answers, begin)
+                await self._context.write(_message_of(answers[begin:end]))
+                begin = end
+
+
+def _end_of_message(answers: list[_Answer], begin: int) -> int:
+    room = MAX_TOKEN_IDS
+    for index in range(begin, len(answers)):
+        answer = answers[index][1]
+        if isinstance(answer, Started):
+            room -= len(answer.prompt_token_ids)
+        elif isinstance(answer, Chunk):
+            room -= len(answer.token_ids)
+        if room < 0:
+            return max(index, begin + 1)
+    return len(answers)
+
+
+def _message_of(answers: list[_Answer]) -> inference_pb2.GenerateManyResponse:
+    message = inference_pb2.GenerateManyResponse()
+    for number, answer in answers:
+        numbered = message.responses.add()
+        numbered.number = number
+        if isinstance(answer, PacelineError):
+            numbered.failed.CopyFrom(failure_to_wire(answer))
+        else:
+            fill_response(numbered.response, answer)
+    return message

@@ -1,0 +1,147 @@
+"""Requests that share one GenerateMany stream, against a real driver."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+
+from cluster import many_requests
+from paceline import AsyncClient, GenerateOptions, InvalidRequestError
+from paceline.inference_wire import request_to_wire
+from paceline.v1 import inference_pb2, inference_pb2_grpc
+from tests.cluster.system import System, eventually, make_checkpoints, running_system
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PROMPTS = ("The quick brown fox", "def add(left", "Übung macht den Meister", "sea sea sea")
+LONG = GenerateOptions(temperature=0.0, max_tokens=200, ignore_eos=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
+    checkpoints = make_checkpoints(tmp_path_factory.mktemp("many"))
+    async with running_system(checkpoints, drafters={"d": None}) as system:
+        yield system
+
+
+@pytest.fixture
+def stub(system: System) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+    channel = grpc.aio.insecure_channel(system.server.address)
+    return inference_pb2_grpc.InferenceServiceStub(channel)
+
+
+def _begin(
+    number: int, prompt: str = PROMPTS[0], options: GenerateOptions = LONG
+) -> inference_pb2.GenerateManyRequest:
+    return inference_pb2.GenerateManyRequest(number=number, begin=request_to_wire(prompt, options))
+
+
+async def test_each_gets_what_a_call_of_its_own_gives(system: System) -> None:
+    options = GenerateOptions(seed=3, max_tokens=40, temperature=1.0, stop=("zz",))
+    async with AsyncClient(system.server.address, timeout=60) as own:
+        expected = [await own.generate(prompt, options) for prompt in PROMPTS]
+    got = await asyncio.gather(*(system.client.generate(p, options) for p in PROMPTS))
+    for one, other in zip(expected, got, strict=True):
+        assert (one.token_ids, one.text) == (other.token_ids, other.text)
+        assert (one.finish_reason, one.seed) == (other.finish_reason, other.seed)
+    await system.settle()
+
+
+async def test_what_a_step_gives_to_several_comes_in_one_message(
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+) -> None:
+    call: Any = stub.GenerateMany()  # type: ignore[call-arg]
+    for number in range(8):
+        await call.write(_begin(number))
+    messages = answers = finished = 0
+    async for message in call:
+        messages += 1
+        answers += len(message.responses)
+        finished += sum(answer.response.HasField("finished") for answer in message.responses)
+        if finished == 8:
+            break
+    call.cancel()
+    assert messages < answers / 3
+
+
+async def test_an_error_of_one_is_its_own(system: System) -> None:
+    good = asyncio.create_task(system.client.generate(PROMPTS[0], LONG))
+    with pytest.raises(InvalidRequestError, match="temperature") as caught:
+        await system.client.generate(PROMPTS[1], temperature=-1.0)
+    assert caught.value.field == "temperature"
+    assert len((await good).token_ids) == 200
+    await system.settle()
+
+
+async def test_cancelling_one_leaves_the_others(system: System) -> None:
+    good = asyncio.create_task(system.client.generate(PROMPTS[0], LONG))
+    leaving = [asyncio.create_task(system.client.generate(p, LONG)) for p in PROMPTS[1:]]
+    await eventually(lambda: system.driver.scheduler.num_running == 4)
+    for task in leaving:
+        task.cancel()
+    await asyncio.gather(*leaving, return_exceptions=True)
+    await eventually(lambda: system.driver.scheduler.num_running <= 1)
+    assert len((await good).token_ids) == 200
+    await system.settle()
+
+
+async def test_the_end_of_the_stream_cancels_all(
+    system: System, stub: inference_pb2_grpc.InferenceServiceAsyncStub
+) -> None:
+    for half_close in (True, False):
+        call = stub.GenerateMany()  # type: ignore[call-arg]
+        for number in (1, 2):
+            await call.write(_begin(number))
+        await eventually(lambda: system.driver.scheduler.num_running == 2)
+        await call.done_writing() if half_close else call.cancel()
+        await eventually(lambda: system.driver.scheduler.num_running == 0)
+        await system.settle()
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ((_begin(5), _begin(5)), "number: a request runs under 5"),
+        ((inference_pb2.GenerateManyRequest(number=1),), "message: expected begin or cancel"),
+    ],
+)
+async def test_a_message_that_makes_no_sense_ends_the_stream(
+    system: System,
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+    messages: tuple[inference_pb2.GenerateManyRequest, ...],
+    reason: str,
+) -> None:
+    call = stub.GenerateMany()  # type: ignore[call-arg]
+    for message in messages:
+        await call.write(message)
+    with pytest.raises(grpc.aio.AioRpcError, match=reason) as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await system.settle()
+
+
+async def test_cancelling_what_does_not_run_is_no_error_and_a_number_may_be_used_again(
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+) -> None:
+    call = stub.GenerateMany()  # type: ignore[call-arg]
+    short = GenerateOptions(max_tokens=2, ignore_eos=True)
+    cancel = inference_pb2.GenerateManyRequest(number=7, cancel=inference_pb2.CancelRequest())
+    for _ in range(2):
+        await call.write(cancel)
+        await call.write(_begin(7, options=short))
+        finished = False
+        while not finished:
+            message: Any = await call.read()
+            finished = any(answer.response.HasField("finished") for answer in message.responses)
+    call.cancel()
+
+
+async def test_long_messages_are_cut(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_requests, "MAX_TOKEN_IDS", 1)
+    answers = await asyncio.gather(*(system.client.generate(p, LONG) for p in PROMPTS))
+    assert all(len(answer.token_ids) == 200 for answer in answers)
