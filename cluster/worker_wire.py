@@ -31,9 +31,9 @@ DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 
 def step_to_wire(step: RunStep) -> target_pb2.StepRequest:
     """The message of a step."""
-    request = target_pb2.StepRequest(
-        step=step.step, close=step.close, slices=[_slice_to_wire(part) for part in step.slices]
-    )
+    request = target_pb2.StepRequest(step=step.step, close=step.close)
+    for part in step.slices:
+        _fill_slice(request.slices.add(), part)
     for opened in step.open:
         request.open.add(
             sequence_id=opened.sequence_id,
@@ -44,23 +44,26 @@ def step_to_wire(step: RunStep) -> target_pb2.StepRequest:
     return request
 
 
-def _slice_to_wire(part: Slice) -> target_pb2.Slice:
-    return target_pb2.Slice(
-        sequence_id=part.sequence_id,
-        start=part.start,
-        token_ids=part.token_ids,
-        window=part.window,
-        verdict=part.verdict,
-        new_blocks=part.new_blocks,
-        parents=part.parents,
-        kv_moves=[
-            target_pb2.KvMove(from_position=source, to_position=goal)
-            for source, goal in part.kv_moves
-        ],
-        distributions=distributions_to_wire(part.distributions),
-        multiplicities=part.multiplicities,
-        top_tokens=part.top_tokens,
-    )
+def _fill_slice(message: target_pb2.Slice, part: Slice) -> None:
+    """Fields that are not set cost nothing, and most slices have the first few alone."""
+    message.sequence_id = part.sequence_id
+    message.start = part.start
+    message.token_ids.extend(part.token_ids)
+    message.verdict = part.verdict
+    if part.window:
+        message.window = part.window
+    if part.new_blocks:
+        message.new_blocks.extend(part.new_blocks)
+    if part.parents:
+        message.parents.extend(part.parents)
+    for source, goal in part.kv_moves:
+        message.kv_moves.add(from_position=source, to_position=goal)
+    if part.distributions:
+        message.distributions.extend(distributions_to_wire(part.distributions))
+    if part.multiplicities:
+        message.multiplicities.extend(part.multiplicities)
+    if part.top_tokens:
+        message.top_tokens = part.top_tokens
 
 
 def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdict, ...]:

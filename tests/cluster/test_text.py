@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from cluster.text import IncrementalDecoder, TextCodec, TextStream
+from cluster.text import ByteDecoder, IncrementalDecoder, TextCodec, TextStream
 from paceline.errors import CheckpointError, InvalidRequestError
 from paceline.generation import Message
 from tests.tiny import make_tiny_tokenizer
@@ -61,16 +61,35 @@ def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 @given(token_ids=st.lists(st.integers(0, 383), max_size=120))
 def test_any_byte_level_tokens(byte_level: TextCodec, token_ids: list[int]) -> None:
-    decoder = IncrementalDecoder(byte_level)
-    text = "".join([*map(decoder.push, token_ids), decoder.flush()])
-    assert text == byte_level.decode(token_ids)
+    for decoder in (IncrementalDecoder(byte_level), ByteDecoder(byte_level)):
+        text = "".join([*map(decoder.push, token_ids), decoder.flush()])
+        assert text == byte_level.decode(token_ids)
 
 
 @given(byte=st.integers(3, 258), count=st.integers(1, 200))
 def test_runs_of_one_byte(byte_level: TextCodec, byte: int, count: int) -> None:
-    decoder = IncrementalDecoder(byte_level)
-    text = "".join([*map(decoder.push, [byte] * count), decoder.flush()])
-    assert text == byte_level.decode([byte] * count)
+    for decoder in (IncrementalDecoder(byte_level), ByteDecoder(byte_level)):
+        text = "".join([*map(decoder.push, [byte] * count), decoder.flush()])
+        assert text == byte_level.decode([byte] * count)
+
+
+def test_the_quicker_decoder_is_taken_where_it_is_right(
+    byte_level: TextCodec, sentencepiece: TextCodec
+) -> None:
+    assert isinstance(byte_level.decoder(), ByteDecoder)
+    assert isinstance(sentencepiece.decoder(), IncrementalDecoder)
+
+
+def test_added_tokens_are_written_as_they_are(tmp_path: Path) -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.add_tokens(["<tool call> é"])
+    tokenizer.save_pretrained(tmp_path)
+    codec = TextCodec(tmp_path)
+    token_ids = codec.encode_prompt("a<tool call> éb")
+    decoder = codec.decoder()
+    assert isinstance(decoder, ByteDecoder)
+    text = "".join([*map(decoder.push, token_ids), decoder.flush()])
+    assert text == codec.decode(token_ids) == "a<tool call> éb"
 
 
 @given(text=st.text(max_size=150))
