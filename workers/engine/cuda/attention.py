@@ -1,7 +1,8 @@
 """Attention over pages: torch's varlen_attn on a GPU, a plain reference where that cannot run.
 
-varlen_attn (FlashAttention) takes float16 and bfloat16 on CUDA devices. For float32, and on a CPU,
-where only tests use it, the reference computes the same, sequence by sequence.
+varlen_attn (FlashAttention 2) takes float16 and bfloat16 on CUDA devices from Ampere on. For
+float32, and on a CPU, where only tests use it, the reference computes the same, sequence by
+sequence.
 
 A tree's nodes need a mask, which varlen_attn has none of. So their attention is two parts, merged
 by log-sum-exp: the stem, which all of a slice's tokens see whole, by the kernel; and what they do
@@ -13,6 +14,7 @@ W tokens of a tree's slice, K keys beside the stem, S slots.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +26,11 @@ from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
 
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
+_AMPERE = (8, 0)
+_ONE_SPLIT = 1
+"""Keys of a sequence are not divided among blocks of threads. Where they are, torch 2.13 leaves the
+rows of all sequences but the first unwritten (pytorch issue 194167); and how they are divided
+depends on the batch, so that bits would too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,14 @@ def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> 
         and dtype in (torch.float16, torch.bfloat16)
         and head_size % _HEAD_MULTIPLE == 0
         and head_size <= _LARGEST_HEAD
+        and _has_kernel(device)
     )
+
+
+@functools.cache
+def _has_kernel(device: torch.device) -> bool:
+    available = torch.backends.cuda.is_flash_attention_available()
+    return available and torch.cuda.get_device_capability(device) >= _AMPERE
 
 
 def attend(
@@ -72,13 +86,11 @@ def attend(
     scaling: float,
     *,
     causal: bool,
-    batch_invariant: bool,
 ) -> tuple[Tensor, Tensor]:
     """Outputs [T, A, D], and float32 log-sum-exps of the scores [A, T].
 
     `causal`: the last query sees all keys, each before it one less; else all see all. Where there
-    are no keys, both are unspecified. `batch_invariant`: keys are not split among blocks of
-    threads, whose number depends on the batch.
+    are no keys, both are unspecified. A query's bits depend on its own keys alone.
     """
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
         return _reference(query_TAD, layer, ragged, scaling, causal=causal)
@@ -87,7 +99,8 @@ def attend(
         layer.keys_NPHD,
         layer.values_NPHD,
         ragged.cu_seq_B,
-        None,
+        # Must be there, and decides nothing: `seqused_k` says how many keys, the table which.
+        ragged.cu_seq_B,
         # Never 1: for a single query the kernel puts the heads of a group in its rows.
         max(2, ragged.max_width),
         ragged.table_BP.shape[1] * PAGE_SIZE,
@@ -97,7 +110,7 @@ def attend(
         enable_gqa=True,
         seqused_k=ragged.used_B,
         block_table=ragged.table_BP,
-        num_splits=1 if batch_invariant else None,
+        num_splits=_ONE_SPLIT,
     )
     assert isinstance(result, tuple), "the log-sum-exps were asked for"
     return result
@@ -130,14 +143,10 @@ def _reference(
     return output_TAD, lse_AT
 
 
-def attend_trees(
-    query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: float, *, batch_invariant: bool
-) -> Tensor:
+def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: float) -> Tensor:
     """Outputs [T, A, D] of the slices' tokens, packed: [B x W]."""
     num_trees, width, num_keys = trees.seen_BWK.shape
-    stem_TAD, stem_lse_AT = attend(
-        query_TAD, layer, trees.stem, scaling, causal=False, batch_invariant=batch_invariant
-    )
+    stem_TAD, stem_lse_AT = attend(query_TAD, layer, trees.stem, scaling, causal=False)
     slots = trees.key_slots_BK.flatten()
     keys_BKHD, values_BKHD = (
         one.index_select(0, slots).view(num_trees, num_keys, *one.shape[1:])

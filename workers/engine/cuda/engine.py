@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 class CudaOptions:
     """How the engine runs. `kv_memory_bytes` None: what a profile run leaves free.
 
-    `batch_invariant`: products of a fixed number of rows, attention whose keys are not split.
+    `batch_invariant`: products of a fixed number of rows.
     `max_step_tokens`: the most that a step feeds. `graphs`: whether decoding steps are captured.
     """
 
@@ -232,7 +232,6 @@ class CudaEngine:
             logit_rows,
             self._cache,
             self._heads,
-            batch_invariant=self._options.batch_invariant,
         )
 
     def _rows(self, layout: Layout) -> Tensor:

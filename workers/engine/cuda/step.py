@@ -29,14 +29,11 @@ class DeviceStep:
         logit_rows: Tensor,
         cache: PagedKV,
         heads: Heads,
-        *,
-        batch_invariant: bool,
     ) -> None:
         self._inputs = inputs
         self._logit_rows = logit_rows
         self._cache = cache
         self._heads = heads
-        self._batch_invariant = batch_invariant
 
     @property
     def token_ids_T(self) -> Tensor:
@@ -75,22 +72,11 @@ class DeviceStep:
             num_trees, width, _ = inputs.trees.seen_BWK.shape
             num_chained -= num_trees * width
         if inputs.chains is not None:
-            output, _ = attend(
-                query_TAD[:num_chained],
-                pages,
-                inputs.chains,
-                scaling,
-                causal=True,
-                batch_invariant=self._batch_invariant,
-            )
+            output, _ = attend(query_TAD[:num_chained], pages, inputs.chains, scaling, causal=True)
             parts.append(output)
         if inputs.trees is not None:
             output = attend_trees(
-                query_TAD[num_chained:].contiguous(),
-                pages,
-                inputs.trees,
-                scaling,
-                batch_invariant=self._batch_invariant,
+                query_TAD[num_chained:].contiguous(), pages, inputs.trees, scaling
             )
             parts.append(output)
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -79,9 +79,7 @@ def test_each_query_sees_its_keys(device: str, dtype: torch.dtype, causal: bool)
     """A single query, several over two pages, and a sequence of exactly one page."""
     lengths = [(1, 300), (9, 514), (5, PAGE_SIZE)]
     layer, queries = random_layer(device, dtype), random_queries(15, device, dtype)
-    output_TAD, lse_AT = attend(
-        queries, layer, ragged(lengths, device), SCALING, causal=causal, batch_invariant=True
-    )
+    output_TAD, lse_AT = attend(queries, layer, ragged(lengths, device), SCALING, causal=causal)
     assert output_TAD.dtype == dtype
     token = 0
     for sequence, (width, used) in enumerate(lengths):
@@ -110,7 +108,7 @@ def test_trees_are_stem_and_mask_together(device: str, dtype: torch.dtype) -> No
         torch.tensor(key_slots, device=device),
         seen_BWK.to(device),
     )
-    output_TAD = attend_trees(queries, layer, trees, SCALING, batch_invariant=True)
+    output_TAD = attend_trees(queries, layer, trees, SCALING)
     assert output_TAD.dtype == dtype
     for sequence, stem in enumerate(stems):
         for row in range(width):

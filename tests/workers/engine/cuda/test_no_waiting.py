@@ -1,8 +1,7 @@
-"""Nothing inside a step makes the host wait; one small copy at its end does; the kernel's call."""
+"""Nothing inside a step makes the host wait; one small copy at its end does."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
-from tests.workers.engine.cuda.test_attention import ragged, random_layer, random_queries
 from tests.workers.engine.trees import random_tree
 from workers import device_verdicts
 from workers.device_verdicts import choose_tokens
-from workers.engine.cuda import attention
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.slices import Slice
 from workers.row_params import Row
@@ -141,30 +137,3 @@ def test_eight_bytes_a_row_come_back_in_one_copy(monkeypatch: pytest.MonkeyPatch
     device_verdicts.device_verdicts(logits_TV, tasks, spans)
     (copied,) = copies
     assert sum(tensor.nbytes for tensor in copied) == 8 * logits_TV.shape[0]
-
-
-@pytest.mark.parametrize("batch_invariant", [True, False])
-def test_the_kernel_is_called_as_torch_has_it(
-    monkeypatch: pytest.MonkeyPatch, batch_invariant: bool
-) -> None:
-    """Block tables, grouped queries, and keys that are not split where bits are to be equal."""
-    calls: list[dict[str, Any]] = []
-    signature = inspect.signature(varlen_attn)
-
-    def kernel(*arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(signature.bind(*arguments, **named).arguments)
-        query_TAD = arguments[0]
-        return query_TAD, query_TAD.new_zeros(query_TAD.shape[1], query_TAD.shape[0])
-
-    monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "can_use_kernel", lambda *_: True)
-    layer, queries = random_layer("cpu", torch.float32), random_queries(10, "cpu", torch.float32)
-    asked = ragged([(1, 300), (9, 514)], "cpu")
-    attention.attend(queries, layer, asked, 0.3, causal=True, batch_invariant=batch_invariant)
-    (call,) = calls
-    assert call["num_splits"] == (1 if batch_invariant else None)
-    assert call["block_table"] is asked.table_BP
-    assert call["seqused_k"] is asked.used_B
-    assert call["enable_gqa"] is True
-    assert call["window_size"] == (-1, 0)
-    assert (call["max_q"], call["max_k"]) == (9, 768)

@@ -1,0 +1,155 @@
+"""Steps on the meta device: the kernel is called as it must be, with nothing from the host.
+
+What this shows without a GPU: shapes, types and strides of every operation, that no step asks the
+device for a value, and that a captured step copies nothing from the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers import PreTrainedConfig as Config
+
+from tests.workers.engine.cuda.kernel_contract import DeviceAlone, check_call
+from tests.workers.engine.trees import random_tree
+from workers.engine import attention as attention_interface
+from workers.engine.attention import Step
+from workers.engine.cuda import attention
+from workers.engine.cuda.graphs import bucket_of, chain_buckets
+from workers.engine.cuda.kv_cache import PagedKV
+from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
+from workers.engine.cuda.linears import adapt_model
+from workers.engine.cuda.step import DeviceStep, Heads
+from workers.engine.forward import LeanForward, hugging_face_forward
+from workers.engine.fusing import NativeNorm
+from workers.engine.slices import Slice
+
+META = torch.device("meta")
+VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 300, 2, 4, 2, 64
+PAGES, BLOCKS = 5, 9
+SIZES: dict[str, int] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_SIZE,
+    "max_position_embeddings": 1024,
+}
+Forwards = tuple[Callable[[Step], Tensor], ...]
+
+
+@pytest.fixture(autouse=True)
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's meta implementation is torch's own."""
+    monkeypatch.setattr(attention, "can_use_kernel", lambda *_: True)
+
+
+def make_forwards(config: Config, *, batch_invariant: bool) -> Forwards:
+    """Both ways to run a model whose tensors are nowhere."""
+    attention_interface.register()
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention_interface.NAME, dtype=torch.bfloat16
+    )
+    assert isinstance(model, PreTrainedModel)
+    model.requires_grad_(False)
+    adapt_model(model, batch_invariant=batch_invariant)
+    model.to(META)
+    for module in model.modules():
+        if isinstance(module, NativeNorm):
+            module._weight = module._weight.to(META)
+    return hugging_face_forward(model), LeanForward(model)
+
+
+def make_step(layout: Layout) -> DeviceStep:
+    cache = PagedKV(
+        num_layers=LAYERS,
+        num_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        num_blocks=BLOCKS,
+        dtype=torch.bfloat16,
+        device=META,
+    )
+    array = torch.empty(layout.array.shape, dtype=torch.int32, device=META)
+    rows = torch.arange(layout.shape.num_tokens, device=META)
+    return DeviceStep(
+        read_inputs(array, layout, table_pages=PAGES), rows, cache, Heads(HEADS, KV_HEADS)
+    )
+
+
+def steps() -> dict[str, Sequence[Slice]]:
+    tree = random_tree(1, prefix_length=250, num_nodes=8, vocab_size=VOCAB)
+    chains = [Slice([0, 3], 255, [1] * 9, 9), Slice([1], 0, [4], 1), Slice([2], 7, [4, 5], 0)]
+    return {
+        "prefill": [Slice([0, 3, 5], 0, [1] * 700, 1), Slice([1], 0, [4] * 200, 200)],
+        "chains": chains,
+        "trees": [tree.piece([4, 5], 249, 8, 9), tree.piece([6, 7], 250, 3, 3)],
+        "trees beside chains": [tree.piece([4, 5], 249, 8, 9), *chains],
+        "a tree without a stem": [Slice([2], 0, [1, 2, 3], 3, 1, (0, 0))],
+    }
+
+
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(**SIZES), Qwen2Config(**SIZES), Qwen3Config(**SIZES)]
+)
+def test_steps_need_nothing_from_the_host(config: Config, batch_invariant: bool) -> None:
+    """As they are, and as a graph captures them."""
+    forwards = make_forwards(config, batch_invariant=batch_invariant)
+    for name, slices in steps().items():
+        exact = exact_shape(slices)
+        bucket = bucket_of(exact)
+        assert (bucket is None) == (name in ("prefill", "trees beside chains"))
+        shapes = [(exact, False)] + ([] if bucket is None else [(bucket, True)])
+        for shape, even in shapes:
+            layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS, even=even)
+            for forward in forwards:
+                with torch.inference_mode(), DeviceAlone() as watched:
+                    logits_TV = forward(make_step(layout))
+                assert logits_TV.shape == (shape.num_tokens, VOCAB)
+                parts = (shape.num_chains > 0) + (shape.num_trees > 0)
+                assert len(watched.calls) == parts * LAYERS
+
+
+def test_every_captured_shape_keeps_to_the_kernel() -> None:
+    _, forward = make_forwards(
+        LlamaConfig(**SIZES | {"num_hidden_layers": 1}), batch_invariant=True
+    )
+    for shape in chain_buckets(max_num_seqs=64):
+        layout = lay_out([], shape, table_pages=PAGES, scratch_block=BLOCKS, even=True)
+        with torch.inference_mode(), DeviceAlone() as watched:
+            forward(make_step(layout))
+        (call,) = watched.calls
+        assert call["window_size"] == [-1, 0]
+        assert call["is_causal"] is True
+        assert call["enable_gqa"] is True
+
+
+def test_data_of_the_host_is_noticed() -> None:
+    """Negative controls: of the watch, and of the contract."""
+    with pytest.raises(AssertionError, match="takes data from the host"), DeviceAlone():
+        torch.zeros(3).to(META)
+    forwards = make_forwards(LlamaConfig(**SIZES), batch_invariant=False)
+    layout = lay_out(
+        steps()["chains"],
+        exact_shape(steps()["chains"]),
+        table_pages=PAGES,
+        scratch_block=BLOCKS,
+        even=False,
+    )
+    with torch.inference_mode(), DeviceAlone() as watched:
+        forwards[1](make_step(layout))
+    for name, wrong in (("cu_seq_k", None), ("num_splits", None), ("max_q", 1)):
+        with pytest.raises(AssertionError):
+            check_call(watched.calls[0] | {name: wrong})
