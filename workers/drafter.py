@@ -152,6 +152,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             async for request in requests:
                 for declined in apply_request(session, request):
                     outbox.put_nowait(drafting_pb2.DraftResponse(declined=declined))
+                session.handled(self._clock.now())
                 self._handled += 1
                 self._woken.set()
         except PacelineError as error:
@@ -165,6 +166,10 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             self._woken.clear()
             await self._catch_up(desk)
             while desk.has_work:
+                if (until := desk.hold_until(self._clock.now())) is not None:
+                    await self._rest(until)
+                    await self._catch_up(desk)
+                    continue
                 try:
                     self._run_pass(desk)
                 except Exception as error:
@@ -173,6 +178,14 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                         outbox.put_nowait(InternalError(f"a drafting pass failed: {error!r}"))
                     break  # until a stream brings something new
                 await self._catch_up(desk)
+
+    async def _rest(self, until: float) -> None:
+        """Return when a message came, or at that time by the worker's clock."""
+        self._woken.clear()
+        seconds = (until - self._clock.now()) * self._clock.dilation
+        alarm = asyncio.get_running_loop().call_later(max(0.0, seconds), self._woken.set)
+        await self._woken.wait()
+        alarm.cancel()
 
     def _run_pass(self, desk: DraftingDesk) -> None:
         begin = self._clock.now()

@@ -90,6 +90,7 @@ class SimulatedDrafter:
         self._listeners: dict[DraftingSession, Listener] = {}
         self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
         self._in_pass = False
+        self._held_until: float | None = None
 
     @property
     def info(self) -> DrafterInfo:
@@ -118,11 +119,27 @@ class SimulatedDrafter:
     def _begin_pass(self) -> None:
         if not self._desk.has_work:
             return
+        until = self._desk.hold_until(self._clock.now)
+        if until is not None:
+            self._hold(until)
+            return
         self._in_pass = True
         self._pass_clock.seconds = 0.0
         news = self._desk.run_pass()
         seconds = self._pass_clock.seconds
         self._clock.at(self._clock.now + seconds, self._end_pass, news, seconds)
+
+    def _hold(self, until: float) -> None:
+        """Go on when a message comes, or then."""
+        if self._held_until != until:
+            self._held_until = until
+            self._clock.at(max(until, self._clock.now), self._hold_over, until)
+
+    def _hold_over(self, until: float) -> None:
+        if self._held_until == until:
+            self._held_until = None
+            if not self._in_pass:
+                self._begin_pass()
 
     def _end_pass(self, news: list[SessionNews], seconds: float) -> None:
         self._desk.pass_took(seconds * 1000)
@@ -143,6 +160,7 @@ class SimulatedDrafter:
 
     def _apply(self, session: DraftingSession, message: DraftMessage) -> None:
         declined = []
+        self._held_until = None
         for one in message:
             match one:
                 case SendOutcome():
@@ -162,5 +180,6 @@ class SimulatedDrafter:
                         declined.append(one.sequence_id)
                 case CloseDraft():
                     session.close(one.sequence_id)
+        session.handled(self._clock.now)
         if declined:
             self._listeners[session](DraftAnswer((), tuple(declined), 0.0))

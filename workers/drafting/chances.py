@@ -63,6 +63,13 @@ class RankChances:
         rank, bin_ = min(rank, NUM_RANKS - 1), _bin(gap)
         self._tested[rank][bin_] = self._tested[rank][bin_] * _FADING + 1
         self._accepted[rank][bin_] = self._accepted[rank][bin_] * _FADING + accepted
+        self._observe_mean(rank, accepted=accepted)
+
+    def observe_alone(self, *, accepted: bool) -> None:
+        """A candidate was tested that was drawn alone, so that nothing was known of a gap."""
+        self._observe_mean(0, accepted=accepted)
+
+    def _observe_mean(self, rank: int, *, accepted: bool) -> None:
         self._mean_tested[rank] = self._mean_tested[rank] * _FADING + 1
         self._mean_accepted[rank] = self._mean_accepted[rank] * _FADING + accepted
 

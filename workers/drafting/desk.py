@@ -16,6 +16,7 @@ from paceline.value import value_class
 from workers.drafting.excerpt import excerpt_of, excerpts_of
 from workers.drafting.nodes import NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
+from workers.drafting.rhythm import Rhythm
 from workers.drafting.tree import DraftTree, Grant
 from workers.verification.draft_probs import SparseProbs
 from workers.verification.rules import FACTS
@@ -60,6 +61,8 @@ class DraftingSession:
         self._desk = desk
         self.vocab_size = desk.info.vocab_size
         self.trees: dict[int, DraftTree] = {}
+        self.rhythm = Rhythm()
+        self._had_outcome = False
 
     def open(
         self,
@@ -108,6 +111,7 @@ class DraftingSession:
         _check_vocabulary("outcome", token_ids, self._desk.info)
         tree = self.trees.get(sequence_id)
         if tree is not None:
+            self._had_outcome = True
             kept = tree.outcome(position, token_ids)
             self._desk.proposer.committed(tree, kept, top_tokens)
 
@@ -127,6 +131,12 @@ class DraftingSession:
                     f"outcomes a drafter cannot foresee, got {grant.fan_out}"
                 )
             tree.set_grant(grant)
+
+    def handled(self, now: float) -> None:
+        """A message was handled, all that it said: if outcomes were in it, they came now."""
+        if self._had_outcome:
+            self._had_outcome = False
+            self.rhythm.beat(now)
 
     def close(self, sequence_id: int) -> None:
         """End a sequence and free what is kept for it."""
@@ -181,6 +191,25 @@ class DraftingDesk:
         if self.num_open >= self._max_sequences:
             return f"{self._max_sequences} sequences are open, the most that this drafter takes"
         return None
+
+    def hold_until(self, now: float) -> float | None:
+        """Until when the next pass is better held back for the outcomes that are about to come.
+
+        None: it should begin. With outcomes in the midst of a pass, what the pass did before them
+        is of use where what it drafts is right, and what it does after them is lost where it is
+        not. So it is held back where the chance of being right is below the share that lies after.
+        """
+        ready = [(session, tree) for session, _, tree in self._all_trees() if tree.ready]
+        sessions = {session for session, _ in ready}
+        if len(sessions) != 1:
+            return None  # drivers have no beat in common
+        (session,) = sessions
+        pass_seconds = self._pass_ms / 1000
+        share_after = session.rhythm.share_after(now, pass_seconds)
+        if not share_after or not all(tree.grant.drafting_is_free for _, tree in ready):
+            return None
+        promise = sum(self.proposer.promise(tree) for _, tree in ready) / len(ready)
+        return session.rhythm.give_up_at(pass_seconds) if promise < share_after else None
 
     def run_pass(self) -> list[SessionNews]:
         """Draft once for every sequence that has room."""

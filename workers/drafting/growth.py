@@ -119,6 +119,23 @@ class Growth:
         chances = [self._chances.estimate(rank, gap) for rank, gap in enumerate(children.gaps)]
         self._expansions[node] = _Expansion(children, chances, [None] * len(chances), signals)
 
+    def promise(self) -> float:
+        """The chance that a pass now drafts a token that will be committed.
+
+        That is where the path which the target takes is drafted so far, by the chain or a branch,
+        and the next token is right too.
+        """
+        tree, next_one = self._tree, self._chances.mean(0)
+        if tree.is_chain:
+            return float(next_one ** (tree.end + 1))
+        reached, has_child = [1.0] * (tree.end + 1), [False] * (tree.end + 1)
+        for node in range(1, tree.end + 1):
+            parent = tree.parents[node]
+            reached[node] = reached[parent] * self._chance[node]
+            has_child[parent] = True
+        leaves = zip(reached, has_child, strict=True)
+        return next_one * min(1.0, sum(chance for chance, inner in leaves if not inner))
+
     def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
         """The nodes to add now; the caller adds them. `fed` were expanded in this pass.
 
@@ -289,7 +306,12 @@ class Growth:
         above = [ROOT, *kept.path]
         for node, token_id in zip(above, kept.token_ids, strict=False):
             expansion = self._expansions.get(node)
-            if expansion is not None and len(expansion.chances) > 1:
+            if expansion is None:
+                continue
+            if len(expansion.chances) == 1:
+                accepted = expansion.children.token_ids[0] == token_id
+                self._chances.observe_alone(accepted=accepted)
+            else:
                 self._observe(expansion.children, token_id)
                 if token_id in expansion.children.token_ids:
                     self._chances.hits.observe(expansion.children.token_ids.index(token_id))

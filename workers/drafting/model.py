@@ -101,6 +101,9 @@ class ModelProposer:
     def known(self, tree: DraftTree) -> NewNodes:
         return self._held[tree].growth.known()
 
+    def promise(self, tree: DraftTree) -> float:
+        return self._held[tree].growth.promise()
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass()
         turns = self._choose(trees, result, pass_ms)

@@ -99,6 +99,9 @@ class Proposer(Protocol):
         They are added before the next pass, which may feed them. None is no reason to stop.
         """
 
+    def promise(self, tree: DraftTree) -> float:
+        """The chance that a pass now drafts a token of this tree that will be committed."""
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         """Draft for `trees`, each of which is open and ready, within their grants.
 

@@ -64,6 +64,9 @@ class RecyclingProposer:
     def known(self, tree: DraftTree) -> NewNodes:
         return NewNodes()
 
+    def promise(self, tree: DraftTree) -> float:
+        return 1.0  # its passes take no time
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees))
         for tree in trees:

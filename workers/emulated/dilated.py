@@ -101,6 +101,9 @@ class DilatedProposer:
     def known(self, tree: DraftTree) -> NewNodes:
         return self._proposer.known(tree)
 
+    def promise(self, tree: DraftTree) -> float:
+        return self._proposer.promise(tree)
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         begin = self._clock.now()
         result = self._proposer.run_pass(trees, pass_ms=pass_ms)

@@ -115,6 +115,9 @@ class ReplayProposer:
     def known(self, tree: DraftTree) -> NewNodes:
         return self._held[tree].growth.known()
 
+    def promise(self, tree: DraftTree) -> float:
+        return self._held[tree].growth.promise()
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         begin = self._clock.now()
         result = Pass(took_part=list(trees))
