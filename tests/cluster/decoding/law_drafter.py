@@ -57,6 +57,9 @@ class EnumeratedProposer:
     def known(self, tree: DraftTree) -> NewNodes:
         return self._grown[tree].known()
 
+    def promise(self, tree: DraftTree) -> float:
+        return self._grown[tree].promise()
+
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees), tokens_fed=1)
         for tree in trees:
