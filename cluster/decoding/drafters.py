@@ -179,8 +179,9 @@ class Drafters:
         if sequence.drafter is None:
             return
         request = sequence.request
-        pass_ms = self._drafters[sequence.drafter].pass_ms
-        sequence.pace = self._costs.step_ms / pass_ms if pass_ms else 0.0
+        drafter = self._drafters[sequence.drafter]
+        sequence.pace = self._costs.step_ms / drafter.pass_ms if drafter.pass_ms else 0.0
+        sequence.crowd = drafter.load
         view = sequence.draft_view()
         nodes = sequence.policy.granted_candidates(view)
         branches = sequence.policy.granted_branches(view)
@@ -271,4 +272,5 @@ def _forget(sequence: Sequence) -> None:
     sequence.ever_granted_nodes = 0
     sequence.helpers = []
     sequence.pace = 0.0
+    sequence.crowd = 1
     sequence.draft_exhausted = False

@@ -13,6 +13,12 @@ from typing import Protocol
 from paceline.rules import Rule
 from paceline.value import value_class
 
+MOST_CHAINS = 64
+"""Chains and branches that a drafter grows at most in a pass, for all its sequences. Each is a
+proposal a pass, which the driver reads and the pass computes: with many sequences at once that
+costs more than branches bring (docs/policies.md).
+"""
+
 
 class PolicyName(enum.Enum):
     """The policies of this version."""
@@ -34,7 +40,8 @@ class DraftView:
     `useful_candidates` on one path can be of use. `in_flight` of the candidates are being verified;
     the last verdict left `kept` of them.
     `is_coupled`: drafts are compared with the target's own tokens, else coins are tossed for them.
-    `pace`: passes of the drafter in the time of a step; 0: not known yet.
+    `pace`: passes of the drafter in the time of a step; 0: not known yet. `crowd`: sequences that
+    the drafter drafts for, this one included.
     """
 
     num_candidates: int
@@ -49,6 +56,7 @@ class DraftView:
     ready_since: float
     is_coupled: bool
     pace: float
+    crowd: int
 
     @property
     def waits_in_vain(self) -> bool:
@@ -233,13 +241,15 @@ class FanOut(Chain):
         """For each drafter as many as there are positions that may fork in the grant.
 
         Of a chain it reaches no more of them than it has passes in two steps: a slow drafter, or
-        one that branches make slow, gets fewer.
+        one that branches make slow, gets fewer. And the chains of all its sequences with their
+        branches are no more than MOST_CHAINS together.
         """
         if not view.useful_candidates:
             return 0
         forks = self.granted_candidates(view)
         if view.pace and not view.is_tree:
             forks = min(forks, max(2, round(2 * view.pace)))
+        forks = min(forks, max(0, MOST_CHAINS // view.crowd - 1))
         return forks * max(1, view.num_drafters)
 
 

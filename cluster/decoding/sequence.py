@@ -64,6 +64,7 @@ class Sequence:
     # How many candidates the last verdict left; passes of its drafter in the time of a step.
     kept: int = 0
     pace: float = 0.0
+    crowd: int = 1
     # Counts.
     first_token_at: float | None = None
     counts: Counts = field(default_factory=Counts)
@@ -142,6 +143,7 @@ class Sequence:
             ready_since=self.ready_since,
             is_coupled=self.request.spec.rule is Rule.COUPLED,
             pace=self.pace,
+            crowd=self.crowd,
         )
 
     @property

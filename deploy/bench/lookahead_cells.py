@@ -26,6 +26,8 @@ HIT_RATES = (0.85, 0.5, 0.0)
 BATCHES = (8, 64)
 """Beside 1; without a link and at the higher acceptance."""
 CHAIN_WINDOW = 8
+FANOUT_WINDOW = 12
+"""Of policies with branches, for one sequence of a set acceptance: what is foreseen is longer."""
 TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
 """Of the cell by whose trees the time between steps is measured."""
 FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 16, 2
@@ -143,6 +145,8 @@ def _cells_of(
         every = policy is PolicyName.FANOUT and not quick and batch == 1
         hit_rates = HIT_RATES if every else HIT_RATES[:1]
     window = CHAIN_WINDOW
+    if policy.value in HITS_BRANCHES and acceptance is not None and batch == 1:
+        window = FANOUT_WINDOW
     if policy is PolicyName.LOCKSTEP:
         window = best_lockstep_window(
             acceptance or ACCEPTANCES[0],

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.decoding.events import Admitted, DrafterJoined, TargetJoined
 from cluster.decoding.instructions import Grant, Instruction
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
@@ -20,6 +21,7 @@ from tests.cluster.decoding.scripts import (
     tree_proposal,
     verdict,
 )
+from tests.cluster.decoding.world import request
 
 
 def fanned_out(**options: object) -> Scheduler:
@@ -98,3 +100,18 @@ def test_a_slow_drafter_gets_fewer_branches() -> None:
     assert [one.fan_out for one in out if isinstance(one, Grant)] == [17]
     out = scheduler.handle(verdict(3, 0, 12))
     assert [one.fan_out for one in out if isinstance(one, Grant)] == [5], "2.5 passes a step"
+
+
+@pytest.mark.parametrize(("crowd", "branches"), [(1, 17), (4, 15), (8, 7), (32, 1), (64, 0)])
+def test_the_more_sequences_a_drafter_has_the_fewer_branches_each_gets(
+    crowd: int, branches: int
+) -> None:
+    scheduler = Scheduler()
+    scheduler.handle(DrafterJoined(0, "d", 1000))
+    for number in range(1, crowd + 1):
+        asked = request(number, PROMPT, policy=PolicyName.FANOUT, window=8)
+        scheduler.handle(Admitted(0, asked))
+    out = scheduler.handle(TargetJoined(0, 50, 1000, 4, 1024))
+    # The last one gets its grant when all of them are there.
+    (grant,) = [one for one in out if isinstance(one, Grant) and one.sequence_id == crowd]
+    assert grant.fan_out == branches
