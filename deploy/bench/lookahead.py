@@ -31,7 +31,13 @@ from deploy.bench.lookahead_cells import (
     cells,
     plain_cell,
 )
-from deploy.bench.lookahead_load import LoadRequest, pinned_guess, recorded_load, set_load
+from deploy.bench.lookahead_load import (
+    LoadRequest,
+    first_of_each,
+    pinned_guess,
+    recorded_load,
+    set_load,
+)
 from deploy.bench.lookahead_measure import CellRun, measure_cell
 from deploy.bench.lookahead_pairs import (
     DilatedPair,
@@ -54,8 +60,8 @@ TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"
 BATCHED_TOKENS = 64
 """Tokens a request where many are decoded at once."""
-DILATED_TOKENS = 48
-"""Most tokens a request in slow motion."""
+DILATED_TOKENS, DILATED_REQUESTS = 32, 2
+"""In slow motion: most tokens a request, and requests at each temperature."""
 AS_IT_DOES = Guess(None, None)
 """As recorded, or as a drafter that computes does."""
 
@@ -78,7 +84,7 @@ class LookaheadSettings:
     most_seconds: float = math.inf
 
 
-FULL = LookaheadSettings(320, 2, quick=False, most_seconds=18 * 60)
+FULL = LookaheadSettings(320, 2, quick=False, most_seconds=17 * 60)
 QUICK = LookaheadSettings(200, 1, quick=True)
 
 
@@ -106,6 +112,7 @@ class LookaheadBench:
     ) -> list[CellResult]:
         """Every cell once a round, plain decoding before the first that is compared with it.
 
+        Those in slow motion take long and are measured in the first round alone.
         A cell that fails does not end the others. `save` hears of all after each.
         """
         results: list[CellResult] = []
@@ -114,10 +121,13 @@ class LookaheadBench:
             if all(one.cell != plain for one in results):
                 results.append(CellResult(plain, 0.0))
             results.append(CellResult(cell, self._acceptance(cell)))
-        done, total = 0, self._settings.repeats * len(results)
+        rounds = [results]
+        repeated = [one for one in results if one.cell.load != DILATED]
+        rounds += [repeated] * (self._settings.repeats - 1)
+        done, total = 0, sum(len(one) for one in rounds)
         began = time.monotonic()
-        for repeat in range(self._settings.repeats):
-            for result in results:
+        for repeat, in_turn in enumerate(rounds):
+            for result in in_turn:
                 done += 1
                 seconds = time.monotonic() - began
                 if repeat and seconds > self._settings.most_seconds:
@@ -161,11 +171,12 @@ class LookaheadBench:
 
     def _load(self, cell: Cell) -> list[LoadRequest]:
         tokens = self._settings.max_tokens if cell.batch == 1 else BATCHED_TOKENS
-        if cell.load == DILATED:
-            tokens = min(tokens, DILATED_TOKENS)
         if cell.load == "set":
             return set_load(cell.batch, tokens)
         assert self._recording is not None
+        if cell.load == DILATED:
+            load = recorded_load(self._recording, min(tokens, DILATED_TOKENS), folded=False)
+            return first_of_each(load, DILATED_REQUESTS)
         return recorded_load(self._recording, tokens, folded=cell.load not in COMPUTED)
 
 

@@ -34,8 +34,11 @@ FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 16, 2
 """Of the cells of fanout whose branches are verified as well as sent ahead."""
 HITS_BRANCHES = ("fanout", "spread", "auto")
 """Policies to which the second of a drafter's guesses matters."""
-DILATION = 10.0
-"""How many times slower the dilated pair is than the devices that it emulates."""
+DILATION = 16.0
+"""How many times slower the dilated pair is than the devices that it emulates.
+
+So that a pass of the demo drafter with a dozen branches is hidden, on a core.
+"""
 DILATED_RTTS_MS = (0.1, 10.0)
 DEMO_ACCEPTANCE = 0.95
 """About that of the demo pair: what lockstep's window is chosen by where it is dilated."""

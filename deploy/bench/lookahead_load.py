@@ -58,6 +58,15 @@ def recorded_load(recording: Recording, max_tokens: int, *, folded: bool) -> lis
     ]
 
 
+def first_of_each(load: Sequence[LoadRequest], count: int) -> list[LoadRequest]:
+    """The first `count` requests at each temperature."""
+    return [
+        one
+        for temperature in TEMPERATURES
+        for one in [each for each in load if each.temperature == temperature][:count]
+    ]
+
+
 def pinned_guess(acceptance: float, hit_rate: float, load: Sequence[LoadRequest]) -> Guess:
     """A seed with which this load is guessed as well as an endless one would be.
 
