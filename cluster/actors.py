@@ -231,6 +231,7 @@ class DriverActor(_Actor):
         options = DriverOptions(
             folder=files.folder,
             target_addresses=tuple(target_addresses),
+            target_groups=config.target.groups,
             drafter_addresses=drafters,
             speculation=Speculation(
                 policy=PolicyName(chosen.policy),
@@ -247,7 +248,8 @@ class DriverActor(_Actor):
             max_waiting=config.server.max_waiting,
             step_timeout=StepTimeout(seconds=config.target.hung_after),
             target_patience=max(_PATIENCE_SECONDS, patience),
-            connect_seconds=_CONNECT_SECONDS + (MEET_SECONDS if len(target_addresses) > 1 else 0),
+            connect_seconds=_CONNECT_SECONDS
+            + (MEET_SECONDS if config.target.tensor_parallel > 1 else 0),
             dilation=config.target.dilation or 1.0,
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)
@@ -260,7 +262,7 @@ class DriverActor(_Actor):
         return {one.name for one in self._driver.stats().workers if one.connected}
 
     async def set_target(self, addresses: Sequence[str]) -> None:
-        """The shards are there from now on, by rank.
+        """The shards are there from now on: group by group, each by rank.
 
         A driver that is only starting looks where it was told; the controller starts it again.
         """

@@ -69,12 +69,6 @@ def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _one_for_now(value: object) -> object:
-    if isinstance(value, int) and value > 1:
-        raise refusal(f"{value} is not in this version; available: 1")
-    return value
-
-
 def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
     """ "auto", or what `read` turns into a positive number."""
 
@@ -105,7 +99,6 @@ AutoCount = Annotated[int | Literal["auto"], _auto_or(_whole, "a whole number of
 AutoBytes = Annotated[
     int | Literal["auto"], _auto_or(_bytes, 'a number of bytes such as 2147483648 or "2GiB"')
 ]
-OneForNow = Annotated[int, BeforeValidator(_one_for_now), Field(ge=1)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Text = Annotated[str, Field(min_length=1)]
 
@@ -126,7 +119,8 @@ class TargetConfig(_Closed):
     dilation: Dilation | None = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    groups: OneForNow = 1
+    # Target groups: so many times the whole model, each on devices of its own.
+    groups: Annotated[int, Field(ge=1, le=64)] = 1
     # "auto": float32 on a CPU, the checkpoint's on a GPU. float16 is for GPUs, int8 for CPUs.
     dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
     # What each shard and each model drafter gets.
@@ -202,7 +196,6 @@ class SpeculationConfig(_Closed):
         str,
         _choice(
             *(policy.value for policy in PolicyName),
-            later=("replicas",),
         ),
     ] = "chain"
     verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
@@ -257,7 +250,11 @@ class Config(_Closed):
         try:
             check_branches(rule, chosen.branches, chosen.window)
             check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
-            check_layout(PolicyName(chosen.policy), sum(drafter.count for drafter in self.drafters))
+            check_layout(
+                PolicyName(chosen.policy),
+                sum(drafter.count for drafter in self.drafters),
+                self.target.groups,
+            )
             if chosen.drafter != "any":
                 check_deployed(chosen.drafter, kinds)
                 kinds = {chosen.drafter}

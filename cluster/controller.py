@@ -214,7 +214,7 @@ class Controller:
 
     @property
     def _shards(self) -> list[_Worker]:
-        """By rank."""
+        """Of all target groups, group by group, each by rank."""
         return [one for one in self._workers if one.plan is not None and one.plan.kind == "target"]
 
     def _target_addresses(self) -> list[str]:

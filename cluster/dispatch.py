@@ -1,6 +1,6 @@
 """Carrying out the scheduler's instructions: what arrives goes in, what comes out is sent.
 
-A step is handed to the target's stream at once. All else (messages to drafters, then text for
+A step is handed to its target group's stream at once. All else (messages to drafters, then text for
 callers) is done in later turns of the event loop, in order, while the target computes.
 """
 
@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from cluster.callers import Callers
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
@@ -46,7 +47,7 @@ from cluster.requests import widest_proposal
 from cluster.round_tap import RoundTap
 from cluster.target_link import TargetDescription
 from cluster.worker_wire import DraftInstruction, proposal_from_wire, verdicts_from_wire
-from paceline.errors import PacelineError, ProtocolError, WorkerLostError
+from paceline.errors import CheckpointError, PacelineError, ProtocolError, WorkerLostError
 from paceline.v1 import drafting_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
@@ -55,30 +56,39 @@ _log = logging.getLogger(__name__)
 class Dispatch:
     """The scheduler's ears and hands. `TargetListener` and `DrafterListener` at once.
 
-    `target_patience`: seconds that requests wait for a lost target before they fail.
+    `target_patience`: seconds that requests wait for a target, when its last group is lost, before
+    they fail. `num_groups`: how many groups it has.
     """
 
-    def __init__(self, scheduler: Scheduler, *, target_patience: float, clock: DriverClock) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        target_patience: float,
+        clock: DriverClock,
+        num_groups: int = 1,
+    ) -> None:
         self.scheduler = scheduler
         self.clock = clock
         self.gaps = GapMeter()
         self.driver_time = DriverTimeMeter()
-        self.target: TargetDescription | None = None
-        """What the target is, or was when it was last there."""
-        self.target_joined_once = asyncio.Event()
+        self.all_joined_once = asyncio.Event()
+        """Every group of the target has been there."""
         self.unavailable: PacelineError | None = None
         """Why no request can be taken, if none can."""
         self.taps: list[RoundTap] = []
         """Whoever traces."""
         self._target_patience = target_patience
         self._target_trouble: str | None = None
+        self._num_groups = num_groups
+        self._groups: dict[int, TargetDescription] = {}
+        self._joined: set[int] = set()
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
         self._suspect: Callable[[str], None]
-        self._generations: dict[int, Generation] = {}
+        self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
-        self._for_callers: deque[Instruction] = deque()
         self._wake: asyncio.TimerHandle | None = None
         self._impatience: asyncio.TimerHandle | None = None
         self._stopped = False
@@ -96,20 +106,18 @@ class Dispatch:
 
     def admit(self, request: Request, generation: Generation) -> None:
         """A new request; what becomes of it is told to `generation`."""
-        self._generations[request.sequence_id] = generation
+        self._callers.add(request.sequence_id, generation)
         self._handle(Admitted(self.clock.now(), request))
 
     def cancel(self, sequence_id: int) -> None:
         """The caller of a sequence is gone."""
-        if self._generations.pop(sequence_id, None) is not None:
+        if self._callers.drop(sequence_id):
             self._handle(Cancelled(self.clock.now(), sequence_id))
 
     def fail_all(self, error: PacelineError) -> None:
         """End every request with an error, and take no more."""
         self.unavailable = error
-        generations, self._generations = self._generations, {}
-        for sequence_id, generation in generations.items():
-            generation.fail(error)
+        for sequence_id in self._callers.fail_all(error):
             self._handle(Cancelled(self.clock.now(), sequence_id))
 
     def stop(self, error: PacelineError) -> None:
@@ -122,14 +130,28 @@ class Dispatch:
 
     # The target.
 
-    def target_joined(self, description: TargetDescription) -> None:
-        """Fresh streams to every shard are open."""
+    @property
+    def target(self) -> TargetDescription | None:
+        """What the target is, or was: of its groups, the one that has the least room."""
+        return min(self._groups.values(), key=lambda one: one.room, default=None)
+
+    def target_joined(self, group: int, description: TargetDescription) -> None:
+        """Fresh streams to every shard of a group are open. Raises CheckpointError."""
+        for other, known in self._groups.items():
+            if other != group and known.made_of != description.made_of:
+                raise CheckpointError(
+                    f"target group {group} serves {description.model!r}, "
+                    f"{description.vocab_size} tokens, but group {other} {known.model!r}, "
+                    f"{known.vocab_size} tokens; start all groups with the same checkpoint"
+                )
         if self._impatience is not None:
             self._impatience.cancel()
-        self.target = description
+        self._groups[group] = description
+        self._joined.add(group)
         self.unavailable = None
         self._target_trouble = None
-        self.target_joined_once.set()
+        if len(self._groups) == self._num_groups:
+            self.all_joined_once.set()
         self._handle(
             TargetJoined(
                 self.clock.now(),
@@ -137,16 +159,23 @@ class Dispatch:
                 max_model_len=description.max_model_len,
                 block_size=description.block_size,
                 num_blocks=description.num_blocks,
+                group=group,
             )
         )
 
-    def target_lost(self, reason: str) -> None:
-        """A stream to a shard broke. Requests wait a while for the target to come back."""
-        if self._stopped:
+    def target_lost(self, group: int, reason: str) -> None:
+        """A stream to a shard broke. What ran there goes to other groups.
+
+        Where there is none, requests wait a while for one to come back.
+        """
+        if self._stopped or group not in self._joined:
             return
+        self._joined.discard(group)
         for tap in self.taps:
-            tap.target_lost()
-        self._handle(TargetLost(self.clock.now()))
+            tap.target_lost(group)
+        self._handle(TargetLost(self.clock.now(), group=group))
+        if self._joined:
+            return
         self._impatience = self._loop.call_later(self._target_patience, self._give_up, reason)
 
     def note_target(self, trouble: str) -> None:
@@ -155,9 +184,9 @@ class Dispatch:
         if self.unavailable is not None and not self._stopped:
             self._give_up(trouble)
 
-    def step_answered(self, response: target_pb2.StepResponse) -> None:
+    def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
-        self.gaps.step_answered(response.gap_seconds)
+        self.gaps.step_answered(group, response.gap_seconds)
         driver_seconds = self.driver_time.step_answered(time.thread_time())
         done = StepDone(
             self.clock.now(),
@@ -165,11 +194,12 @@ class Dispatch:
             verdicts_from_wire(response),
             step_seconds=response.step_seconds,
             driver_seconds=driver_seconds,
+            group=group,
         )
-        goes_on = self._handle(done)
-        self.gaps.step_sent(upon_answer=goes_on)
+        goes_on = group in self._handle(done)
+        self.gaps.step_sent(group, upon_answer=goes_on)
         for tap in self.taps:
-            tap.step_answered(response, done.now)
+            tap.step_answered(group, response, done.now)
         if not goes_on:
             self.driver_time.pause()
 
@@ -197,7 +227,7 @@ class Dispatch:
         proposals: list[Proposal] = []
         malformed = 0
         for message in batch.proposals:
-            generation = self._generations.get(message.sequence_id)
+            generation = self._callers.get(message.sequence_id)
             if generation is None or self.target is None:
                 self.scheduler.totals.dropped_proposals += 1  # it crossed the end of its sequence
                 continue
@@ -228,36 +258,37 @@ class Dispatch:
 
     # Events in, instructions out.
 
-    def _handle(self, event: Event) -> bool:
-        """Whether a step was sent."""
+    def _handle(self, event: Event) -> Sequence[int]:
+        """The groups to which steps were sent."""
         if self._stopped:
-            return False
+            return ()
         instructions = self.scheduler.handle(event)
-        if not instructions:
-            return False
-        first = instructions[0]
-        has_step = isinstance(first, RunStep)
-        if isinstance(first, RunStep):
-            self._send_step(first)
+        stepping = []
+        for one in instructions:
+            if not isinstance(one, RunStep):
+                break
+            self._send_step(one)
             for tap in self.taps:
-                tap.step_sent(first)
-            del instructions[0]
+                tap.step_sent(one)
+            stepping.append(one.group)
+        del instructions[: len(stepping)]
         if instructions:
             if not self._for_drafters:
                 self._loop.call_soon(self._tell_drafters)
             self._for_drafters.append(instructions)
-        return has_step
+        return stepping
 
     def _tell_drafters(self) -> None:
         """Send what is for drafters; what is for callers waits until that is on its way."""
-        if not self._for_callers:
-            self._loop.call_soon(self._tell_callers)
+        self._loop.call_soon(self._callers.tell)
         messages: dict[str, list[DraftInstruction]] = {}
         suspects: list[str] = []
         for instructions in self._for_drafters:
             for instruction in instructions:
-                if isinstance(instruction, (Emit, Finish, Refuse, WakeAt)):
-                    self._for_callers.append(instruction)
+                if isinstance(instruction, (Emit, Finish, Refuse)):
+                    self._callers.later(instruction)
+                elif isinstance(instruction, WakeAt):
+                    self._wake_at(instruction.time)
                 elif isinstance(instruction, Suspect):
                     suspects.append(instruction.drafter)
                 elif not isinstance(instruction, RunStep):
@@ -267,36 +298,6 @@ class Dispatch:
             self._send_drafts(drafter, message)
         for drafter in suspects:  # nothing follows for them: their stream will end
             self._suspect(drafter)
-
-    def _tell_callers(self) -> None:
-        waiting = self._for_callers
-        while waiting:
-            match waiting.popleft():
-                case Emit() as emit:
-                    follows = waiting[0] if waiting else None
-                    finish = None
-                    if isinstance(follows, Finish) and follows.sequence_id == emit.sequence_id:
-                        finish = follows
-                        waiting.popleft()
-                    self._emit(emit, finish)
-                case Finish() as finish:
-                    generation = self._generations.pop(finish.sequence_id, None)
-                    if generation is not None:
-                        generation.finish(finish)
-                case Refuse() as refuse:
-                    generation = self._generations.pop(refuse.sequence_id, None)
-                    if generation is not None:
-                        generation.fail(refuse.error)
-                case WakeAt() as wake_at:
-                    self._wake_at(wake_at.time)
-
-    def _emit(self, emit: Emit, finish: Finish | None) -> None:
-        if finish is None:
-            generation = self._generations.get(emit.sequence_id)
-        else:
-            generation = self._generations.pop(emit.sequence_id, None)
-        if generation is not None:  # else its caller has gone
-            generation.emit(emit, finish)
 
     def _wake_at(self, when: float) -> None:
         if self._wake is not None:

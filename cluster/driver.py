@@ -1,4 +1,4 @@
-"""The driver: one target, its drafters, and the requests of all callers."""
+"""The driver: the groups of a target, its drafters, and the requests of all callers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.requests import RequestResolver, Speculation
 from cluster.round_tap import RoundTap
-from cluster.target_link import StepTimeout, TargetDescription, TargetLink
+from cluster.target_link import StepTimeout, TargetDescription
+from cluster.target_pool import TargetPool
 from cluster.text import TextCodec, TextStream
 from paceline.errors import OverloadedError, UnavailableError
 from paceline.generation import GenerateInput, GenerateOptions, ModelDescription, Stats
@@ -33,6 +34,7 @@ class DriverOptions:
     """What a driver serves, and with which workers.
 
     `folder`: the checkpoint, of which the driver reads the tokenizer and the defaults.
+    `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
     `drafter_addresses`: by name. `speculation`: of requests that do not say. `wait_ms`: most that
     policies which wait do so in a step. `prefix_cache`: whether requests of one tenant share KV.
     `max_waiting`: requests beyond the running ones before callers are turned away.
@@ -44,6 +46,7 @@ class DriverOptions:
 
     folder: Path
     target_addresses: tuple[str, ...]
+    target_groups: int = 1
     drafter_addresses: Mapping[str, str] = field(default_factory=dict)
     speculation: Speculation = field(default_factory=Speculation)
     wait_ms: float = 1000.0
@@ -65,8 +68,7 @@ class _Running:
     codec: TextCodec
     checkpoint: CheckpointInfo
     resolver: RequestResolver
-    target: TargetLink
-    target_task: asyncio.Task[None]
+    target: TargetPool
     drafters: DrafterPool
 
 
@@ -79,11 +81,15 @@ class Driver:
             max_step_tokens=options.max_step_tokens,
             wait_seconds=options.wait_ms / 1000,
             prefix_cache=options.prefix_cache,
+            num_groups=options.target_groups,
         )
         self._options = options
         self.clock = DriverClock(options.dilation)
         self._dispatch = Dispatch(
-            self.scheduler, target_patience=options.target_patience, clock=self.clock
+            self.scheduler,
+            target_patience=options.target_patience,
+            clock=self.clock,
+            num_groups=options.target_groups,
         )
         self._running: _Running | None = None
         self._ready = False
@@ -95,7 +101,7 @@ class Driver:
         """Read the checkpoint, connect to all workers; return when requests can be served.
 
         A drafter that does not answer is tried again in the background. Raises CheckpointError,
-        UnavailableError when the target cannot be reached, VocabularyMismatchError.
+        UnavailableError when a group of the target cannot be reached, VocabularyMismatchError.
         """
         options = self._options
         try:
@@ -103,7 +109,7 @@ class Driver:
                 self._threads, _read_checkpoint, options.folder
             )
             running = self._running = self._connect(codec, checkpoint)
-            await self._await_target(running.target)
+            await running.target.start(options.connect_seconds, self._dispatch.all_joined_once)
             await running.drafters.start(options.drafter_addresses, options.connect_seconds)
         except BaseException:
             await self.stop()
@@ -115,8 +121,7 @@ class Driver:
         self._dispatch.stop(UnavailableError("the server is shutting down"))
         if self._running is not None:
             await self._running.drafters.stop()
-            self._running.target_task.cancel()
-            await asyncio.gather(self._running.target_task, return_exceptions=True)
+            await self._running.target.stop()
         self._threads.shutdown(wait=False)
 
     async def submit(self, generate_input: GenerateInput, options: GenerateOptions) -> Generation:
@@ -129,6 +134,7 @@ class Driver:
             room=target.room,
             drafters=running.drafters.kinds,
             num_drafters=len(running.drafters.meters),
+            num_groups=self._options.target_groups,
         )
         loop = asyncio.get_running_loop()
         resolved = await loop.run_in_executor(self._threads, resolve)
@@ -157,7 +163,10 @@ class Driver:
         return generation
 
     def set_target(self, addresses: Sequence[str]) -> None:
-        """The target's shards are at these addresses, by rank, from the next connection on."""
+        """The target's shards are at these addresses from the next connection on.
+
+        All of them, group by group, each by rank.
+        """
         self._started().target.move(addresses)
 
     def note_target(self, trouble: str) -> None:
@@ -221,9 +230,10 @@ class Driver:
     def _connect(self, codec: TextCodec, checkpoint: CheckpointInfo) -> _Running:
         options = self._options
         digest = checkpoint.vocabulary_digest
-        target = TargetLink(
+        target = TargetPool(
             options.target_addresses,
             self._dispatch,
+            num_groups=options.target_groups,
             vocabulary_digest=digest,
             step_timeout=options.step_timeout,
         )
@@ -238,28 +248,8 @@ class Driver:
             checkpoint=checkpoint,
             resolver=RequestResolver(codec, checkpoint, options.speculation),
             target=target,
-            target_task=asyncio.create_task(target.run()),
             drafters=drafters,
         )
-
-    async def _await_target(self, target: TargetLink) -> None:
-        seconds = self._options.connect_seconds
-        joined = asyncio.create_task(self._dispatch.target_joined_once.wait())
-        try:
-            await asyncio.wait(
-                (joined, target.refused),
-                timeout=seconds,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            joined.cancel()
-        if target.refused.done():
-            target.refused.result()
-        if not self._dispatch.target_joined_once.is_set():
-            raise UnavailableError(
-                f"the target at {', '.join(self._options.target_addresses)} could not be reached "
-                f"within {seconds:g} s: {target.last_error}; check that every shard is up"
-            )
 
     def _started(self) -> _Running:
         if not self._ready or self._running is None:

@@ -83,9 +83,17 @@ def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
         )
 
 
-def check_layout(policy: PolicyName, num_drafters: int) -> None:
+def check_layout(policy: PolicyName, num_drafters: int, num_groups: int) -> None:
     """Raise InvalidRequestError where the layout lacks what the policy needs."""
-    needed = policy_named(policy).needs.drafters
+    needs = policy_named(policy).needs
+    if num_groups < needs.groups:
+        raise InvalidRequestError(
+            "policy",
+            f"the policy {policy.value!r} has at least {needs.groups} target groups verify, and "
+            f"the layout has {num_groups}: raise target.groups in the configuration, or choose the "
+            "policy 'fanout'",
+        )
+    needed = needs.drafters
     if num_drafters < needed:
         raise InvalidRequestError(
             "policy",

@@ -59,21 +59,24 @@ class WorkerMeter:
 
 @dataclass(slots=True)
 class GapMeter:
-    """The time between two forward passes of the target, while there was work at hand.
+    """The time between two forward passes of a target group, while there was work at hand.
 
     Only steps count that were sent right upon the answer to the step before them.
     """
 
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
-    _counts_next: bool = False
+    _counts_next: set[int] = field(default_factory=set)
 
-    def step_sent(self, *, upon_answer: bool) -> None:
+    def step_sent(self, group: int, *, upon_answer: bool) -> None:
         """A step was sent; `upon_answer`: by the answer to the one before it."""
-        self._counts_next = upon_answer
+        if upon_answer:
+            self._counts_next.add(group)
+        else:
+            self._counts_next.discard(group)
 
-    def step_answered(self, gap_seconds: float) -> None:
+    def step_answered(self, group: int, gap_seconds: float) -> None:
         """The step was answered, with the gap that the shard saw before it."""
-        if self._counts_next and gap_seconds > 0:
+        if group in self._counts_next and gap_seconds > 0:
             self._gaps.append(gap_seconds)
 
     @property

@@ -1,8 +1,9 @@
 """Which worker gets which threads, cores and devices. Pure: nodes in, a plan out.
 
-The target's shards form one placement group, on one node where one has room for all of them; model
-drafters form another, spread over nodes where there are several. The driver sits beside shard 0,
-and so does a drafter without a model, which costs next to nothing and reserves no core.
+The shards of each target group form a placement group, on one node where one has room for all of
+them; model drafters form another, spread over nodes where there are several. The driver sits beside
+the first shard, and so does a drafter without a model, which costs next to nothing and reserves no
+core.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.config_model import Config, DrafterConfig
+from cluster.shard_names import shard_name
 from paceline.errors import UnavailableError
 from paceline.rules import DrafterKind
 
@@ -32,7 +34,7 @@ class Node:
 class WorkerPlan:
     """One worker. `group` and `bundle` say where; `cores` None: wherever the system puts it.
 
-    `rank` and `degree` are of a shard: its number, and how many the target has.
+    `rank` and `degree` are of a shard: its number, and how many its target group has.
     `drafter`: the configuration of what is one.
     """
 
@@ -60,7 +62,10 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The whole plan. Group 0 is the target's, bundle N shard N's; bundle 0 has the driver too."""
+    """The whole plan. The first groups are the target's, bundle N of each is that of its shard N.
+
+    Bundle 0 of group 0 has the driver too.
+    """
 
     groups: tuple[GroupPlan, ...]
     workers: tuple[WorkerPlan, ...]
@@ -86,24 +91,25 @@ def plan_placement(
     """
     drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
     num_model_drafters = sum(drafter.kind == "model" for drafter in drafters)
-    degree = config.target.tensor_parallel
+    degree, num_targets = config.target.tensor_parallel, config.target.groups
     _check_devices(config, nodes, gpus_too=enforce)
     shard_gpus, drafter_gpus = _share_gpus(config, num_model_drafters, nodes)
     shard_threads, drafter_threads = _share_threads(config, drafters, nodes)
     workers = [
         WorkerPlan(
-            name=f"shard-{rank}",
+            name=shard_name(rank, group=group, num_groups=num_targets),
             kind="target",
             model=config.target.model,
             threads=shard_threads,
             cores=None,
-            group=0,
+            group=group,
             bundle=rank,
             reserved_cpus=shard_threads,
             reserved_gpus=shard_gpus,
             rank=rank,
             degree=degree,
         )
+        for group in range(num_targets)
         for rank in range(degree)
     ]
     for number, (drafter, threads) in enumerate(zip(drafters, drafter_threads, strict=True)):
@@ -115,15 +121,16 @@ def plan_placement(
                 model=drafter.model,
                 threads=threads,
                 cores=None,
-                group=1 if is_model else 0,
+                group=num_targets if is_model else 0,
                 bundle=sum(worker.kind == "model" for worker in workers) if is_model else 0,
                 reserved_cpus=threads if is_model else 0,
                 reserved_gpus=drafter_gpus if is_model else 0,
                 drafter=drafter,
             )
         )
-    shards = workers[:degree]
-    groups = [GroupPlan(_bundles(shards), "STRICT_PACK" if _fit_one(shards, nodes) else "PACK")]
+    shards = workers[:degree]  # those of other groups need as much
+    strategy: Literal["STRICT_PACK", "PACK"] = "STRICT_PACK" if _fit_one(shards, nodes) else "PACK"
+    groups = [GroupPlan(_bundles(shards), strategy) for _ in range(num_targets)]
     if num_model_drafters:
         groups.append(
             GroupPlan(_bundles([one for one in workers if one.kind == "model"]), "SPREAD")
@@ -135,28 +142,46 @@ def plan_placement(
 
 def _check_devices(config: Config, nodes: Sequence[Node], *, gpus_too: bool) -> None:
     """Refuse more shards than devices: they would take turns, and gain nothing."""
-    degree, resources = config.target.tensor_parallel, config.target.resources
+    resources, degree = config.target.resources, _num_shards(config)
     gpus = int(sum(node.gpus for node in nodes))
     cpus = int(sum(node.cpus for node in nodes))
     wants_gpus = resources == "gpu" or (resources == "auto" and gpus > 0)
     if gpus_too and wants_gpus and gpus < degree:
         raise UnavailableError(
-            f"target.tensor_parallel is {degree}, a GPU each, but the cluster has {gpus} GPUs free "
-            f"on {len(nodes)} nodes: expected at least {degree}; lower tensor_parallel, free "
+            f"{_shards_asked(config)}, a GPU each, but the cluster has {gpus} GPUs free "
+            f"on {len(nodes)} nodes: expected at least {degree}; lower {_lower(config)}, free "
             'some, or set target.resources = "cpu"'
         )
     if degree > 1 and cpus < degree:
         raise UnavailableError(
-            f"target.tensor_parallel is {degree}, a CPU core or more each, but {cpus} cores are "
-            f"free on {len(nodes)} nodes: lower tensor_parallel, or free some"
+            f"{_shards_asked(config)}, a CPU core or more each, but {cpus} cores are "
+            f"free on {len(nodes)} nodes: lower {_lower(config)}, or free some"
         )
+
+
+def _num_shards(config: Config) -> int:
+    """Of all target groups."""
+    return config.target.groups * config.target.tensor_parallel
+
+
+def _shards_asked(config: Config) -> str:
+    degree, groups = config.target.tensor_parallel, config.target.groups
+    if groups == 1:
+        return f"target.tensor_parallel is {degree}"
+    return (
+        f"target.groups is {groups} and target.tensor_parallel {degree}: {groups * degree} shards"
+    )
+
+
+def _lower(config: Config) -> str:
+    return "tensor_parallel" if config.target.groups == 1 else "groups or tensor_parallel"
 
 
 def _share_gpus(config: Config, num_drafters: int, nodes: Sequence[Node]) -> tuple[int, int]:
     """GPUs of each shard and of each model drafter: the target's come first."""
     gpus = 0 if config.target.resources == "cpu" else int(sum(node.gpus for node in nodes))
-    degree = config.target.tensor_parallel
-    return int(gpus >= degree), int(gpus >= degree + num_drafters)
+    num_shards = _num_shards(config)
+    return int(gpus >= num_shards), int(gpus >= num_shards + num_drafters)
 
 
 def _fit_one(shards: Sequence[WorkerPlan], nodes: Sequence[Node]) -> bool:
@@ -171,10 +196,11 @@ def _share_threads(
     config: Config, drafters: Sequence[DrafterConfig], nodes: Sequence[Node]
 ) -> tuple[int, list[int]]:
     """Threads of each shard, and of each drafter."""
+    num_shards = _num_shards(config)
     cpus = sorted((int(node.cpus) for node in nodes), reverse=True) or [1]
     models = [drafter for drafter in drafters if drafter.kind == "model"]
     if len(cpus) == 1:
-        even_share = max(1, cpus[0] // (config.target.tensor_parallel + len(models)))
+        even_share = max(1, cpus[0] // (num_shards + len(models)))
     else:
         per_node = -(-len(models) // (len(cpus) - 1))
         even_share = max(1, cpus[-1] // max(1, per_node))
@@ -183,7 +209,13 @@ def _share_threads(
         return config.target.threads, threads
     taken = sum(n for drafter, n in zip(drafters, threads, strict=True) if drafter.kind == "model")
     left = cpus[0] - taken if len(cpus) == 1 else cpus[0]
-    return max(1, left // config.target.tensor_parallel), threads
+    # Of several nodes, some groups will share one.
+    a_node = (
+        num_shards
+        if len(cpus) == 1
+        else -(-config.target.groups // len(cpus)) * (config.target.tensor_parallel)
+    )
+    return max(1, left // a_node), threads
 
 
 def _chosen(drafter: DrafterConfig, even_share: int) -> int:

@@ -84,15 +84,17 @@ class RequestResolver:
         room: int,
         drafters: frozenset[str] | None = None,
         num_drafters: int | None = None,
+        num_groups: int = 1,
     ) -> ResolvedRequest:
         """Raise InvalidRequestError naming the field, or return what is to be decoded.
 
         `room`: most tokens that a sequence may have. `drafters`: the kinds that are deployed, None
-        where that is not known; `num_drafters`: how many. Tokenises, so call it off the loop.
+        where that is not known; `num_drafters`: how many; `num_groups`: of the target. Tokenises,
+        so call it off the loop.
         """
         speculation = self._speculation(options)
         if num_drafters is not None:
-            check_layout(speculation.policy, num_drafters)
+            check_layout(speculation.policy, num_drafters, num_groups)
         _check_drafters(speculation, drafters)
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)

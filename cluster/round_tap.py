@@ -36,19 +36,21 @@ class RoundTap:
         self._tell = tell
         self._now = now
         self._num_passes = 0
-        self._sent: dict[int, _SentStep] = {}
+        self._sent: dict[tuple[int, int], _SentStep] = {}
         self._origins: dict[int, dict[tuple[int, int], int]] = {}
 
     def step_sent(self, step: RunStep) -> None:
-        """A step went out to every shard."""
+        """A step went out to every shard of its group."""
         passes = tuple(self._passes_of(piece) for piece in step.slices)
-        self._sent[step.step] = _SentStep(self._now(), step, passes)
+        self._sent[step.group, step.step] = _SentStep(self._now(), step, passes)
         for sequence_id in step.close:
             self._origins.pop(sequence_id, None)
 
-    def step_answered(self, response: target_pb2.StepResponse, answered_at: float) -> None:
-        """Rank 0 answered."""
-        sent = self._sent.pop(response.step, None)
+    def step_answered(
+        self, group: int, response: target_pb2.StepResponse, answered_at: float
+    ) -> None:
+        """Rank 0 of a target group answered."""
+        sent = self._sent.pop((group, response.step), None)
         if sent is None:
             return  # it was sent before anybody traced
         verdicts = {verdict.sequence_id: verdict for verdict in response.verdicts}
@@ -69,6 +71,7 @@ class RoundTap:
             )
         traced = trace_pb2.TracedStep(
             step=response.step,
+            group=group,
             sent_at=sent.sent_at,
             answered_at=answered_at,
             forward_seconds=response.forward_seconds,
@@ -108,9 +111,10 @@ class RoundTap:
         )
         self._tell(trace_pb2.TraceResponse(drafting=traced))
 
-    def target_lost(self) -> None:
-        """Steps that were sent will not be answered, and their numbers begin anew."""
-        self._sent.clear()
+    def target_lost(self, group: int) -> None:
+        """Steps that were sent to a group will not be answered; their numbers begin anew."""
+        for key in [key for key in self._sent if key[0] == group]:
+            del self._sent[key]
 
     def _passes_of(self, piece: Slice) -> list[int]:
         origins = self._origins.get(piece.sequence_id, {})

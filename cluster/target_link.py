@@ -1,4 +1,4 @@
-"""The link to the target: one Step stream a shard, lost and found as a whole."""
+"""The link to a target group: one Step stream a shard, lost and found as a whole."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from cluster.connections import (
 from cluster.decoding.instructions import RunStep
 from cluster.meters import WorkerMeter
 from cluster.outbox import Outbox
+from cluster.shard_names import shard_name
 from cluster.worker_wire import step_to_wire
 from paceline.errors import (
     CheckpointError,
@@ -50,21 +51,26 @@ class TargetDescription:
     num_blocks: int
 
     @property
+    def made_of(self) -> tuple[str, int]:
+        """What all groups of a target have in common: the checkpoint's name, its vocabulary."""
+        return self.model, self.vocab_size
+
+    @property
     def room(self) -> int:
         """Most tokens that one sequence may have."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class TargetListener(Protocol):
-    """Hears of the target. Its methods do not wait."""
+    """Hears of the target's groups, by number. Its methods do not wait."""
 
-    def target_joined(self, description: TargetDescription) -> None:
-        """Fresh streams to every shard are open."""
+    def target_joined(self, group: int, description: TargetDescription) -> None:
+        """Fresh streams to every shard are open. Raises CheckpointError for another model."""
 
-    def target_lost(self, reason: str) -> None:
+    def target_lost(self, group: int, reason: str) -> None:
         """A stream broke."""
 
-    def step_answered(self, response: target_pb2.StepResponse) -> None:
+    def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
 
 
@@ -82,20 +88,25 @@ class StepTimeout:
 
 
 class TargetLink:
-    """Keeps the streams to all shards open, as well as it can."""
+    """Keeps the streams to all shards of a group open, as well as it can."""
 
     def __init__(
         self,
         addresses: Sequence[str],
         listener: TargetListener,
         *,
+        group: int,
+        num_groups: int,
         vocabulary_digest: bytes,
         step_timeout: StepTimeout,
     ) -> None:
+        """`group`: the number of this one, of `num_groups`."""
         self.meters = [
-            WorkerMeter(f"shard-{rank}", "target", address)
+            WorkerMeter(shard_name(rank, group=group, num_groups=num_groups), "target", address)
             for rank, address in enumerate(addresses)
         ]
+        self._group = group
+        self._name = "the target" if num_groups == 1 else f"target group {group}"
         self.last_error = "no shard has answered yet"
         self._listener = listener
         self._vocabulary_digest = vocabulary_digest
@@ -144,7 +155,7 @@ class TargetLink:
                 _log.exception("a defect ended the streams to the target")
                 self.last_error = one_line(error)
             if self.last_error != said:
-                _log.warning("the target is not in use: %s", self.last_error)
+                _log.warning("%s is not in use: %s", self._name, self.last_error)
                 said = self.last_error
             if self.meters[0].joins > joined:
                 waits = waits_between_tries()
@@ -170,7 +181,7 @@ class TargetLink:
             for meter, shard in zip(self.meters, descriptions, strict=True):
                 meter.join(kind="target", pid=shard.pid)
             try:
-                self._listener.target_joined(description)
+                self._listener.target_joined(self._group, description)
                 await run_until_one_ends(
                     self._read_answers(calls[0]),
                     *[self._drain(rank, call) for rank, call in enumerate(calls) if rank],
@@ -186,7 +197,7 @@ class TargetLink:
                 self._outboxes = []
                 for meter in self.meters:
                     meter.connected = False
-                self._listener.target_lost(reason)
+                self._listener.target_lost(self._group, reason)
 
     def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:
         """Raise VocabularyMismatchError, or ProtocolError for shards of another group."""
@@ -210,7 +221,7 @@ class TargetLink:
             self._answer_by = None
             self._in_answer = True
             try:
-                self._listener.step_answered(response)
+                self._listener.step_answered(self._group, response)
             finally:
                 self._in_answer = False
             await outbox.flush()

@@ -123,7 +123,7 @@ def check_drafters(flags: RequestFlags, config: Config) -> None:
     """Raise InvalidRequestError where no drafter of the configuration could draft what is asked."""
     chosen = config.speculation
     num_drafters = sum(drafter.count for drafter in config.drafters)
-    check_layout(PolicyName(flags.policy or chosen.policy), num_drafters)
+    check_layout(PolicyName(flags.policy or chosen.policy), num_drafters, config.target.groups)
     if (flags.policy or chosen.policy) == "off":
         return
     kinds = {drafter.kind for drafter in config.drafters}

@@ -1,6 +1,6 @@
 """Rounds as a Chrome trace: what https://ui.perfetto.dev and chrome://tracing open.
 
-A row a device. On the target's: each step from its begin to the end of its forward pass, then its
+A row a device. On a target group's: each step from its begin to the end of its pass, then its
 verdicts. On a drafter's: its passes. An arrow goes from the pass that proposed candidates to the
 verdict on them. On the rows of sequences: each window, from when it was sent to its verdict.
 """
@@ -14,7 +14,8 @@ from paceline.text import counted
 from paceline.v1 import trace_pb2
 
 _DEVICES, _SEQUENCES = 1, 2
-_TARGET_ROW = 0
+_REPLICA_ROWS = 1000
+"""Rows of target groups from the second on; that of the first is 0, drafters follow it."""
 _LEAST_US = 1.0
 """The shortest slice: one of no length cannot be seen, nor hold an end of an arrow."""
 
@@ -29,6 +30,7 @@ class TraceFile:
         self._begun = 0.0
         self._model = ""
         self._drafter_rows: dict[str, int] = {}
+        self._num_groups = 1
         self._busy_until: dict[int, float] = {}
         self._pass_ends: dict[int, tuple[int, float]] = {}
         self._seen_sequences: set[int] = set()
@@ -51,7 +53,11 @@ class TraceFile:
         names = [
             _name("process_name", _DEVICES, 0, "devices"),
             _name("process_name", _SEQUENCES, 0, "sequences"),
-            _name("thread_name", _DEVICES, _TARGET_ROW, f"target {self._model}"),
+            _name("thread_name", _DEVICES, 0, f"target {self._model}"),
+        ]
+        names += [
+            _name("thread_name", _DEVICES, row, f"replica {group} of target {self._model}")
+            for group, row in ((one, _target_row(one)) for one in range(1, self._num_groups))
         ]
         names += [
             _name("thread_name", _DEVICES, row, name) for name, row in self._drafter_rows.items()
@@ -68,8 +74,10 @@ class TraceFile:
 
     def _add_step(self, step: trace_pb2.TracedStep) -> None:
         self.num_steps += 1
+        self._num_groups = max(self._num_groups, step.group + 1)
+        row = _target_row(step.group)
         end = self._us(step.answered_at)
-        begin = self._begin(_TARGET_ROW, end - step.step_seconds * 1e6)
+        begin = self._begin(row, end - step.step_seconds * 1e6)
         verdict_at = min(begin + step.forward_seconds * 1e6, end - _LEAST_US)
         verdict_at = max(verdict_at, begin + _LEAST_US)
         end = max(end, verdict_at + _LEAST_US)
@@ -82,12 +90,12 @@ class TraceFile:
             "candidates": drafted,
         }
         label = f"step {step.step}: {counted(drafted, 'candidate')}"
-        self._slice(_TARGET_ROW, label, begin, verdict_at - begin, counts)
+        self._slice(row, label, begin, verdict_at - begin, counts)
         outcome = {"accepted": accepted, "committed": committed}
-        self._slice(_TARGET_ROW, f"verdict: +{committed}", verdict_at, end - verdict_at, outcome)
-        self._busy_until[_TARGET_ROW] = end
+        self._slice(row, f"verdict: +{committed}", verdict_at, end - verdict_at, outcome)
+        self._busy_until[row] = end
         for number in sorted({one for window in step.windows for one in window.passes}):
-            self._arrow(number, verdict_at)
+            self._arrow(number, row, verdict_at)
         for window in step.windows:
             self._add_window(step, window, end)
 
@@ -108,6 +116,7 @@ class TraceFile:
                 "dur": max(end - sent, _LEAST_US),
                 "args": {
                     "step": step.step,
+                    "replica": step.group,
                     "position": window.start,
                     "tokens fed": window.fed,
                     "candidates": window.window,
@@ -138,7 +147,7 @@ class TraceFile:
         """Where a slice begins; a message that was late would have it begin in the one before."""
         return max(wanted, self._busy_until.get(row, wanted))
 
-    def _arrow(self, number: int, to: float) -> None:
+    def _arrow(self, number: int, target_row: int, to: float) -> None:
         if number not in self._pass_ends:
             return
         self.num_arrows += 1
@@ -146,7 +155,7 @@ class TraceFile:
         common = {"cat": "proposal", "name": "proposal", "id": self.num_arrows, "pid": _DEVICES}
         self._events.append({"ph": "s", "tid": row, "ts": at, **common})
         self._events.append(
-            {"ph": "f", "bp": "e", "tid": _TARGET_ROW, "ts": to + _LEAST_US / 2, **common}
+            {"ph": "f", "bp": "e", "tid": target_row, "ts": to + _LEAST_US / 2, **common}
         )
 
     def _slice(
@@ -166,6 +175,10 @@ class TraceFile:
 
     def _us(self, seconds: float) -> float:
         return (seconds - self._begun) * 1e6
+
+
+def _target_row(group: int) -> int:
+    return _REPLICA_ROWS + group if group else 0
 
 
 def _name(kind: str, process: int, row: int, name: str) -> Event:

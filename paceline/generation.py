@@ -30,9 +30,9 @@ class GenerateOptions:
     """How to decode. What is None or empty is left to the server, which asks the checkpoint.
 
     Ranges are those of `SamplingParams` and of inference.proto, GenerateRequest. `policy` is "off",
-    "lockstep", "pearl", "chain", "fanout", "spread" or "auto"; `rule` and `stopping` are the names
-    of paceline.rules; `drafter` is "model", "ngram" or "recycling"; `merge`: one of each kind
-    drafts, in one tree. Requests of one `tenant` share what drafters learn from text.
+    "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto"; `rule` and `stopping`
+    are the names of paceline.rules; `drafter` is "model", "ngram" or "recycling"; `merge`: one of
+    each kind drafts, in one tree. Requests of one `tenant` share what drafters learn from text.
     """
 
     temperature: float | None = None

@@ -48,6 +48,7 @@ _POLICIES: dict[str, Any] = {
     "pearl": inference_pb2.LOOKAHEAD_POLICY_PEARL,
     "fanout": inference_pb2.LOOKAHEAD_POLICY_FANOUT,
     "spread": inference_pb2.LOOKAHEAD_POLICY_SPREAD,
+    "replicas": inference_pb2.LOOKAHEAD_POLICY_REPLICAS,
     "auto": inference_pb2.LOOKAHEAD_POLICY_AUTO,
 }
 _POLICY_NAMES: dict[int, str] = {number: name for name, number in _POLICIES.items()}

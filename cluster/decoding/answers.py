@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from cluster.decoding.batching import Batching
-from cluster.decoding.counts import CountedVerdict, counted
+from cluster.decoding.counts import CountedVerdict, Foresight, counted
 from cluster.decoding.events import SequenceVerdict, StepDone
 from cluster.decoding.group import Group
 from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
-from cluster.decoding.sequence import Sequence
+from cluster.decoding.replicas import told_by
+from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
 
@@ -23,9 +24,12 @@ def take_answer(
     committed_before = state.totals.counts.committed
     verdicts = iter(event.verdicts)
     for part in step.slices:
+        verdict = next(verdicts) if part.verdict else None
+        if part.sequence_id in batching.leaving:
+            batching.left(part.sequence_id)
+            continue
         sequence = batching.running[part.sequence_id]
         sequence.in_flight = None
-        verdict = next(verdicts) if part.verdict else None
         if sequence.cancelled:
             sequence.tree.unpin()
             state.finish(event.now, sequence, FinishReason.CANCELLED, out)
@@ -33,6 +37,8 @@ def take_answer(
             sequence.kv_length = part.start + len(part.token_ids)
             sequence.tree.unpin()
             batching.kv.keep(sequence)
+        elif sequence.policy.replicates:
+            _commit_what_is_new(state, batching, event.now, sequence, part, verdict, out)
         else:
             _commit(state, batching, event.now, sequence, part, verdict, out)
     state.drafters.stepped(event.now, state.running, out.drafters)
@@ -92,10 +98,48 @@ def _commit(
     if sequence.pilot is not None:
         state.auto.judged(sequence.pilot, counted_verdict, now, sequence.drafter, tree)
         sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
+    _go_on(now, sequence)
+    state.drafters.outcome(sequence, position, committed, verdict.top_tokens, out.drafters)
+
+
+def _commit_what_is_new(
+    state: DecodingState,
+    batching: Batching,
+    now: float,
+    member: Sequence,
+    part: Slice,
+    verdict: SequenceVerdict,
+    out: Outbox,
+) -> None:
+    """Of a sequence that several groups verify: others may have told it already (replicas.py)."""
+    sequence = member.lead if isinstance(member, Replica) else member
+    tree, offset, position = sequence.tree, sequence.counts.committed, sequence.tree.num_committed
+    told = told_by(tree, part, verdict.num_accepted, verdict.token_id)
+    member.kv_length = told.kv_length
+    foresight = Foresight.NOTHING
+    if told.token_ids:
+        tree.advance(told.token_ids[:-1])
+        foresight = tree.foresight((), told.token_ids[-1])
+        tree.advance(told.token_ids[-1:])
+    batching.kv.keep(member)
+    kept, reason = cut_at_end(sequence, offset, told.token_ids) if told.token_ids else ((), None)
+    counted_verdict = told.counted(len(kept), foresight)
+    _count(state, now, sequence, counted_verdict)
+    if not told.token_ids:
+        return
+    out.callers.append(Emit(sequence.sequence_id, offset, kept, counted_verdict.accepted))
+    if reason is not None:
+        state.finish(now, sequence, reason, out)
+        return
+    _go_on(now, sequence)
+    state.drafters.outcome(sequence, position, told.token_ids, verdict.top_tokens, out.drafters)
+
+
+def _go_on(now: float, sequence: Sequence) -> None:
+    """The next window may begin."""
     sequence.ready_since = now
     sequence.draft_exhausted = False
-    sequence.kept = tree.num_candidates
-    state.drafters.outcome(sequence, position, committed, verdict.top_tokens, out.drafters)
+    sequence.kept = sequence.tree.num_candidates
 
 
 def _count(state: DecodingState, now: float, sequence: Sequence, verdict: CountedVerdict) -> None:

@@ -1,38 +1,22 @@
 """Which sequences a step takes, how much of each, and in which KV blocks.
 
 Decoding sequences come first, the oldest before the youngest; then prefill chunks, as many tokens
-as the step's budget leaves and as those who decode can bear (prefill.py). Sequences are let in by
-free blocks, in the order in which they came: none overtakes, so none waits for ever. When blocks
-run out, the youngest sequence gives its own back and is computed again later; it keeps its place in
-that order. Each target group has a batch of its own; those who wait are in one line for all groups.
+as the step's budget leaves and as those who decode can bear (prefill.py). Each target group has a
+batch of its own; those who wait are in one line for all groups, in the order in which they came:
+none overtakes, so none waits for ever.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
-from cluster.decoding.policies import Wait
+from cluster.decoding.lookahead import Wait
 from cluster.decoding.prefill import PrefillCosts, share_prefill
-from cluster.decoding.prefix_cache import PrefixCache
+from cluster.decoding.residents import Residents, Target
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.waiting import WaitingLine
-from paceline.errors import PromptTooLongError
-from workers.engine.block_pool import blocks_for
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What the scheduler knows of the target group."""
-
-    vocab_size: int
-    max_model_len: int
-    kv: PrefixCache
-
-    @property
-    def room(self) -> int:
-        """Most tokens that a sequence can have."""
-        return min(self.max_model_len, self.kv.num_blocks * self.kv.block_size)
 
 
 @dataclass(slots=True)
@@ -45,8 +29,8 @@ class _Draft:
     members: set[int] = field(default_factory=set)
 
 
-class Batching:
-    """The running sequences of a target group and their block tables."""
+class Batching(Residents):
+    """Puts the steps of a target group together."""
 
     def __init__(
         self,
@@ -62,82 +46,19 @@ class Batching:
             raise ValueError(
                 f"a step of {max_step_tokens} tokens cannot hold {max_num_seqs} sequences"
             )
-        self._group = group
-        self._max_num_seqs = max_num_seqs
+        super().__init__(waiting, group=group, max_num_seqs=max_num_seqs)
         self._max_step_tokens = max_step_tokens
         self._wait_seconds = wait_seconds
         self._prefill_costs = PrefillCosts()
-        self.preemptions = 0
-        """How often a sequence gave its blocks to an older one."""
         self.hit_tokens = 0
         """Tokens that sequences found computed."""
-        self.target: Target | None = None
-        self.waiting = waiting
-        self.running: dict[int, Sequence] = {}
         self.wake_at: float | None = None
-        self._closes: list[int] = []
         self._last_step = 0
-
-    @property
-    def kv(self) -> PrefixCache:
-        """The blocks of the target that there is."""
-        assert self.target is not None
-        return self.target.kv
 
     def join_target(self, target: Target) -> None:
         """A fresh target: nothing is known to it."""
-        self.target = target
+        super().join_target(target)
         self._last_step = 0
-
-    def lose_target(self) -> None:
-        """All KV is gone; running sequences wait again, in their order."""
-        self.target = None
-        self._closes.clear()
-        for sequence in self.running.values():
-            sequence.forget_kv()
-            self.waiting.put_back(sequence)
-        self.running.clear()
-
-    def check_fits(self, prompt_length: int, max_tokens: int) -> None:
-        """Raise PromptTooLongError when such a sequence could never be held."""
-        target = self.target
-        if target is None:
-            return
-        if prompt_length + max_tokens > target.room:
-            raise PromptTooLongError(
-                "prompt",
-                f"{prompt_length} prompt tokens and {max_tokens} to generate exceed the "
-                f"{target.room} tokens that a sequence may have here; "
-                "shorten the prompt or max_tokens",
-            )
-
-    def has_room_for(self, sequence: Sequence) -> bool:
-        """Whether a sequence that waits could run here now."""
-        target = self.target
-        if target is None or len(self.running) >= self._max_num_seqs:
-            return False
-        length = sequence.tree.num_committed + sequence.request.window
-        # What running prefills will still take is spoken for.
-        promised = sum(
-            target.kv.wanted(other, other.tree.num_committed)
-            for other in self.running.values()
-            if other.prefilling
-        )
-        wanted = target.kv.wanted(sequence, length)
-        return not self.running or wanted + promised <= target.kv.num_available
-
-    def let_in(self, sequence: Sequence) -> None:
-        """Run a sequence that no longer waits; it keeps its place among those who came."""
-        sequence.group = self._group
-        last = next(reversed(self.running.values()), None)
-        self.running[sequence.sequence_id] = sequence
-        if last is not None and last.order > sequence.order:
-            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].order))
-
-    def remove(self, sequence: Sequence) -> None:
-        """The sequence ended; it is in no step. Its blocks are free from the next step on."""
-        del self.running[sequence.sequence_id]
-        self._release(sequence)
 
     def answered(self, step: RunStep, step_seconds: float) -> int:
         """Learn what a step cost; returns how many tokens of it were prefill."""
@@ -145,7 +66,7 @@ class Batching:
         for part in step.slices:
             count = len(part.token_ids)
             fed += count
-            if part.verdict and count == 1 + part.window:
+            if part.verdict and (part.window or count == 1):
                 decoding += count
         self._prefill_costs.add(
             decoding_tokens=decoding, prefill_tokens=fed - decoding, step_seconds=step_seconds
@@ -162,41 +83,26 @@ class Batching:
         decoding = self._decoding_windows(now)
         spare, room = draft.budget - len(decoding), self.target.room
         for sequence, wanted in decoding:
+            # What other groups committed meanwhile comes first.
+            lacking = min(sequence.lacking, 1 + spare)
+            left = spare + 1 - lacking if lacking == sequence.lacking else 0
             # Candidates of a tree take KV positions of their own, more than its depth.
-            window = min(wanted, spare, room - sequence.tree.num_committed)
-            if self._take(draft, sequence, 1, window):
-                spare -= window
+            window = min(wanted, left, room - sequence.tree.num_committed)
+            if self._take(draft, sequence, lacking, window):
+                spare -= window + lacking - 1
         self._take_prefill(draft, to_prefill)
-        if not draft.slices and not self._closes:
+        if not draft.slices and not self.closes:
             return None
         self._last_step += 1
         step = RunStep(
             self._last_step,
             tuple(draft.opens),
-            tuple(self._closes),
+            tuple(self.closes),
             tuple(draft.slices),
             group=self._group,
         )
-        self._closes.clear()
+        self.closes.clear()
         return step
-
-    def check_integrity(self) -> None:
-        """Assert that blocks are neither leaked nor shared and tables cover what was computed."""
-        for sequence in [*self.waiting, *self.running.values()]:
-            sequence.tree.check_integrity()
-        for sequence in self.waiting:
-            assert not sequence.block_table
-            assert sequence.in_flight is None
-            assert sequence.group is None
-        for one in (self.running.values(), self.waiting):
-            order = [sequence.order for sequence in one]
-            assert order == sorted(order), "a sequence lost its place"
-        if self.target is not None:
-            running, kv = self.running.values(), self.target.kv
-            kv.check_integrity(running)
-            for sequence in running:
-                assert sequence.kv_length <= len(sequence.block_table) * kv.block_size
-                assert sequence.kv_length < sequence.tree.num_committed
 
     def _decoding_windows(self, now: float) -> list[tuple[Sequence, int]]:
         """Sequences that may decode now, with the windows that their policies want."""
@@ -207,7 +113,8 @@ class Batching:
             patience = min(self._wait_seconds, sequence.patience)
             window = sequence.policy.window(sequence.draft_view(), now, patience)
             if isinstance(window, Wait):
-                self.wake_at = min(window.until, self.wake_at or window.until)
+                if window.until < math.inf:
+                    self.wake_at = min(window.until, self.wake_at or window.until)
             elif sequence.num_paths:
                 # Merged paths are fewer candidates: how many must not decide how deep it goes.
                 ready.append((sequence, sequence.window))
@@ -250,12 +157,15 @@ class Batching:
         start = sequence.kv_length
         if sequence.sequence_id not in self.running:
             return False  # It gave its blocks to an older one a moment ago.
-        if not self._cover(draft, sequence, start + count + window):
+        if not self.cover(sequence, start + count + window, but=draft.members):
             return False
         if not sequence.open_at_target:
             self._open(draft, sequence)
         tree = sequence.tree
-        candidates = tree.pin(window, num_paths=sequence.num_paths)
+        if sequence.policy.replicates:
+            candidates = tree.chain_of(window)
+        else:
+            candidates = tree.pin(window, num_paths=sequence.num_paths)
         sequence.in_flight = Slice(
             sequence_id=sequence.sequence_id,
             start=start,
@@ -276,23 +186,6 @@ class Batching:
         draft.budget -= count + window
         return True
 
-    def _cover(self, draft: _Draft, sequence: Sequence, length: int) -> bool:
-        """Give the sequence blocks for `length` positions, taking them from younger ones."""
-        assert self.target is not None
-        kv = self.target.kv
-        wanted = blocks_for(length, kv.block_size) - len(sequence.block_table)
-        while wanted > kv.num_available:
-            youngest = next(reversed(self.running.values()))
-            if youngest is sequence or youngest.sequence_id in draft.members:
-                return False
-            del self.running[youngest.sequence_id]
-            self._release(youngest)
-            self.waiting.put_back(youngest)
-            self.preemptions += 1
-        if wanted > 0:
-            sequence.block_table.extend(kv.allocate(wanted))
-        return True
-
     def _open(self, draft: _Draft, sequence: Sequence) -> None:
         """Begin the sequence at the target, which is told where the KV of its first tokens is."""
         assert self.target is not None
@@ -308,10 +201,3 @@ class Batching:
         )
         sequence.open_at_target = True
         self.hit_tokens += start
-
-    def _release(self, sequence: Sequence) -> None:
-        if self.target is not None:
-            self.target.kv.release(sequence)
-        if sequence.open_at_target:
-            self._closes.append(sequence.sequence_id)
-        sequence.forget_kv()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cluster.decoding.batching import Batching
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.sequence import Sequence
+from cluster.decoding.sequence import Replica, Sequence
 
 
 @dataclass(slots=True)
@@ -24,12 +24,30 @@ class Group:
 
     def cost_of(self, sequence: Sequence) -> tuple[int, int]:
         """How dear it is to run a sequence here: for the others, then for itself."""
-        return len(self.batching.running), -self.batching.kv.num_known(sequence)
+        return self.num_leads, -self.batching.kv.num_known(sequence)
+
+    @property
+    def num_leads(self) -> int:
+        """Sequences that run here, those left out that others only share with this group."""
+        running = self.batching.running.values()
+        return len(running) - sum(isinstance(one, Replica) for one in running)
+
+    def drop_replicas(self) -> bool:
+        """Let those groups serve their sequences alone that shared them; whether any did."""
+        replicas = [one for one in self.batching.running.values() if isinstance(one, Replica)]
+        for one in replicas:
+            self.batching.remove(one)
+            one.lead.replicas.remove(one)
+        return bool(replicas)
 
     def check_integrity(self) -> None:
         """Assert every invariant of this group."""
         self.batching.check_integrity()
         in_flight = {part.sequence_id for part in self.step.slices} if self.step else set()
-        running = self.batching.running
-        assert in_flight == {s.sequence_id for s in running.values() if s.in_flight is not None}
+        running, leaving = self.batching.running, self.batching.leaving
+        stepping = {s.sequence_id for s in running.values() if s.in_flight is not None}
+        assert in_flight == stepping | leaving.keys()
+        assert not stepping & leaving.keys()
         assert all(s.group == self.number for s in running.values())
+        for one in running.values():
+            assert not isinstance(one, Replica) or one in one.lead.replicas

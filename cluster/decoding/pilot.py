@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.estimates import Acceptance
 from cluster.decoding.events import Request
-from cluster.decoding.policies import LookaheadPolicy, Off, PolicyName, policy_named
+from cluster.decoding.lookahead import LookaheadPolicy
+from cluster.decoding.policies import Off, PolicyName, policy_named
 from paceline.rules import Rule
 
 FIRST_GUESS = 0.7

@@ -1,17 +1,11 @@
-"""Lookahead policies: how far a drafter may draft, and whether the target steps now.
-
-A policy is a pure function of what the scheduler knows of one sequence. It gives grants and
-windows; drafters know nothing of policies.
-"""
+"""Lookahead policies: how far a drafter may draft, and whether the target steps now."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
-from typing import Protocol
 
-from paceline.rules import Rule
-from paceline.value import value_class
+from cluster.decoding.lookahead import DraftView, LookaheadPolicy, Needs, NoBranches, Wait
+from paceline.rules import MAX_WINDOW, Rule
 
 MOST_CHAINS = 64
 """Chains and branches that a drafter grows at most in a pass, for all its sequences. Each is a
@@ -29,102 +23,11 @@ class PolicyName(enum.Enum):
     CHAIN = "chain"
     FANOUT = "fanout"
     SPREAD = "spread"
+    REPLICAS = "replicas"
     AUTO = "auto"
 
 
-@value_class(frozen=True, slots=True)
-class DraftView:
-    """What a policy may look at. Counts are tokens, `ready_since` is the driver's clock.
-
-    `num_candidates` are those that a step could verify, up to `window` of them. No more than
-    `useful_candidates` on one path can be of use. `in_flight` of the candidates are being verified;
-    the last verdict left `kept` of them.
-    `is_coupled`: drafts are compared with the target's own tokens, else coins are tossed for them.
-    `pace`: passes of the drafter in the time of a step; 0: not known yet. `crowd`: sequences that
-    the drafter drafts for, this one included.
-    """
-
-    num_candidates: int
-    in_flight: int
-    kept: int
-    window: int
-    is_tree: bool
-    useful_candidates: int
-    has_drafter: bool
-    num_drafters: int
-    draft_exhausted: bool
-    ready_since: float
-    is_coupled: bool
-    pace: float
-    crowd: int
-
-    @property
-    def waits_in_vain(self) -> bool:
-        """Nothing more will come before the next verdict."""
-        return self.draft_exhausted or not self.has_drafter
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Do not step yet, and not for want of anything beyond this time."""
-
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class Needs:
-    """What a policy asks of a request and of the layout. `drafters`: the fewest."""
-
-    chains_only: bool = False
-    rules: frozenset[Rule] = frozenset(Rule)
-    drafters: int = 0
-
-
-class LookaheadPolicy(Protocol):
-    """One way to use the time while the target or the drafter works."""
-
-    needs: Needs
-
-    drafts: bool
-    """Whether a drafter is wanted at all."""
-
-    drafting_is_free: bool
-    """Whether the drafter works while the target is busy anyway."""
-
-    waits: bool
-    """Whether a sequence may be held back from a step for its drafter's sake."""
-
-    grants_by_step: bool
-    """Whether a grant depends on what is being verified, so that each step brings a new one."""
-
-    spreads: bool
-    """Whether several drafters may work for one sequence, and work moves between them."""
-
-    fans_out: bool
-    """Whether branches for other outcomes are held, of which a step verifies the first alone."""
-
-    def granted_candidates(self, view: DraftView) -> int:
-        """How many candidates beyond the committed tokens there may be, branches left out."""
-
-    def granted_branches(self, view: DraftView) -> int:
-        """How many branches beside them (drafting.proto, Grant.fan_out)."""
-
-    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """How many candidates a step that starts now verifies, or until when to wait."""
-
-
-class _NoBranches:
-    """Of a policy that has all that it holds verified."""
-
-    fans_out = False
-    spreads = False
-
-    def granted_branches(self, view: DraftView) -> int:
-        """None."""
-        return 0
-
-
-class Off(_NoBranches):
+class Off(NoBranches):
     """Plain decoding."""
 
     needs = Needs()
@@ -142,7 +45,7 @@ class Off(_NoBranches):
         return 0
 
 
-class Lockstep(_NoBranches):
+class Lockstep(NoBranches):
     """Speculative decoding as published (Leviathan et al. 2023): draft a window, verify, repeat.
 
     The drafter rests while the target works, and the target waits for a full window, at most
@@ -167,7 +70,7 @@ class Lockstep(_NoBranches):
         return _await_candidates(view, full, now, wait_seconds)
 
 
-class Pearl(_NoBranches):
+class Pearl(NoBranches):
     """Draft the next window while this one is verified (PEARL, Liu et al. 2024).
 
     Phases of a step and as many drafts as fit beside it. Post-verify: a whole window is verified
@@ -208,7 +111,7 @@ class Pearl(_NoBranches):
         return max(1, min(view.window, round(view.pace) - 1))
 
 
-class Chain(_NoBranches):
+class Chain(NoBranches):
     """The drafter keeps drafting; the target takes what has arrived and never waits."""
 
     needs = Needs()
@@ -265,6 +168,33 @@ class Spread(FanOut):
     spreads = True
 
 
+class Replicas(FanOut):
+    """As fanout, and several target groups verify one sequence (DSI, Timor et al. 2024).
+
+    While one group is at a window, another begins with the next, as if the first were accepted. It
+    begins when as much is new as is drafted in a group's share of a step, so that their verdicts
+    come at even intervals. Each step holds all candidates from the last committed token on
+    (replicas.py).
+    """
+
+    needs = Needs(chains_only=True, rules=frozenset({Rule.COUPLED}), groups=2)
+    replicates = True
+
+    def granted_candidates(self, view: DraftView) -> int:
+        """A window of each group, the token after it, and one window more."""
+        return view.num_groups * (view.window + 1) + view.window
+
+    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
+        """Whatever is there while nobody verifies; else what others verify and enough more."""
+        if not view.verifying:
+            return min(view.num_candidates, view.window)
+        most = min(view.in_flight + 1 + view.window, MAX_WINDOW)
+        new = min(view.num_candidates, most) - view.in_flight
+        share = max(1, min(view.window, round(view.pace / view.num_groups)))
+        enough = 1 if view.waits_in_vain else share
+        return view.in_flight + new if new >= enough else Wait()
+
+
 def _await_candidates(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
     """`full` candidates, or what is there when no more will come or the wait is over."""
     give_up_at = view.ready_since + wait_seconds
@@ -290,6 +220,7 @@ _POLICIES: dict[PolicyName, LookaheadPolicy] = {
     PolicyName.CHAIN: Chain(),
     PolicyName.FANOUT: FanOut(),
     PolicyName.SPREAD: Spread(),
+    PolicyName.REPLICAS: Replicas(),
     PolicyName.AUTO: Auto(),
 }
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from cluster.decoding.answers import take_answer
-from cluster.decoding.batching import Batching, Target
+from cluster.decoding.batching import Batching
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
@@ -29,6 +29,7 @@ from cluster.decoding.group import Group
 from cluster.decoding.instructions import FinishReason, Instruction, Refuse, RunStep, WakeAt
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.proposals import take_proposals
+from cluster.decoding.residents import Target
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import check_verdicts
@@ -164,6 +165,7 @@ class Scheduler:
             return []
         if self._state.admit():
             self._state.assign(out)
+        self._state.share_groups(out)
         steps = [step for group in free if (step := self._next_step(group, now, out)) is not None]
         wakes = [group.batching.wake_at for group in free]
         wake_at = min((time for time in wakes if time is not None), default=None)
@@ -221,7 +223,7 @@ class Scheduler:
         if sequence is None:
             return
         sequence.cancelled = True
-        if sequence.in_flight is None:
+        if sequence.in_flight is None or sequence.policy.replicates:
             self._state.finish(event.now, sequence, FinishReason.CANCELLED, out)
 
     def _decline(self, event: DraftDeclined, out: Outbox) -> None:
@@ -235,6 +237,6 @@ class Scheduler:
         if step is None or event.step != step.step:
             raise ProtocolError(f"step {event.step} was answered, but it is not in flight")
         assert batching.target is not None
-        check_verdicts(step, event.verdicts, batching.running, batching.target.vocab_size)
+        check_verdicts(step, event.verdicts, batching.target.vocab_size)
         group.step = None
         take_answer(self._state, group, step, event, out)

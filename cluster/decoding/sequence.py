@@ -9,14 +9,19 @@ from dataclasses import dataclass, field, replace
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import SequenceStats, Slice
+from cluster.decoding.lookahead import DraftView, LookaheadPolicy
 from cluster.decoding.pilot import Pilot
-from cluster.decoding.policies import DraftView, LookaheadPolicy, PolicyName, policy_named
+from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.replicas import num_verifying
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.utilisation import Mark, Shares, Utilisation
 from paceline.rules import Rule
 
+CATCH_UP = 64
+"""A group that others serve a sequence beside may lack so many tokens and still decode it."""
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One stream of tokens being decoded. Mutable, owned by the scheduler."""
 
@@ -39,6 +44,8 @@ class Sequence:
     open_at_target: bool = False
     kv_moves: tuple[tuple[int, int], ...] = ()
     in_flight: Slice | None = None
+    # Of policies that have several target groups verify it: where else it is.
+    replicas: list[Replica] = field(default_factory=list)
     # Sharing. Hashes of its full blocks of committed tokens, as many as were asked for; how many of
     # its blocks were offered to others; from where on its KV is not what prefill makes, to the bit.
     block_keys: list[bytes] = field(default_factory=list)
@@ -112,9 +119,15 @@ class Sequence:
         return math.inf if self.pilot is None else self.pilot.patience
 
     @property
+    def lacking(self) -> int:
+        """Committed tokens that have no KV, the last one among them."""
+        return len(self.tree.token_ids) - self.kv_length
+
+    @property
     def prefilling(self) -> bool:
-        """It has not begun, or more than the last committed token has no KV yet."""
-        return not self.open_at_target or self.kv_length < len(self.tree.token_ids) - 1
+        """It has not begun, or has no KV of more tokens than a decoding step feeds."""
+        most = CATCH_UP if self.policy.replicates else 1
+        return not self.open_at_target or self.lacking > most
 
     @property
     def num_paths(self) -> int:
@@ -130,9 +143,14 @@ class Sequence:
 
     def draft_view(self) -> DraftView:
         """What a policy may look at."""
+        limit, in_flight, verifying = self.window, self.tree.num_pinned, False
+        if self.policy.replicates:
+            ahead = num_verifying(self.tree, self.slices_in_flight)
+            in_flight, verifying = ahead or 0, ahead is not None
+            limit += in_flight + verifying
         return DraftView(
-            num_candidates=self.tree.num_verifiable(self.window),
-            in_flight=self.tree.num_pinned,
+            num_candidates=self.tree.num_verifiable(limit),
+            in_flight=in_flight,
             kept=self.kept,
             window=self.window,
             is_tree=self.request.branches > 1 or self.request.merge,
@@ -144,7 +162,14 @@ class Sequence:
             is_coupled=self.request.spec.rule is Rule.COUPLED,
             pace=self.pace,
             crowd=self.crowd,
+            num_groups=1 + len(self.replicas),
+            verifying=verifying,
         )
+
+    @property
+    def slices_in_flight(self) -> list[Slice]:
+        """Of all groups that serve it."""
+        return [one.in_flight for one in (self, *self.replicas) if one.in_flight is not None]
 
     @property
     def useful_candidates(self) -> int:
@@ -164,6 +189,17 @@ class Sequence:
         self.blocks_kept = 0
         self.plain_until = math.inf
         self.tree.unpin()
+
+    def take_over(self, replica: Replica) -> None:
+        """Have the KV of a replica, and its step in flight, for one's own: that is no more."""
+        self.group = replica.group
+        self.kv_length = replica.kv_length
+        self.block_table = replica.block_table
+        self.blocks_sent = replica.blocks_sent
+        self.open_at_target = replica.open_at_target
+        self.in_flight = replica.in_flight
+        self.blocks_kept = replica.blocks_kept
+        self.plain_until = replica.plain_until
 
     def stats(self, now: float, utilisation: Utilisation) -> SequenceStats:
         """Its counts as of `now`, when it ends."""
@@ -194,3 +230,31 @@ class Sequence:
                 estimates={} if self.pilot is None else dict(self.pilot.estimates),
             ),
         )
+
+
+@dataclass(slots=True, eq=False)
+class Replica(Sequence):
+    """A sequence on a further target group: the same tokens, KV of its own.
+
+    What is known of drafting and what is counted is the first group's, `lead`.
+    """
+
+    lead: Sequence = field(kw_only=True)
+
+    @classmethod
+    def of(cls, lead: Sequence) -> Replica:
+        """One that has no KV yet."""
+        return cls(
+            request=lead.request,
+            admitted_at=lead.admitted_at,
+            tree=lead.tree,
+            policy=lead.policy,
+            max_length=lead.max_length,
+            window=lead.window,
+            block_keys=lead.block_keys,
+            lead=lead,
+        )
+
+    def draft_view(self) -> DraftView:
+        """What a policy may look at."""
+        return self.lead.draft_view()

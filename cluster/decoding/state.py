@@ -10,7 +10,7 @@ from cluster.decoding.auto import Controller
 from cluster.decoding.drafters import Drafters
 from cluster.decoding.group import Group
 from cluster.decoding.instructions import Finish, FinishReason, Instruction
-from cluster.decoding.sequence import Sequence
+from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.step_costs import StepCosts
 from cluster.decoding.totals import Totals
 from cluster.decoding.utilisation import Utilisation
@@ -42,7 +42,8 @@ class DecodingState:
         """The running sequences of all groups."""
         if len(self.groups) == 1:
             return self.groups[0].batching.running.values()
-        return [one for group in self.groups for one in group.batching.running.values()]
+        everywhere = chain.from_iterable(group.batching.running.values() for group in self.groups)
+        return [one for one in everywhere if not isinstance(one, Replica)]
 
     def sequences(self) -> Iterable[Sequence]:
         """Those that wait, then those that run."""
@@ -53,7 +54,7 @@ class DecodingState:
         for group in self.groups:
             running = group.batching.running.get(sequence_id)
             if running is not None:
-                return running
+                return running.lead if isinstance(running, Replica) else running
         return next((s for s in self.waiting if s.sequence_id == sequence_id), None)
 
     @property
@@ -72,14 +73,50 @@ class DecodingState:
     def admit(self) -> bool:
         """Let in who waits, in their order, each to the least loaded group; whether any was."""
         count = len(self.waiting)
+        self._go_on_elsewhere()
         while self.waiting:
             first = self.waiting[0]
             able = [group for group in self.groups if group.batching.has_room_for(first)]
-            if not able:
+            if able:
+                self.waiting.popleft()
+                group = min(able, key=lambda group: group.cost_of(first))
+                group.drop_replicas()
+                group.batching.let_in(first)
+            elif not self._drop_replicas():
                 break
-            self.waiting.popleft()
-            min(able, key=lambda group: group.cost_of(first)).batching.let_in(first)
         return len(self.waiting) < count
+
+    def _drop_replicas(self) -> bool:
+        dropped = [group.drop_replicas() for group in self.groups]
+        return any(dropped)
+
+    def _go_on_elsewhere(self) -> None:
+        """Sequences that lost their place in a group need not wait where another serves them."""
+        if len(self.groups) == 1:
+            return
+        for sequence in [one for one in self.waiting if one.replicas]:
+            self.waiting.remove(sequence)
+            replica = sequence.replicas.pop(0)
+            sequence.take_over(replica)
+            assert replica.group is not None
+            self.groups[replica.group].batching.running[sequence.sequence_id] = sequence
+
+    def share_groups(self, out: Outbox) -> None:
+        """Give groups without sequences to those that several may verify, in turn."""
+        if len(self.groups) == 1 or self.waiting:
+            return
+        takers = [one for one in self.running if one.policy.replicates]
+        if not takers:
+            return
+        for group in self.groups:
+            if not group.joined or group.batching.running:
+                continue
+            taker = min(takers, key=lambda one: (len(one.replicas), one.order))
+            if taker.sequence_id not in group.batching.leaving:
+                replica = Replica.of(taker)
+                taker.replicas.append(replica)
+                group.batching.let_in(replica)
+                self.drafters.grant(taker, out.drafters)
 
     def assign(self, out: Outbox) -> None:
         """Give running sequences the drafters that they want."""
@@ -90,14 +127,18 @@ class DecodingState:
         self.drafters.share_out(running, out.drafters)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take it out of its batch, or out of the line; it is in no step."""
+        """Take it out of all batches, or out of the line."""
+        for replica in sequence.replicas:
+            assert replica.group is not None
+            self.groups[replica.group].batching.remove(replica)
+        sequence.replicas.clear()
         if sequence.group is None:
             self.waiting.remove(sequence)
         else:
             self.groups[sequence.group].batching.remove(sequence)
 
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
-        """The sequence ended; it is in no step."""
+        """The sequence ended."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         self.totals.finished += 1

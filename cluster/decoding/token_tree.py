@@ -12,6 +12,7 @@ from cluster.decoding.windows import (
     Node,
     Window,
     likeliest,
+    put_child,
     window_of,
 )
 from paceline.prefix_hash import extend_hash, hash_prefix
@@ -141,21 +142,16 @@ class TokenTree:
             self._pinned = self._choose(limit)
         return window_of(self.root, self._pinned, with_multiplicities=bool(num_paths))
 
+    def chain_of(self, limit: int) -> Window:
+        """The `limit` candidates of a window that nothing holds fast: it is judged by content."""
+        return window_of(self.root, self._choose(limit), with_multiplicities=False)
+
     def unpin(self) -> None:
         """There will be no verdict on what was pinned."""
         self._pinned = []
         if self._foreign:
             self._foreign = False
             self._keep([])  # What the drafter of now drew may stand beside it.
-
-    def is_path(self, accepted: Sequence[int]) -> bool:
-        """Whether these pinned candidates are a path from the root."""
-        parent = self.root
-        for index in accepted:
-            if not 0 <= index < len(self._pinned) or self._pinned[index].parent is not parent:
-                return False
-            parent = self._pinned[index]
-        return True
 
     def run_ahead_follows(self, accepted: Sequence[int]) -> bool:
         """Whether candidates beyond the window continue this path, all of which was accepted."""
@@ -181,17 +177,26 @@ class TokenTree:
 
         Candidates that continue them stay. `token_id` None: the path alone.
         """
-        assert self.is_path(accepted), "candidates accepted that are no path of the window"
         path = [self._pinned[index] for index in accepted]
+        assert [node.parent for node in path] == [self.root, *path][: len(path)], "no path"
+        return self._go_along(path, () if token_id is None else (token_id,))
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Commit tokens, whatever was verified. Candidates that continue them stay."""
+        self._go_along([], token_ids)
+
+    def _go_along(self, path: list[Node], token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Commit these candidates and the tokens after them; returns all of them."""
         root = path[-1] if path else self.root
-        if token_id is not None:
+        for token_id in token_ids:
             after = next((child for child in root.children if child.token_id == token_id), None)
             root = after or Node(token_id, root.length + 1, extend_hash(root.prefix_hash, token_id))
             path.append(root)
         committed = tuple([node.token_id for node in path])
         self.token_ids += committed
         self._hashes += [node.prefix_hash for node in path]
-        self._set_root(root)
+        if path or self._pinned:
+            self._set_root(root)
         return committed
 
     def drop_run_ahead(self) -> None:
@@ -272,7 +277,7 @@ class TokenTree:
             if child.token_id == token_id and id(child) not in used:
                 if leads and not child.leads:
                     parent.children.remove(child)
-                    _put(parent, child, leads=True)
+                    put_child(parent, child, leads=True)
                 self.repeats += 1
                 return child
         if self.chain and parent.children:
@@ -284,17 +289,7 @@ class TokenTree:
             return None
         prefix_hash = extend_hash(parent.prefix_hash, token_id)
         node = Node(token_id, parent.length + 1, prefix_hash, parent)
-        _put(parent, node, leads=leads)
+        put_child(parent, node, leads=leads)
         self._nodes.append(node)
         self._by_hash.setdefault(prefix_hash, node)
         return node
-
-
-def _put(parent: Node, child: Node, *, leads: bool) -> None:
-    """Make it the last child, or the last of those that lead."""
-    child.leads = leads
-    siblings = parent.children
-    if not leads or not siblings or siblings[-1].leads:
-        siblings.append(child)
-    else:
-        siblings.insert(sum(one.leads for one in siblings), child)

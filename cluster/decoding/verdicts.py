@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from cluster.decoding.events import SequenceVerdict
-from cluster.decoding.instructions import FinishReason, RunStep
+from cluster.decoding.instructions import FinishReason, RunStep, Slice
 from cluster.decoding.sequence import Sequence
 from paceline.errors import ProtocolError
 from paceline.rules import Rule
 
 
-def check_verdicts(
-    step: RunStep,
-    verdicts: Iterable[SequenceVerdict],
-    running: Mapping[int, Sequence],
-    vocab_size: int,
-) -> None:
+def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_size: int) -> None:
     """Raise ProtocolError unless these answer the step: its sequences, paths of their windows."""
-    asked = [(part.sequence_id, part.window) for part in step.slices if part.verdict]
-    if [sequence_id for sequence_id, _ in asked] != [v.sequence_id for v in verdicts]:
+    asked = [part for part in step.slices if part.verdict]
+    if [part.sequence_id for part in asked] != [v.sequence_id for v in verdicts]:
         raise ProtocolError(f"the verdicts of step {step.step} are not those of its slices")
-    for (sequence_id, window), verdict in zip(asked, verdicts, strict=True):
+    for part, verdict in zip(asked, verdicts, strict=True):
+        sequence_id, window = part.sequence_id, part.window
         if not 0 <= verdict.num_accepted <= window or not (0 <= verdict.token_id < vocab_size):
             raise ProtocolError(
                 f"the verdict of sequence {sequence_id} accepts {verdict.num_accepted} of "
@@ -29,12 +25,23 @@ def check_verdicts(
                 f"of a vocabulary of {vocab_size}"
             )
         accepted = accepted_path(verdict)
-        tree = running[sequence_id].tree
-        if len(accepted) != verdict.num_accepted or not tree.is_path(accepted):
+        if len(accepted) != verdict.num_accepted or not _is_path(part, accepted):
             raise ProtocolError(
                 f"the verdict of sequence {sequence_id} accepts the candidates "
                 f"{list(accepted)}, which are no path of its window"
             )
+
+
+def _is_path(part: Slice, accepted: tuple[int, ...]) -> bool:
+    """Whether these candidates of a window are a path from its root."""
+    if not part.parents:
+        return accepted == tuple(range(len(accepted)))
+    above = 0
+    for index in accepted:
+        if not 0 <= index < part.window or part.parents[index] != above:
+            return False
+        above = index + 1
+    return True
 
 
 def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:

@@ -95,3 +95,13 @@ def window_of(root: Node, nodes: Sequence[Node], *, with_multiplicities: bool) -
         multiplicities=tuple([node.multiplicity for node in nodes]) if with_multiplicities else (),
         distributions=distributions,
     )
+
+
+def put_child(parent: Node, child: Node, *, leads: bool) -> None:
+    """Make it the last child, or the last of those that lead."""
+    child.leads = leads
+    siblings = parent.children
+    if not leads or not siblings or siblings[-1].leads:
+        siblings.append(child)
+    else:
+        siblings.insert(sum(one.leads for one in siblings), child)

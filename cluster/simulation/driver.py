@@ -78,13 +78,13 @@ class _DrafterEnd:
 
 
 class SimulatedDriver:
-    """One driver with its target group and its drafters. It does one thing at a time."""
+    """One driver with its target groups and its drafters. It does one thing at a time."""
 
     def __init__(
         self,
         clock: VirtualClock,
         scheduler: Scheduler,
-        target: SimulatedTarget,
+        targets: Sequence[SimulatedTarget],
         listener: Listener,
         *,
         costs: HostCosts,
@@ -93,10 +93,10 @@ class SimulatedDriver:
         self._clock = clock
         self._costs = costs
         self._listener = listener
-        self._target = target
-        local = LinkProfile()
-        self._to_target = SimulatedLink(clock, local, hop_seconds=costs.hop_ms / 1000)
-        self._from_target = SimulatedLink(clock, local, hop_seconds=costs.hop_ms / 1000)
+        self._targets = targets
+        hop, local = costs.hop_ms / 1000, LinkProfile()
+        self._to_target = [SimulatedLink(clock, local, hop_seconds=hop) for _ in targets]
+        self._from_target = [SimulatedLink(clock, local, hop_seconds=hop) for _ in targets]
         self._drafters: dict[str, _DrafterEnd] = {}
         self._unread: deque[Callable[[float], Event]] = deque()
         self._free_at = 0.0
@@ -104,7 +104,8 @@ class SimulatedDriver:
         self._reads = False
         self._wake: float | None = None
         self._unfinished = 0
-        target.answer = self._answered
+        for group, target in enumerate(targets):
+            target.answer = partial(self._answered, group)
 
     def join_target(self, joined: TargetJoined) -> None:
         """Before anything else."""
@@ -137,12 +138,15 @@ class SimulatedDriver:
     def admit(self, request: Request) -> None:
         """A request arrived."""
         self._unfinished += 1
-        self._target.has_work()
+        for target in self._targets:
+            target.has_work()
         self._hear(partial(Admitted, request=request))
 
-    def _answered(self, step: int, verdicts: tuple[SequenceVerdict, ...], seconds: float) -> None:
-        done = partial(StepDone, step=step, verdicts=verdicts, step_seconds=seconds)
-        self._from_target.send(self._clock.now, 0, self._hear, done)
+    def _answered(
+        self, group: int, step: int, verdicts: tuple[SequenceVerdict, ...], seconds: float
+    ) -> None:
+        done = partial(StepDone, step=step, verdicts=verdicts, step_seconds=seconds, group=group)
+        self._from_target[group].send(self._clock.now, 0, self._hear, done)
 
     def _proposed(self, name: str, answer: DraftAnswer) -> None:
         if answer.proposals or answer.pass_seconds:
@@ -182,7 +186,7 @@ class SimulatedDriver:
         for one in instructions:
             match one:
                 case RunStep():
-                    self._to_target.send(done, 0, self._target.step, one)
+                    self._to_target[one.group].send(done, 0, self._targets[one.group].step, one)
                 case OpenDraft() | SendOutcome() | Grant() | CloseDraft():
                     messages.setdefault(one.drafter, []).append(one)
                 case _:
@@ -205,7 +209,8 @@ class SimulatedDriver:
                 case Finish():
                     self._unfinished -= 1
                     if not self._unfinished:
-                        self._target.has_none()
+                        for target in self._targets:
+                            target.has_none()
                     self._listener.finished(one)
                 case WakeAt(time):
                     self._wake = time

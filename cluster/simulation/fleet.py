@@ -194,19 +194,31 @@ class Fleet(Listener):
                 )
                 drafters.append(drafter)
         for _ in range(layout.targets):
-            target = SimulatedTarget(self.clock, layout.target, self.text)
+            targets = [
+                SimulatedTarget(self.clock, layout.target, self.text)
+                for _ in range(layout.replicas)
+            ]
             scheduler = Scheduler(
                 max_num_seqs=layout.max_num_seqs,
                 max_step_tokens=layout.max_step_tokens,
                 wait_seconds=layout.wait_ms / 1000,
                 prefix_cache=layout.prefix_cache,
+                num_groups=layout.replicas,
             )
-            driver = SimulatedDriver(self.clock, scheduler, target, self, costs=costs)
-            driver.join_target(
-                TargetJoined(0.0, self.text.vocab_size, MAX_MODEL_LEN, BLOCK_SIZE, layout.kv_blocks)
-            )
+            driver = SimulatedDriver(self.clock, scheduler, targets, self, costs=costs)
+            for group in range(layout.replicas):
+                driver.join_target(
+                    TargetJoined(
+                        0.0,
+                        self.text.vocab_size,
+                        MAX_MODEL_LEN,
+                        BLOCK_SIZE,
+                        layout.kv_blocks,
+                        group=group,
+                    )
+                )
             for number, drafter in enumerate(drafters):
                 driver.join_drafter(f"drafter-{number}", drafter, layout.link)
-            self.targets.append(target)
+            self.targets += targets
             self.drivers.append(driver)
         self.drafters += drafters

@@ -12,8 +12,9 @@ from workers.emulated.replay_text import Guess
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`cells` alike, each of `targets` target groups (a driver each) that share `drafters`.
+    """`cells` alike, each of `targets` drivers that share `drafters`.
 
+    `replicas`: target groups of a driver, on which requests may be served by several.
     `link`: between a driver and a drafter. `kv_blocks`: of a target group, 16 tokens each.
     """
 
@@ -23,6 +24,7 @@ class Layout:
     drafter: DeviceProfile | None = None
     drafters: int = 0
     targets: int = 1
+    replicas: int = 1
     cells: int = 1
     branches: int = 1
     link: LinkProfile = field(default_factory=LinkProfile)
@@ -39,6 +41,8 @@ class Layout:
         devices = self.target.name
         if self.targets > 1:
             devices += f" x {self.targets}"
+        if self.replicas > 1:
+            devices += f" of {self.replicas} replicas"
         if self.drafter is not None:
             devices += f" + {self.drafter.name}"
             devices += f" x {self.drafters}" if self.drafters > 1 else ""
@@ -50,12 +54,17 @@ class Layout:
     def gpus(self) -> int:
         """GPUs that it occupies."""
         drafting = self.drafter.gpus * self.drafters if self.drafter is not None else 0
-        return self.cells * (self.targets * self.target.gpus + drafting)
+        return self.groups * self.target.gpus + self.cells * drafting
 
     @property
     def groups(self) -> int:
         """Target groups in all."""
-        return self.cells * self.targets
+        return self.cells * self.groups_a_cell
+
+    @property
+    def groups_a_cell(self) -> int:
+        """Target groups that share drafters."""
+        return self.targets * self.replicas
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,10 +100,12 @@ def _check_policies(asked: PlanConfig, planned: Collection[PolicyName]) -> None:
         return
     for name in asked.policies:
         if PolicyName(name) not in planned and name != PolicyName.OFF.value:
-            needed = policy_named(PolicyName(name)).needs.drafters
+            needs = policy_named(PolicyName(name)).needs
+            groups = f"{needs.groups} or more target groups and " if needs.groups > 1 else ""
             raise ConfigError(
-                f"plan.policies: no layout can have {name!r}, which needs {max(1, needed)} or more "
-                f"drafters: none of the ratios {', '.join(asked.ratios)} has them within "
+                f"plan.policies: no layout can have {name!r}, which needs {groups}"
+                f"{max(1, needs.drafters)} or more drafters: none of the ratios "
+                f"{', '.join(asked.ratios)} has them within "
                 f"{counted(asked.hosts * asked.gpus_per_host, 'GPU')}; give another ratio or more"
             )
 
@@ -123,11 +125,14 @@ def _layouts(config: Config) -> Iterator[Layout]:
                 cells = min(most_groups // targets, asked.hosts * asked.gpus_per_host // gpus)
                 for name in asked.policies:
                     policy = PolicyName(name)
-                    enough = drafters >= policy_named(policy).needs.drafters
+                    needs = policy_named(policy).needs
+                    enough = drafters >= needs.drafters and targets >= needs.groups
                     if cells and enough and policy is not PolicyName.OFF:
+                        shared = needs.groups > 1  # by one driver, which has its groups share
                         yield replace(
                             _layout(config, target, policy, cells=cells, drafter=drafter),
-                            targets=targets,
+                            targets=1 if shared else targets,
+                            replicas=targets if shared else 1,
                             drafters=drafters,
                         )
 
@@ -174,7 +179,7 @@ def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLay
     """Simulate some of its cells with their part of the load."""
     cells = layout.cells
     if asked.simulated_groups:
-        cells = min(cells, max(1, asked.simulated_groups // layout.targets))
+        cells = min(cells, max(1, asked.simulated_groups // layout.groups_a_cell))
     scale = layout.cells / cells
     per_second = asked.requests_per_second
     callers = None
@@ -200,7 +205,7 @@ def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLay
             courses.append(course_of(fleet))
     figures = figures_of(courses)
     keeps_up = load.per_second is None or figures.completed_per_second >= KEEPS_UP * load.per_second
-    return PlannedLayout(layout, cells * layout.targets, scale, figures, same_text, keeps_up)
+    return PlannedLayout(layout, cells * layout.groups_a_cell, scale, figures, same_text, keeps_up)
 
 
 def _parts(layout: Layout, load: Load) -> Iterator[tuple[Layout, Load]]:

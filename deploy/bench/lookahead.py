@@ -233,6 +233,7 @@ def _start(
             tuple(rtt for rtt in RTTS_MS if any(cell.rtt_ms == rtt for cell in replayed)),
             (*guesses.values(), AS_IT_DOES),
             recording_path(home) if "recorded" in loads else None,
+            max(cell.num_targets for cell in replayed),
         )
         stand_in = make_stand_in(scratch / "stand-in")
         pair = stack.enter_context(EmulatedPair(layout, stand_in, scratch))

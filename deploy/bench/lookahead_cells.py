@@ -32,7 +32,7 @@ TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
 """Of the cell by whose trees the time between steps is measured."""
 FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 16, 2
 """Of the cells of fanout whose branches are verified as well as sent ahead."""
-HITS_BRANCHES = ("fanout", "spread", "auto")
+HITS_BRANCHES = ("fanout", "spread", "replicas", "auto")
 """Policies to which the second of a drafter's guesses matters."""
 DILATION = 16.0
 """How many times slower the dilated pair is than the devices that it emulates.
@@ -44,6 +44,8 @@ DEMO_ACCEPTANCE = 0.95
 """About that of the demo pair: what lockstep's window is chosen by where it is dilated."""
 NUM_SPREAD = 4 if len(os.sched_getaffinity(0)) >= 8 else 2
 """Drafters of spread. Each is a process that wants a third of a core."""
+NUM_REPLICAS = 2
+"""Target groups of replicas, which needs as many times the GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,11 @@ class Cell:
     def num_drafters(self) -> int:
         """Drafters that the policy uses."""
         return NUM_SPREAD if self.policy is PolicyName.SPREAD else 1
+
+    @property
+    def num_targets(self) -> int:
+        """Target groups that the policy uses."""
+        return NUM_REPLICAS if self.policy is PolicyName.REPLICAS else 1
 
     @property
     def name(self) -> str:
@@ -97,7 +104,7 @@ def cells(
                 found += _cells_of(policy, condition, target, drafter, quick=quick)
             if not quick:
                 found += _trees_of(policy)
-        if policy is not PolicyName.SPREAD:
+        if policy not in (PolicyName.SPREAD, PolicyName.REPLICAS):
             if NATURAL in parts or not (parts or quick):
                 window = 3 if policy is PolicyName.LOCKSTEP else CHAIN_WINDOW
                 found.append(Cell(policy, NATURAL, RTTS_MS[0], None, None, 1, window))

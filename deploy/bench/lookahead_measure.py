@@ -17,7 +17,6 @@ from paceline.generation import Chunk, CompletionBuilder, GenerateOptions, Stats
 from workers.emulated.replay_text import Guess
 
 WARM_UP_TOKENS = 12
-_TARGET = "shard-0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,8 @@ async def measure_cell(
     driver = Driver(
         DriverOptions(
             folder=pair.folder,
-            target_addresses=(pair.target_address,),
+            target_addresses=pair.target_addresses[: cell.num_targets],
+            target_groups=cell.num_targets,
             drafter_addresses=drafters,
             max_num_seqs=max(64, cell.batch),
             max_step_tokens=2048,
@@ -87,14 +87,16 @@ async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> Ce
     after = driver.stats()
     elapsed = after.uptime_seconds - before.uptime_seconds
     busy, passes = _spent(before, after)
-    step_seconds, steps = busy.pop(_TARGET), passes.pop(_TARGET)
+    targets = [one.name for one in after.workers if one.kind == "target"]
+    step_seconds = sum(busy.pop(name) for name in targets)
+    steps = sum(passes.pop(name) for name in targets)
     drafts = sum(passes.values())
     return CellRun(
         texts=tuple(answer.token_ids for answer in answers),
         tokens_per_second=tokens / seconds if seconds else 0.0,
         acceptance_length=sum(len(answer.token_ids) for answer in answers)
         / sum(answer.steps for answer in answers),
-        target_idle=max(0.0, 1 - step_seconds / elapsed),
+        target_idle=max(0.0, 1 - step_seconds / elapsed / len(targets)),
         drafter_idle=max(0.0, 1 - statistics.mean(busy.values()) / elapsed) if busy else None,
         step_ms=1000 * step_seconds / steps,
         draft_ms=1000 * sum(busy.values()) / drafts if drafts else None,

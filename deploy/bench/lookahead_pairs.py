@@ -21,11 +21,12 @@ _NATURAL_KV_MIB = 400
 class Pair(Protocol):
     """What a cell is measured on. `folder`: the checkpoint that the driver reads.
 
-    `dilation`: how many times slower everything is than what it stands for.
+    `target_addresses`: of its target groups, a shard each. `dilation`: how many times slower
+    everything is than what it stands for.
     """
 
     folder: Path
-    target_address: str
+    target_addresses: tuple[str, ...]
     dilation: float
 
     def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
@@ -34,7 +35,7 @@ class Pair(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PairLayout:
-    """What is started: latency profiles, how many drafters, links, ways to guess."""
+    """What is started: latency profiles, how many drafters and targets, links, ways to guess."""
 
     target_profile: str
     drafter_profile: str
@@ -42,6 +43,7 @@ class PairLayout:
     rtts_ms: tuple[float, ...]
     guesses: tuple[Guess, ...]
     recording: Path | None
+    num_targets: int = 1
 
 
 class EmulatedPair(WorkerProcesses):
@@ -53,7 +55,7 @@ class EmulatedPair(WorkerProcesses):
         """`stand_in`: the checkpoint of workers/emulated/stand_in.py."""
         super().__init__(log_folder)
         self.folder = stand_in
-        self.target_address = ""
+        self.target_addresses: tuple[str, ...] = ()
         self._layout = layout
         self._drafters: dict[tuple[float, Guess], dict[str, str]] = {}
 
@@ -67,9 +69,14 @@ class EmulatedPair(WorkerProcesses):
         layout = self._layout
         recording = ["--recording", str(layout.recording)] if layout.recording else []
         common = [str(self.folder), *recording]
-        target = self.launch(
-            "target", "workers.emulated.target", [*common, "--profile", layout.target_profile]
-        )
+        targets = [
+            self.launch(
+                f"target-{number}",
+                "workers.emulated.target",
+                [*common, "--profile", layout.target_profile],
+            )
+            for number in range(layout.num_targets)
+        ]
         spelled = [_spell(guess) for guess in layout.guesses]
         drafters = {
             name: self.launch(
@@ -79,7 +86,7 @@ class EmulatedPair(WorkerProcesses):
             )
             for name in (f"drafter-{number}" for number in range(layout.num_drafters))
         }
-        (self.target_address,) = target.addresses(1)
+        self.target_addresses = tuple(address for one in targets for address in one.addresses(1))
         for name, drafter in drafters.items():
             near = drafter.addresses(len(spelled))
             for rtt_ms in layout.rtts_ms:
@@ -103,7 +110,7 @@ class NaturalPair(WorkerProcesses):
     def __init__(self, target: ModelFiles, drafter: ModelFiles, log_folder: Path) -> None:
         super().__init__(log_folder)
         self.folder = target.folder
-        self.target_address = ""
+        self.target_addresses: tuple[str, ...] = ()
         self._target = target
         self._drafter = drafter
         self._drafter_address = ""
@@ -126,7 +133,7 @@ class NaturalPair(WorkerProcesses):
             "workers.drafter",
             [str(drafter.folder), "--weights", drafter.weights, *memory],
         )
-        (self.target_address,) = shard.addresses(1)
+        self.target_addresses = tuple(shard.addresses(1))
         (self._drafter_address,) = small.addresses(1)
 
 
@@ -144,7 +151,7 @@ class DilatedPair(WorkerProcesses):
         """Of `layout` counts: profiles and links."""
         super().__init__(log_folder)
         self.folder = target.folder
-        self.target_address = ""
+        self.target_addresses: tuple[str, ...] = ()
         self.dilation = dilation
         self._layout = layout
         self._target = target
@@ -160,7 +167,7 @@ class DilatedPair(WorkerProcesses):
         layout = self._layout
         shard = self._compute("slow-shard", layout.target_profile, self._target)
         small = self._compute("slow-drafter", layout.drafter_profile, self._drafter)
-        (self.target_address,) = shard.addresses(1)
+        self.target_addresses = tuple(shard.addresses(1))
         (near,) = small.addresses(1)
         for rtt_ms in layout.rtts_ms:
             relay = self.launch(

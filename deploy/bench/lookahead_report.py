@@ -23,6 +23,7 @@ EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows
 pair computes, with all times {dilation:g} times those of the profiles, and told divided by it; also
 what driver and gRPC take here. Rows "natural": the demo pair as fast as it computes, on a core each
 (a core counts as a GPU).
+/GPU: tokens/s a GPU; "!": faster than another row of the same load and link, but worse a GPU.
 /off: tokens/s over plain decoding in this run. theory: the closed form of the policy
 (ALGORITHMS.md section 5), without the driver's own time. ideal: every outcome foreseen.
 eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
@@ -46,7 +47,7 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
             profile.role: {"name": profile.name, "source": profile.source.strip()}
             for profile in (result.target, result.drafter)
         },
-        "rows": [_row(result, one) for one in (*result.plain.values(), *result.cells)],
+        "rows": _rows(result),
     }
     if result.failed:
         document["failed"] = {one.cell.name: one.errors for one in result.failed}
@@ -71,8 +72,8 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
     headings = ("rtt", "accept", "hits", "batch", "tok/s", "/GPU", "/off", "theory", "ideal", "eff")
     for heading in (*headings, "len", "idle", "gap", "sim", "spread", "same"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for one in (*result.plain.values(), *result.cells):
-        _print_row(table, _row(result, one))
+    for row in _rows(result):
+        _print_row(table, row)
     console.print(table)
     legend = LEGEND.format(
         target=result.target.name, drafter=result.drafter.name, dilation=DILATION
@@ -98,6 +99,34 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
         console.print(about, highlight=False)
 
 
+def _rows(result: LookaheadResult) -> list[dict[str, object]]:
+    """All cells; a layout that is faster than another but worse per GPU is shown as such."""
+    cells = [*result.plain.values(), *result.cells]
+    rows = [_row(result, one) for one in cells]
+    for one, row in zip(cells, rows, strict=True):
+        row["faster_but_worse_per_gpu"] = any(
+            _is_alike(one, other)
+            and other.median.tokens_per_second < one.median.tokens_per_second
+            and _per_gpu(result, other) > _per_gpu(result, one)
+            for other in cells
+        )
+    return rows
+
+
+def _is_alike(one: CellResult, other: CellResult) -> bool:
+    """Whether two cells answer the same load over the same link; plain decoding has no link."""
+    if (one.cell.load, one.cell.batch) != (other.cell.load, other.cell.batch):
+        return False
+    if other.cell.policy is PolicyName.OFF:
+        return True
+    conditions = [(cell.rtt_ms, cell.acceptance) for cell in (one.cell, other.cell)]
+    return conditions[0] == conditions[1]
+
+
+def _per_gpu(result: LookaheadResult, one: CellResult) -> float:
+    return one.median.tokens_per_second / num_gpus(result, one.cell)
+
+
 def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
     cell, run = one.cell, one.median
     off, natural = cell.policy is PolicyName.OFF, cell.load == NATURAL
@@ -115,9 +144,11 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "window": cell.window,
         "branches": cell.branches,
         "drafters": 0 if off else cell.num_drafters,
+        "target_groups": cell.num_targets,
         "speedup": speedup,
         "tokens_per_second": run.tokens_per_second,
-        "tokens_per_second_per_gpu": run.tokens_per_second / num_gpus(result, cell),
+        "tokens_per_second_per_gpu": _per_gpu(result, one),
+        "gpus": num_gpus(result, cell),
         "acceptance_length": run.acceptance_length,
         "target_idle": run.target_idle,
         "drafter_idle": run.drafter_idle,
@@ -182,7 +213,8 @@ def _print_row(table: Table, row: Mapping[str, object]) -> None:
         hits if isinstance(hits, str) else _number(hits, ".2f"),
         str(row["batch"]),
         _number(row["tokens_per_second"], ".1f"),
-        _number(row["tokens_per_second_per_gpu"], ".1f"),
+        _number(row["tokens_per_second_per_gpu"], ".1f")
+        + ("!" if row["faster_but_worse_per_gpu"] else ""),
         _number(row["speedup"], ".2f"),
         _number(row["theory"], ".2f"),
         _number(row["ideal"], ".2f"),

@@ -106,4 +106,4 @@ def num_gpus(result: LookaheadResult, cell: Cell) -> int:
     if cell.load == NATURAL:
         return 1 if cell.policy is PolicyName.OFF else 2
     drafters = 0 if cell.policy is PolicyName.OFF else cell.num_drafters
-    return result.target.gpus + drafters * result.drafter.gpus
+    return cell.num_targets * result.target.gpus + drafters * result.drafter.gpus

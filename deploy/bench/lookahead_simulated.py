@@ -40,6 +40,7 @@ def simulated_speed(
         window=max(1, cell.window),
         drafter=None if off else drafter,
         drafters=0 if off else cell.num_drafters,
+        replicas=cell.num_targets,
         branches=cell.branches,
         link=LinkProfile(rtt_ms=cell.rtt_ms if cell.rtt_ms > LOOPBACK_MS else 0.0),
         max_num_seqs=max(64, cell.batch),

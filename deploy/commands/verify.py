@@ -93,7 +93,8 @@ def check_matrix(
         policy = PolicyName(variant.policy)
         check_policy_fits(policy, Rule(flags.verification), branches or 1)
         if layout is not None:
-            check_layout(policy, sum(drafter.count for drafter in layout.drafters))
+            num_drafters = sum(drafter.count for drafter in layout.drafters)
+            check_layout(policy, num_drafters, layout.target.groups)
     if branches is None:
         return
     for variant in matrix.variants:

@@ -44,6 +44,10 @@ class _LookaheadPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Looka
     """
     LOOKAHEAD_POLICY_SPREAD: _LookaheadPolicy.ValueType  # 6
     """As fanout, with several drafters, which share sequences or one sequence's branches."""
+    LOOKAHEAD_POLICY_REPLICAS: _LookaheadPolicy.ValueType  # 7
+    """As fanout, and several target groups verify successive windows of a sequence, where there are
+    fewer sequences than groups. Chains alone, for the rule coupled.
+    """
     LOOKAHEAD_POLICY_AUTO: _LookaheadPolicy.ValueType  # 8
     """The server chooses among the others and the window, for each sequence as it goes."""
 
@@ -68,6 +72,10 @@ branches ahead. For the rules coupled and one-hot.
 """
 LOOKAHEAD_POLICY_SPREAD: LookaheadPolicy.ValueType  # 6
 """As fanout, with several drafters, which share sequences or one sequence's branches."""
+LOOKAHEAD_POLICY_REPLICAS: LookaheadPolicy.ValueType  # 7
+"""As fanout, and several target groups verify successive windows of a sequence, where there are
+fewer sequences than groups. Chains alone, for the rule coupled.
+"""
 LOOKAHEAD_POLICY_AUTO: LookaheadPolicy.ValueType  # 8
 """The server chooses among the others and the window, for each sequence as it goes."""
 Global___LookaheadPolicy: _TypeAlias = LookaheadPolicy  # noqa: Y015

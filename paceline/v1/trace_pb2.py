@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/trace.proto\x12\x0bpaceline.v1\"\x0e\n\x0cTraceRequest\"\x9a\x01\n\rTraceResponse\x12(\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x17.paceline.v1.TraceBegunH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.paceline.v1.TracedStepH\x00\x12+\n\x08\x64rafting\x18\x03 \x01(\x0b\x32\x17.paceline.v1.TracedPassH\x00\x42\t\n\x07message\"(\n\nTraceBegun\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\r\n\x05model\x18\x02 \x01(\t\"\x9b\x01\n\nTracedStep\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07sent_at\x18\x02 \x01(\x01\x12\x13\n\x0b\x61nswered_at\x18\x03 \x01(\x01\x12\x17\n\x0f\x66orward_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12*\n\x07windows\x18\x06 \x03(\x0b\x32\x19.paceline.v1.TracedWindow\"\x84\x01\n\x0cTracedWindow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x66\x65\x64\x18\x03 \x01(\r\x12\x0e\n\x06window\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x11\n\tcommitted\x18\x06 \x01(\r\x12\x0e\n\x06passes\x18\x07 \x03(\x04\"\x9c\x01\n\nTracedPass\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x13\n\x0breceived_at\x18\x03 \x01(\x01\x12\x14\n\x0cpass_seconds\x18\x04 \x01(\x01\x12\x12\n\ntokens_fed\x18\x05 \x01(\r\x12.\n\tproposals\x18\x06 \x03(\x0b\x32\x1b.paceline.v1.TracedProposal\"R\n\x0eTracedProposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x16\n\x0enum_candidates\x18\x03 \x01(\r2P\n\x0cTraceService\x12@\n\x05Trace\x12\x19.paceline.v1.TraceRequest\x1a\x1a.paceline.v1.TraceResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paceline/v1/trace.proto\x12\x0bpaceline.v1\"\x0e\n\x0cTraceRequest\"\x9a\x01\n\rTraceResponse\x12(\n\x05\x62\x65gun\x18\x01 \x01(\x0b\x32\x17.paceline.v1.TraceBegunH\x00\x12\'\n\x04step\x18\x02 \x01(\x0b\x32\x17.paceline.v1.TracedStepH\x00\x12+\n\x08\x64rafting\x18\x03 \x01(\x0b\x32\x17.paceline.v1.TracedPassH\x00\x42\t\n\x07message\"(\n\nTraceBegun\x12\x0b\n\x03now\x18\x01 \x01(\x01\x12\r\n\x05model\x18\x02 \x01(\t\"\xaa\x01\n\nTracedStep\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0f\n\x07sent_at\x18\x02 \x01(\x01\x12\x13\n\x0b\x61nswered_at\x18\x03 \x01(\x01\x12\x17\n\x0f\x66orward_seconds\x18\x04 \x01(\x01\x12\x14\n\x0cstep_seconds\x18\x05 \x01(\x01\x12*\n\x07windows\x18\x06 \x03(\x0b\x32\x19.paceline.v1.TracedWindow\x12\r\n\x05group\x18\x07 \x01(\r\"\x84\x01\n\x0cTracedWindow\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0b\n\x03\x66\x65\x64\x18\x03 \x01(\r\x12\x0e\n\x06window\x18\x04 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x05 \x01(\r\x12\x11\n\tcommitted\x18\x06 \x01(\r\x12\x0e\n\x06passes\x18\x07 \x03(\x04\"\x9c\x01\n\nTracedPass\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x13\n\x0breceived_at\x18\x03 \x01(\x01\x12\x14\n\x0cpass_seconds\x18\x04 \x01(\x01\x12\x12\n\ntokens_fed\x18\x05 \x01(\r\x12.\n\tproposals\x18\x06 \x03(\x0b\x32\x1b.paceline.v1.TracedProposal\"R\n\x0eTracedProposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x62\x61se_length\x18\x02 \x01(\r\x12\x16\n\x0enum_candidates\x18\x03 \x01(\r2P\n\x0cTraceService\x12@\n\x05Trace\x12\x19.paceline.v1.TraceRequest\x1a\x1a.paceline.v1.TraceResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,13 +38,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRACEBEGUN']._serialized_start=213
   _globals['_TRACEBEGUN']._serialized_end=253
   _globals['_TRACEDSTEP']._serialized_start=256
-  _globals['_TRACEDSTEP']._serialized_end=411
-  _globals['_TRACEDWINDOW']._serialized_start=414
-  _globals['_TRACEDWINDOW']._serialized_end=546
-  _globals['_TRACEDPASS']._serialized_start=549
-  _globals['_TRACEDPASS']._serialized_end=705
-  _globals['_TRACEDPROPOSAL']._serialized_start=707
-  _globals['_TRACEDPROPOSAL']._serialized_end=789
-  _globals['_TRACESERVICE']._serialized_start=791
-  _globals['_TRACESERVICE']._serialized_end=871
+  _globals['_TRACEDSTEP']._serialized_end=426
+  _globals['_TRACEDWINDOW']._serialized_start=429
+  _globals['_TRACEDWINDOW']._serialized_end=561
+  _globals['_TRACEDPASS']._serialized_start=564
+  _globals['_TRACEDPASS']._serialized_end=720
+  _globals['_TRACEDPROPOSAL']._serialized_start=722
+  _globals['_TRACEDPROPOSAL']._serialized_end=804
+  _globals['_TRACESERVICE']._serialized_start=806
+  _globals['_TRACESERVICE']._serialized_end=886
 # @@protoc_insertion_point(module_scope)

@@ -93,7 +93,7 @@ Global___TraceBegun: _TypeAlias = TraceBegun  # noqa: Y015
 
 @_typing.final
 class TracedStep(_message.Message):
-    """A forward pass of the target and its verdicts. Told when it is answered."""
+    """A forward pass of a target group and its verdicts. Told when it is answered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -103,12 +103,16 @@ class TracedStep(_message.Message):
     FORWARD_SECONDS_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     WINDOWS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    """Counts up from 1 in each group."""
     sent_at: _builtins.float
     answered_at: _builtins.float
     forward_seconds: _builtins.float
     """At rank 0: of the forward pass, and of the whole step with verification."""
     step_seconds: _builtins.float
+    group: _builtins.int
+    """The number of the target group, from 0 on."""
     @_builtins.property
     def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedWindow]:
         """One a sequence, in the order of the step's slices."""
@@ -122,10 +126,11 @@ class TracedStep(_message.Message):
         forward_seconds: _builtins.float = ...,
         step_seconds: _builtins.float = ...,
         windows: _abc.Iterable[Global___TracedWindow] | None = ...,
+        group: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_at", b"answered_at", "forward_seconds", b"forward_seconds", "sent_at", b"sent_at", "step", b"step", "step_seconds", b"step_seconds", "windows", b"windows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered_at", b"answered_at", "forward_seconds", b"forward_seconds", "group", b"group", "sent_at", b"sent_at", "step", b"step", "step_seconds", b"step_seconds", "windows", b"windows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -100,11 +100,20 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
             "target: an emulated target is one worker",
         ),
         ("[target]\nresources = 'tpu'", "target.resources: expected one of auto, cpu, gpu"),
-        ("[target]\ngroups = 3", "target.groups: 3 is not in this version; available: 1"),
+        ("[target]\ngroups = 0", "target.groups: expected at least 1, got 0"),
         ("[target]\ndtype = 'int4'", "target.dtype: expected one of auto, float32, bfloat16, "),
         (
             "[speculation]\npolicy = 'replicas'",
-            "not in this version; available: off, lockstep, pearl, chain, fanout, spread, auto",
+            "the policy 'replicas' has at least 2 target groups verify, and the layout has 1: raise"
+            " target.groups",
+        ),
+        (
+            "[target]\ngroups = 2\n[speculation]\npolicy = 'replicas'\nverification = 'rejection'",
+            "needs the rule 'coupled'",
+        ),
+        (
+            "[target]\ngroups = 2\n[speculation]\npolicy = 'replicas'\nbranches = 2",
+            "drafts chains alone",
         ),
         ("[speculation]\npolicy = 'spread'", "at least 2 drafters, and the layout has 1"),
         ("[speculation]\npolicy = 'pearl'\nbranches = 2", "drafts chains alone"),

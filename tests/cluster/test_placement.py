@@ -129,9 +129,34 @@ def test_each_shard_gets_a_gpu_before_a_drafter_does() -> None:
     assert [worker.reserved_gpus for worker in on_cpus.workers] == [0, 0]
 
 
+def test_each_target_group_has_a_placement_group_of_its_own() -> None:
+    nodes = [Node("a", 4, gpus=2), Node("b", 4, gpus=2)]
+    plan = plan_placement(shards_of(2, MODEL, groups=2), nodes, enforce=False)
+    assert [(one.name, one.rank, one.group, one.bundle) for one in plan.workers] == [
+        ("replica-0.shard-0", 0, 0, 0),
+        ("replica-0.shard-1", 1, 0, 1),
+        ("replica-1.shard-0", 0, 1, 0),
+        ("replica-1.shard-1", 1, 1, 1),
+        ("drafter-0", 0, 2, 0),
+    ]
+    assert [worker.reserved_gpus for worker in plan.workers] == [1, 1, 1, 1, 0]
+    assert [group.strategy for group in plan.groups] == ["STRICT_PACK", "STRICT_PACK", "SPREAD"]
+    assert [one.threads for one in plan.workers[:4]] == [2] * 4, "a group a node"
+
+
 @pytest.mark.parametrize(
     ("config", "node", "numbers"),
     [
+        (
+            shards_of(2, groups=3, resources="gpu"),
+            Node("n", 16, gpus=4),
+            "groups is 3 and target.tensor_parallel 2: 6 shards, a GPU each, .* has 4 GPUs",
+        ),
+        (
+            shards_of(1, groups=3),
+            Node("n", 2),
+            "3 shards, a CPU core .* lower groups or tensor_parallel",
+        ),
         (shards_of(4), Node("n", 16, gpus=2), "is 4, a GPU each, but the cluster has 2 GPUs"),
         (shards_of(1, resources="gpu"), Node("n", 16), "is 1, a GPU each, but the cluster has 0"),
         (shards_of(3), Node("n", 2), "is 3, a CPU core or more each, but 2 cores are free"),

@@ -39,6 +39,7 @@ FIELDS = {
     "speedup",
     "tokens_per_second",
     "tokens_per_second_per_gpu",
+    "faster_but_worse_per_gpu",
     "acceptance_length",
     "target_idle",
     "target_gap_ms",
@@ -72,6 +73,7 @@ def test_a_part_is_one_policy_or_the_demo_pair() -> None:
         assert {cell.policy for cell in computed} == set(PolicyName) - {
             PolicyName.OFF,
             PolicyName.SPREAD,  # it needs two drafters
+            PolicyName.REPLICAS,  # it needs two targets
         }
     everything = cells(TARGET, DRAFTER, quick=False)
     assert set(computed) <= set(everything)
@@ -151,7 +153,7 @@ def test_a_cell_is_simulated_with_the_same_requests_and_luck() -> None:
 class _NoPair:
     """Nothing is there."""
 
-    target_address = ""
+    target_addresses = ("",)
     dilation = 1.0
 
     def __init__(self, folder: Path) -> None:

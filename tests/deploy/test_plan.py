@@ -58,6 +58,20 @@ def test_a_full_batch_makes_drafters_a_bad_buy(call: Call, tmp_path: Path) -> No
     assert chain["faster_but_worse_per_gpu"] == (chain["speedup"] > 1.02)
 
 
+def test_target_groups_that_share_a_sequence(call: Call, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ("--concurrency", "1", "--ratios", "2:1", "--gpus-per-host", "9")
+    policies = ("--policies", "replicas", "--policies", "fanout")
+    done = call("plan", *SMALL, *asked, *policies, "--json", str(path))
+    assert done.code == 0, done.stderr
+    rows = {row["policy"]: row for row in json.loads(path.read_text())["rows"]}
+    assert rows["replicas"]["name"] == "70b-4xh100 of 2 replicas + 1b-h100, replicas"
+    assert rows["replicas"]["target_groups"] == 2
+    assert rows["replicas"]["gpus"] == 9
+    assert rows["replicas"]["same_text"] is True
+    assert rows["replicas"]["tokens_per_second"] > rows["fanout"]["tokens_per_second"]
+
+
 def test_a_thousand_hosts_are_simulated_in_part(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     asked = ("--hosts", "1000", "--concurrency", "4000", "--policies", "chain", "--ratios", "1:1")
@@ -94,6 +108,7 @@ def test_requests_that_are_too_many_are_told(call: Call, tmp_path: Path) -> None
         (("--concurrency", "4", "--requests-per-second", "1"), ("plan", "both given")),
         (("--target", "70b-8xh100-2hosts"), ("plan.target", "fits 1 host")),
         (("--gpus-per-host", "4", "--policies", "chain"), ("plan.policies", "'chain'", "4 GPUs")),
+        (("--policies", "replicas", "--ratios", "1:1"), ("plan.policies", "2 or more target")),
     ],
 )
 def test_what_cannot_be_planned_is_refused(

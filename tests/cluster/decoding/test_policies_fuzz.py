@@ -73,7 +73,11 @@ class FarDrafter(PretendedDrafter):
 
 
 class Schedule:
-    """One schedule: about three requests, up to three drafters."""
+    """One schedule: about three requests, up to three drafters and target groups."""
+
+    policies = tuple(PolicyName)
+    most_tokens = 24
+    wrong_one_in = 4
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
@@ -92,21 +96,22 @@ class Schedule:
 
     def admit(self) -> None:
         world, tape = self.world, self.tape
-        policy = list(PolicyName)[tape.choose(len(PolicyName))]
+        policy = self.policies[tape.choose(len(self.policies))]
         narrow = policy_named(policy).needs.chains_only
         number = len(world.requests) + 1
         asked = request(
             number,
             tuple(range(number, number + 1 + tape.choose(6))),
             policy=policy,
-            max_tokens=1 + tape.choose(24),
+            max_tokens=1 + tape.choose(self.most_tokens),
             window=2 + tape.choose(6),
             branches=1 if narrow else 1 + tape.choose(2),
         )
         world.send(Admitted(world.now, asked))
 
     def guess(self, path: list[int], seed: int) -> int:
-        return self.tape.choose(50) if self.tape.choose(4) == 0 else true_token(path, seed)
+        wrong = self.tape.choose(self.wrong_one_in) == 0
+        return self.tape.choose(50) if wrong else true_token(path, seed)
 
     def act(self) -> None:
         """Whatever the tape says happens next."""

@@ -150,6 +150,6 @@ def test_work_leaves_a_crowd() -> None:
 
 def test_one_drafter_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidRequestError, match="at least 2 drafters"):
-        check_layout(PolicyName.SPREAD, 1)
-    check_layout(PolicyName.SPREAD, 2)
-    check_layout(PolicyName.FANOUT, 1)
+        check_layout(PolicyName.SPREAD, 1, 1)
+    check_layout(PolicyName.SPREAD, 2, 1)
+    check_layout(PolicyName.FANOUT, 1, 1)

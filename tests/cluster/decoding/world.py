@@ -293,10 +293,21 @@ class World:
         for group in self.scheduler._state.groups:
             if group.number in self.steps or not group.joined:
                 continue
-            policies = {policy_named(self.requests[i].policy) for i in group.batching.running}
+            # A sequence that another group verifies may wait for more to verify.
+            idle = group.batching.running.keys() - self._shared_steps()
+            policies = {policy_named(self.requests[i].policy) for i in idle}
             # A policy that waits by its nature may hold the last blocks for its bounded time.
             assert not policies or any(one.waits for one in policies), "the target idles"
             assert group.batching.running or not group.batching.waiting, "nobody is let in"
+
+    def _shared_steps(self) -> set[int]:
+        """Sequences in flight whose policy has several groups verify them."""
+        parts = [part for step in self.steps.values() for part in step.slices]
+        return {
+            part.sequence_id
+            for part in parts
+            if policy_named(self.requests[part.sequence_id].policy).replicates
+        }
 
     @property
     def target(self) -> PretendedTarget:

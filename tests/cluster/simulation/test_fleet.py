@@ -24,7 +24,6 @@ from workers.emulated.replay_text import Guess
 POLICIES = [
     (policy.value, branches)
     for policy in PolicyName
-    if policy.value != "replicas"
     for branches in (1, 3)
     if branches == 1 or not policy_named(policy).needs.chains_only
 ]
@@ -35,12 +34,14 @@ POLICIES = [
 def test_every_policy_gives_the_text_of_plain_decoding(
     policy: str, branches: int, temperature: float
 ) -> None:
-    drafters = max(1, policy_named(PolicyName(policy)).needs.drafters)
+    needs = policy_named(PolicyName(policy)).needs
+    drafters = max(1, needs.drafters)
     fleet = simulated(
         layout(policy, window=6, drafters=drafters, rtt_ms=3.0),
         load(temperature=temperature),
         branches=branches,
         costs=HostCosts(),
+        replicas=needs.groups,
     )
     assert fleet.same_text
     plain = simulated(layout("off"), load(temperature=temperature))
@@ -88,6 +89,30 @@ def test_the_router_spreads_requests_and_drafters_are_shared() -> None:
     counts = [sum(one.group == group for one in fleet.answered) for group in range(4)]
     assert min(counts) >= 4
     assert fleet.same_text
+
+
+def test_two_groups_verify_one_sequence_in_turns() -> None:
+    """More tokens in the same time than one group gives, of steps that each bring fewer."""
+    alone = load(requests=3, concurrency=1, tokens=200, acceptance=0.85)
+    one = simulated(layout("fanout", window=8), alone)
+    two = simulated(layout("replicas", window=8), alone, replicas=2)
+    assert two.same_text
+    assert _texts(one) == _texts(two)
+    ends = [max(answer.last_at for answer in fleet.answered) for fleet in (one, two)]
+    assert ends[1] < 0.97 * ends[0]
+    steps = [sum(answer.steps for answer in fleet.answered) for fleet in (one, two)]
+    assert steps[1] > 1.3 * steps[0]
+    passes = [target.meter.passes for target in two.targets]
+    assert min(passes) > 0.4 * sum(passes)
+
+
+def test_many_sequences_are_shared_by_the_groups_of_a_driver() -> None:
+    many = load(requests=24, concurrency=8)
+    fleet = simulated(layout("replicas"), many, replicas=2)
+    plain = simulated(layout("fanout"), many, targets=2)
+    assert fleet.same_text
+    ends = [max(answer.last_at for answer in one.answered) for one in (fleet, plain)]
+    assert ends[0] == pytest.approx(ends[1], rel=0.15)
 
 
 def test_requests_that_come_at_random_are_answered_late_where_there_are_too_many() -> None:

@@ -1,0 +1,180 @@
+"""Who runs on a target group, and the KV blocks that they hold.
+
+Sequences are let in by free blocks. When blocks run out, the youngest sequence gives its own back
+and is computed again later; it keeps its place among all that came. Those that other groups serve
+as well (replicas) give theirs back first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from cluster.decoding.prefix_cache import PrefixCache
+from cluster.decoding.sequence import Replica, Sequence
+from cluster.decoding.waiting import WaitingLine
+from paceline.errors import PromptTooLongError
+from workers.engine.block_pool import blocks_for
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What the scheduler knows of the target group."""
+
+    vocab_size: int
+    max_model_len: int
+    kv: PrefixCache
+
+    @property
+    def room(self) -> int:
+        """Most tokens that a sequence can have."""
+        return min(self.max_model_len, self.kv.num_blocks * self.kv.block_size)
+
+
+class Residents:
+    """The running sequences of a target group and their block tables."""
+
+    def __init__(self, waiting: WaitingLine, *, group: int, max_num_seqs: int) -> None:
+        """`waiting`: the line of all groups; `group`: the number of this one."""
+        self._group = group
+        self._max_num_seqs = max_num_seqs
+        self.preemptions = 0
+        """How often a sequence gave its blocks to an older one."""
+        self.target: Target | None = None
+        self.waiting = waiting
+        self.running: dict[int, Sequence] = {}
+        self.leaving: dict[int, Sequence] = {}
+        """Ended or taken away while in a step, whose blocks are free when that is answered."""
+        self.closes: list[int] = []
+        """Sequences that ended, of which the target has not been told."""
+
+    @property
+    def kv(self) -> PrefixCache:
+        """The blocks of the target that there is."""
+        assert self.target is not None
+        return self.target.kv
+
+    def join_target(self, target: Target) -> None:
+        """A fresh target: nothing is known to it."""
+        self.target = target
+
+    def lose_target(self) -> None:
+        """All KV is gone; running sequences wait again, in their order."""
+        self.target = None
+        self.closes.clear()
+        self.leaving.clear()
+        for sequence in self.running.values():
+            sequence.forget_kv()
+            self._give_back(sequence)
+        self.running.clear()
+
+    def check_fits(self, prompt_length: int, max_tokens: int) -> None:
+        """Raise PromptTooLongError when such a sequence could never be held."""
+        target = self.target
+        if target is None:
+            return
+        if prompt_length + max_tokens > target.room:
+            raise PromptTooLongError(
+                "prompt",
+                f"{prompt_length} prompt tokens and {max_tokens} to generate exceed the "
+                f"{target.room} tokens that a sequence may have here; "
+                "shorten the prompt or max_tokens",
+            )
+
+    def has_room_for(self, sequence: Sequence) -> bool:
+        """Whether a sequence that waits could run here now."""
+        target = self.target
+        if target is None or len(self.running) >= self._max_num_seqs:
+            return False
+        if sequence.sequence_id in self.leaving:
+            return False
+        length = sequence.tree.num_committed + sequence.request.window
+        # What running prefills will still take is spoken for.
+        promised = sum(
+            target.kv.wanted(other, other.tree.num_committed)
+            for other in self.running.values()
+            if other.prefilling
+        )
+        wanted = target.kv.wanted(sequence, length)
+        return not self.running or wanted + promised <= target.kv.num_available
+
+    def let_in(self, sequence: Sequence) -> None:
+        """Run a sequence that waits no more, or a replica, in its place among those who came."""
+        sequence.group = self._group
+        last = next(reversed(self.running.values()), None)
+        self.running[sequence.sequence_id] = sequence
+        if last is not None and last.order > sequence.order:
+            self.running = dict(sorted(self.running.items(), key=lambda item: item[1].order))
+
+    def remove(self, sequence: Sequence) -> None:
+        """The sequence ended here. Its blocks are free from the next step on that it is not in."""
+        del self.running[sequence.sequence_id]
+        if sequence.in_flight is not None:
+            self.leaving[sequence.sequence_id] = sequence
+        else:
+            self._release(sequence)
+
+    def left(self, sequence_id: int) -> None:
+        """The last step was answered of a sequence that is leaving."""
+        self._release(self.leaving.pop(sequence_id))
+
+    def cover(self, sequence: Sequence, length: int, *, but: Container[int]) -> bool:
+        """Give the sequence blocks for `length` positions, taking them from younger ones.
+
+        Not from those with the ids `but`, which are in the step already. Whether it has them now.
+        """
+        assert self.target is not None
+        kv = self.target.kv
+        wanted = blocks_for(length, kv.block_size) - len(sequence.block_table)
+        while wanted > kv.num_available:
+            youngest = self._youngest()
+            if youngest is sequence or youngest.sequence_id in but:
+                return False
+            if isinstance(sequence, Replica) and not isinstance(youngest, Replica):
+                return False
+            del self.running[youngest.sequence_id]
+            self._release(youngest)
+            self._give_back(youngest)
+            self.preemptions += 1
+        if wanted > 0:
+            sequence.block_table.extend(kv.allocate(wanted))
+        return True
+
+    def check_integrity(self) -> None:
+        """Assert that blocks are neither leaked nor shared and tables cover what was computed."""
+        for sequence in [*self.waiting, *self.running.values()]:
+            sequence.tree.check_integrity()
+        for sequence in self.waiting:
+            assert not sequence.block_table
+            assert sequence.in_flight is None
+            assert sequence.group is None
+        for one in (self.running.values(), self.waiting):
+            order = [sequence.order for sequence in one]
+            assert order == sorted(order), "a sequence lost its place"
+        if self.target is not None:
+            running, kv = self.running.values(), self.target.kv
+            kv.check_integrity([*running, *self.leaving.values()])
+            for sequence in running:
+                assert sequence.kv_length <= len(sequence.block_table) * kv.block_size
+                assert sequence.kv_length < sequence.tree.num_committed
+
+    def _youngest(self) -> Sequence:
+        """Who gives back first: replicas, then the youngest."""
+        running = reversed(self.running.values())
+        return next((one for one in running if isinstance(one, Replica)), None) or next(
+            reversed(self.running.values())
+        )
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """It runs here no more: it waits, or other groups serve it without this one."""
+        if isinstance(sequence, Replica):
+            sequence.lead.replicas.remove(sequence)
+        else:
+            self.waiting.put_back(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if self.target is not None:
+            self.target.kv.release(sequence)
+        if sequence.open_at_target:
+            self.closes.append(sequence.sequence_id)
+        sequence.forget_kv()

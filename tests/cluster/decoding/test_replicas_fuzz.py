@@ -1,0 +1,140 @@
+"""Random schedules of the policy `replicas`: groups that answer late, out of order, or never.
+
+As test_policies_fuzz.py, whose acts these are; here one or two sequences are verified by several
+groups, and most drafts are right, so that windows follow one another.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.decoding import answers
+from cluster.decoding.instructions import Slice
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.replicas import Told, told_by
+from cluster.decoding.token_tree import TokenTree
+from tests.cluster.decoding.test_policies_fuzz import Schedule, Tape
+
+
+class ReplicasSchedule(Schedule):
+    """All requests, few at a time, have several groups verify them."""
+
+    policies = (PolicyName.REPLICAS,)
+    most_tokens = 60
+    wrong_one_in = 12
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__(tape)
+        for _ in range(40):
+            self.draft_and_answer()
+
+    def draft_and_answer(self) -> None:
+        """What goes well: a drafter drafts, and now and then some group answers."""
+        world, tape = self.world, self.tape
+        for name, drafter in self.far.items():
+            drafter.hear(len(drafter.to_drafter))
+            drafter.to_driver.append(drafter.run_pass())
+            self.deliver(name, 0)
+        late = list(world.steps)
+        if late and tape.choose(3) == 0:
+            world.answer(late[tape.choose(len(late))])
+
+    def admit(self) -> None:
+        if self.world.scheduler.num_running < 2:
+            super().admit()
+
+
+def run(tape: bytes) -> ReplicasSchedule:
+    """A whole schedule."""
+    schedule = ReplicasSchedule(Tape(tape))
+    while not schedule.tape.ended:
+        schedule.act()
+        schedule.draft_and_answer()
+    schedule.drain()
+    return schedule
+
+
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(min_size=60, max_size=400))
+def test_text_and_invariants_though_groups_answer_late_or_never(tape: bytes) -> None:
+    run(tape)
+
+
+def _run_many(count: int) -> None:
+    draw = random.Random(5)
+    for _ in range(count):
+        run(draw.randbytes(500))
+
+
+def test_schedules_reach_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verdicts that others told before, in part or wholly, with tokens fed that others verified."""
+    seen: Counter[str] = Counter()
+
+    def watched(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> Told:
+        told = told_by(tree, part, num_accepted, token_id)
+        fed = len(part.token_ids) - part.window
+        known = tree.num_committed - part.start - fed
+        seen["in part"] += known > 0 and bool(told.token_ids)
+        seen["wholly"] += not told.token_ids
+        seen["caught up"] += fed > 1 and part.window > 0
+        seen["accepted"] += told.accepted > 0 and known > 0
+        return told
+
+    monkeypatch.setattr(answers, "told_by", watched)
+    _run_many(150)
+    assert min(seen[key] for key in ("in part", "wholly", "caught up", "accepted")) > 50, seen
+
+
+def _all_is_new(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> Told:
+    """As if no other group had told anything."""
+    first = len(part.token_ids) - part.window
+    told = (*part.token_ids[first : first + num_accepted], token_id)
+    length = part.start + first + num_accepted
+    return Told(told, length, part.window, num_accepted)
+
+
+def _kv_of_all_fed(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> Told:
+    """As if what a group was fed were right, whatever was committed meanwhile."""
+    told = told_by(tree, part, num_accepted, token_id)
+    length = min(part.start + len(part.token_ids), tree.num_committed + len(told.token_ids) - 1)
+    return Told(told.token_ids, length, told.window, told.accepted)
+
+
+@pytest.mark.parametrize("broken", [_all_is_new, _kv_of_all_fed])
+def test_the_fuzzer_notices(broken: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative controls."""
+    monkeypatch.setattr(answers, "told_by", broken)
+    with pytest.raises(AssertionError):
+        _run_many(150)
+
+
+def test_verdicts_of_several_groups_are_told_once() -> None:
+    """What a tree commits of two overlapping verdicts, in either order."""
+
+    def committed(order: Iterable[int]) -> list[int]:
+        tree = TokenTree((1, 2))
+        verdicts = {
+            0: (Slice(1, 1, (2, 10, 11), 2, True, ()), 2, 12),
+            1: (Slice(1, 1, (2, 10, 11, 12, 13, 14), 5, True, ()), 4, 99),
+        }
+        for number in order:
+            told = told_by(tree, *verdicts[number])
+            tree.advance(told.token_ids)
+        return tree.token_ids
+
+    assert committed((0, 1)) == committed((1, 0)) == [1, 2, 10, 11, 12, 13, 99]
+
+
+def test_a_verdict_on_another_text_than_what_is_committed_brings_nothing() -> None:
+    """Exact targets never disagree; where kernels are not exact, what was said first stands."""
+    tree = TokenTree((1, 2))
+    tree.advance((10, 20))
+    part = Slice(1, 0, (1, 2, 10, 11, 12), 3, True, ())
+    told = told_by(tree, part, 3, 13)
+    assert (told.token_ids, told.kv_length, told.accepted, told.window) == ((), 3, 0, 3)
