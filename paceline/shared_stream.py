@@ -13,6 +13,9 @@ from paceline.generation import Finished, GenerateEvent
 from paceline.inference_wire import event_from_wire, failure_from_wire
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
+CLOSE_SECONDS = 1.0
+"""How long the server may take to end a stream that its client has ended."""
+
 _Answers = asyncio.Queue["inference_pb2.NumberedResponse | grpc.RpcError"]
 
 
@@ -28,7 +31,7 @@ class SharedStream:
         self._numbers = count(1)
         self._answers: dict[int, _Answers] = {}
         # Written by a task of its own: a cancelled write would end the stream.
-        self._requests: asyncio.Queue[inference_pb2.GenerateManyRequest] = asyncio.Queue()
+        self._requests: asyncio.Queue[inference_pb2.GenerateManyRequest | None] = asyncio.Queue()
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
 
     async def stream(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[GenerateEvent]:
@@ -61,7 +64,9 @@ class SharedStream:
                 self._send(inference_pb2.GenerateManyRequest(number=number, cancel=cancel))
 
     async def close(self) -> None:
-        """End the stream and its requests."""
+        """End the stream and its requests, in good order where the server answers in time."""
+        self._break(_ended(grpc.StatusCode.CANCELLED, "the client was closed"))
+        await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         self._call.cancel()
         for task in self._tasks:
             task.cancel()
@@ -73,8 +78,9 @@ class SharedStream:
 
     async def _write(self) -> None:
         try:
-            while True:
-                await self._call.write(await self._requests.get())
+            while (request := await self._requests.get()) is not None:
+                await self._call.write(request)
+            await self._call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # The reader is told why.
 
@@ -88,12 +94,12 @@ class SharedStream:
             self._break(_ended(grpc.StatusCode.UNAVAILABLE, "the server ended the stream"))
         except grpc.RpcError as error:
             self._break(error)
-        except asyncio.CancelledError:
-            self._break(_ended(grpc.StatusCode.CANCELLED, "the client was closed"))
-            raise
 
     def _break(self, error: grpc.RpcError) -> None:
+        if self.broken is not None:
+            return
         self.broken = error
+        self._requests.put_nowait(None)
         for answers in self._answers.values():
             answers.put_nowait(error)
 

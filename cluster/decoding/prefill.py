@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-LONGEST = 2.75
+LONGEST = 2.5
 """How often the time of a step without prefill a step with it is to take."""
 
 _DECAY = 0.8

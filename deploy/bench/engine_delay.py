@@ -76,7 +76,10 @@ class _Delay:
         async with AsyncClient(address) as client:
             tasks = [asyncio.create_task(self._decode(client, n)) for n in range(self._batch)]
             await self._warm.wait()
-            tokens = random_tokens(self.prompt_tokens, vocab_size=self._vocab_size, seed=0)
+            # Of its own, else the prefix cache has it from the batch before.
+            tokens = random_tokens(
+                self.prompt_tokens, vocab_size=self._vocab_size, seed=1000 + self._batch
+            )
             began = time.perf_counter()
             await client.generate(tokens, _options(1))
             ended = time.perf_counter()
