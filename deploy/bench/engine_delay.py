@@ -57,6 +57,11 @@ def delay_in_steps(usual: Sequence[float], beside: Sequence[float]) -> float:
     return max(beside) / statistics.median(usual) - 1
 
 
+def all_but_a_twentieth(times: Sequence[float]) -> Sequence[float]:
+    """Without the longest ones: a busy host holds up a step now and then."""
+    return sorted(times)[: max(1, len(times) * 19 // 20)]
+
+
 class _Delay:
     """One measurement: who decodes, when their tokens came, and when the prompt was there."""
 
@@ -123,6 +128,7 @@ def _row(task: EngineTask, batch: int, delay: _Delay) -> EngineRow:
             "steps_beside": len(delay.beside) // batch,
             "median_ms_beside": statistics.median(delay.beside) * 1000,
             "delay_steps": delay_in_steps(delay.usual, delay.beside),
+            "delay_steps_p95": delay_in_steps(delay.usual, all_but_a_twentieth(delay.beside)),
             # What the host does to a step when nothing of ours is new.
             "delay_steps_without": delay_in_steps(delay.usual, delay.usual),
         },
