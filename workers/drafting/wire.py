@@ -116,13 +116,20 @@ def to_responses(
 
 
 def _proposal(proposal: Proposal) -> drafting_pb2.Proposal:
-    return drafting_pb2.Proposal(
+    message = drafting_pb2.Proposal(
         sequence_id=proposal.sequence_id,
         base=types_pb2.Base(length=proposal.base_length, hash=proposal.base_hash),
         token_ids=proposal.token_ids,
-        parents=proposal.parents,
-        distributions=distributions_to_wire(proposal.distributions),
-        last=proposal.last,
-        multiplicities=proposal.multiplicities,
-        stopping_state=dict(proposal.stopping_state),
     )
+    # Most proposals have none of these, and each that is set takes its time, also when it is empty.
+    if proposal.last:
+        message.last = True
+    if proposal.parents:
+        message.parents.extend(proposal.parents)
+    if proposal.multiplicities:
+        message.multiplicities.extend(proposal.multiplicities)
+    if proposal.distributions:
+        message.distributions.extend(distributions_to_wire(proposal.distributions))
+    if proposal.stopping_state:
+        message.stopping_state.update(proposal.stopping_state)
+    return message
