@@ -33,7 +33,7 @@ class ServingAmount:
     continuous_seconds: float
 
 
-FULL = ServingAmount({1: 4, 4: 12, 16: 32}, 30.0)
+FULL = ServingAmount({1: 4, 4: 12, 16: 32}, 20.0)
 QUICK = ServingAmount({1: 1, 16: 16}, 10.0)
 _REPORTS = 4
 """How often it is told how far the requests of a row are."""
