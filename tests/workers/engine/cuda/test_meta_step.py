@@ -7,10 +7,11 @@ device for a value, and that a captured step copies nothing from the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -37,7 +38,7 @@ from workers.engine.slices import Slice
 META = torch.device("meta")
 VOCAB, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 300, 2, 4, 2, 64
 PAGES, BLOCKS = 5, 9
-SIZES: dict[str, int] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 96,
     "intermediate_size": 160,
@@ -65,7 +66,7 @@ def make_forwards(config: Config, *, batch_invariant: bool) -> Forwards:
     assert isinstance(model, PreTrainedModel)
     model.requires_grad_(False)
     adapt_model(model, batch_invariant=batch_invariant)
-    model.to(META)
+    nn.Module.to(model, META)
     for module in model.modules():
         if isinstance(module, NativeNorm):
             module._weight = module._weight.to(META)
