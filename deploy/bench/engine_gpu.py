@@ -6,6 +6,7 @@ Candidates come from the model's own text, so that all of them are verified and 
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -94,6 +95,7 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> list[EngineRow]:
         del model
         rows += bench.rows(tell)
         del bench, engine
+        gc.collect()  # The next engine needs this one's memory.
         if task.device.type == "cuda":
             torch.cuda.empty_cache()
     return rows

@@ -69,10 +69,12 @@ def gumbel_noise_RV(
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """Multipliers [2, 1, 1], and what each round adds to the key, [rounds, 2, 1, 1].
 
-    Made once a device: to make them is a copy to it that the host waits for.
+    Made on the device, once: data of the host would be copied to it while the host waits.
     """
-    steps = [[(number * step) & _LOW_WORD for step in _KEY_STEPS] for number in range(_ROUNDS)]
-    return (
-        torch.tensor(_MULTIPLIERS, device=device)[:, None, None],
-        torch.tensor(steps, device=device)[:, :, None, None],
+    steps_21, multipliers_21 = (
+        torch.stack([torch.full((1,), word, dtype=torch.int64, device=device) for word in words])
+        for words in (_KEY_STEPS, _MULTIPLIERS)
     )
+    numbers_N = torch.arange(_ROUNDS, device=device)
+    steps_N2 = (numbers_N[:, None] * steps_21[:, 0]) & _LOW_WORD
+    return multipliers_21[:, :, None], steps_N2[:, :, None, None]

@@ -22,7 +22,7 @@ from workers.engine.cuda.attention import can_use_kernel
 from workers.engine.cuda.graphs import Graphs, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
 from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
-from workers.engine.cuda.linears import adapt_model
+from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
 from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
 from workers.engine.cuda.staging import to_device
 from workers.engine.cuda.step import DeviceStep, Heads
@@ -77,6 +77,7 @@ class CudaEngine:
             ),
         }
         self._dtype = model.dtype
+        self._fixed_rows = FIXED_ROWS if options.batch_invariant else 1
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._seconds = 0.0
         self._began = 0.0
@@ -96,7 +97,7 @@ class CudaEngine:
         adapt_model(model, batch_invariant=options.batch_invariant)
         probe = probe_slice(int(self.info.vocab_size))
         self._cache = self._allocate(-(-options.max_step_tokens // PAGE_SIZE))
-        step = self._on_device([probe])
+        step = self._on_device(self._lay_out([probe]))
         self._forward = choose_by_probe(model, step)
         profile = self._profile() if self.device.type == "cuda" else None
         num_blocks = choose_num_blocks(
@@ -121,7 +122,8 @@ class CudaEngine:
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         blocks = range(-(-count // PAGE_SIZE))
-        self._eager([Slice(blocks, 0, [0] * count, min(count, self._options.max_num_seqs * 9))])
+        num_logits = min(count, self._options.max_num_seqs * 9)
+        self._eager(self._lay_out([Slice(blocks, 0, [0] * count, num_logits)]))
         torch.cuda.synchronize(self.device)
         activations = torch.cuda.max_memory_allocated(self.device) - before
         torch.cuda.empty_cache()
@@ -132,15 +134,15 @@ class CudaEngine:
     def _capture(self) -> None:
         """Capture what chains need. A model whose code cannot be captured runs without graphs."""
         graphs = Graphs(
-            self._run,
             vocab_size=self.info.vocab_size,
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
             device=self.device,
         )
         try:
-            for shape in chain_buckets(max_num_seqs=self._options.max_num_seqs):
-                graphs.capture(shape)
+            count = self._options.max_num_seqs
+            for shape in chain_buckets(max_num_seqs=count, fixed_rows=self._fixed_rows):
+                graphs.capture(self._run, shape)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -182,14 +184,19 @@ class CudaEngine:
         """
         for piece in slices:
             check_tree(piece)
+        graphs, shape = self._graphs, None
+        if graphs is not None:
+            shape = bucket_of(exact_shape(slices), fixed_rows=self._fixed_rows)
+        if graphs is None or shape is None:
+            layout = self._lay_out(slices)
+        else:
+            layout = graphs.lay_out(slices, shape)
         begin = self._mark()
         self._began = time.perf_counter()
-        shape = None if self._graphs is None else bucket_of(exact_shape(slices))
-        if shape is None:
-            logits_TV = self._eager(slices)
+        if graphs is None or shape is None:
+            logits_TV = self._eager(layout)
         else:
-            assert self._graphs is not None
-            all_TV, layout = self._graphs.replay(slices, shape)
+            all_TV = graphs.replay(self._run, layout)
             logits_TV = all_TV.index_select(0, self._rows(layout))
         self._seconds = time.perf_counter() - self._began
         end = self._mark()
@@ -208,23 +215,25 @@ class CudaEngine:
         sources, targets = to_device(np.array(pairs, dtype=np.int64), self.device)
         self._cache.copy_slots(sources, targets)
 
-    def _eager(self, slices: Sequence[Slice]) -> Tensor:
-        return self._forward(self._on_device(slices)).to(torch.float32)
+    def _eager(self, layout: Layout) -> Tensor:
+        return self._forward(self._on_device(layout)).to(torch.float32)
 
-    def _on_device(self, slices: Sequence[Slice]) -> DeviceStep:
-        layout = lay_out(
+    def _lay_out(self, slices: Sequence[Slice]) -> Layout:
+        return lay_out(
             slices,
             exact_shape(slices),
             table_pages=self._table_pages,
             scratch_block=self._cache.scratch_block,
             even=False,
         )
+
+    def _on_device(self, layout: Layout) -> DeviceStep:
         return self._device_step(to_device(layout.array, self.device), layout, self._rows(layout))
 
     def _run(self, array: Tensor, layout: Layout) -> Tensor:
-        """The logits of all tokens: what a graph captures."""
-        rows = torch.arange(layout.shape.num_tokens, device=self.device)
-        return self._forward(self._device_step(array, layout, rows)).to(torch.float32)
+        """The logits of the shape's rows: what a graph captures."""
+        rows = torch.arange(layout.shape.num_rows, device=self.device)
+        return self._forward(self._device_step(array, layout, rows))
 
     def _device_step(self, array: Tensor, layout: Layout, logit_rows: Tensor) -> DeviceStep:
         return DeviceStep(

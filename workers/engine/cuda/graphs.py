@@ -23,11 +23,14 @@ _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 """A token and the windows 1, 2, 4, 8, ..."""
 
 Run = Callable[[Tensor, Layout], Tensor]
-"""The array of a step on the device and its layout in; float32 logits of all T tokens out."""
+"""The array of a step on the device and its layout in; logits of the shape's rows out."""
 
 
-def bucket_of(shape: Shape) -> Shape | None:
-    """The shape whose graph a step of the given exact shape takes; None: it runs as it is."""
+def bucket_of(shape: Shape, *, fixed_rows: int = 1) -> Shape | None:
+    """The shape whose graph a step of the given exact shape takes; None: it runs as it is.
+
+    Chains are filled up to a multiple of `fixed_rows` tokens, so that no product has to be.
+    """
     if shape.num_chains and shape.num_trees:
         return None
     batch = _next(_BATCHES, shape.num_chains + shape.num_trees)
@@ -35,16 +38,16 @@ def bucket_of(shape: Shape) -> Shape | None:
     if batch is None or width is None or batch * width > MAX_TOKENS:
         return None
     if shape.num_chains:
-        return _chains(batch, width)
+        return _chains(batch, width, fixed_rows)
     keys = _next(_WIDTHS, max(width, shape.tree_keys))
     return None if keys is None else Shape(0, 0, 0, batch, width, keys)
 
 
-def chain_buckets(*, max_num_seqs: int) -> list[Shape]:
+def chain_buckets(*, max_num_seqs: int, fixed_rows: int = 1) -> list[Shape]:
     """The shapes of chains, largest first: later captures fit into the memory of earlier ones."""
     largest = _next(_BATCHES, max_num_seqs) or _BATCHES[-1]
     shapes = [
-        _chains(batch, width)
+        _chains(batch, width, fixed_rows)
         for batch in _BATCHES
         for width in _WIDTHS
         if batch <= largest and batch * width <= MAX_TOKENS
@@ -52,8 +55,9 @@ def chain_buckets(*, max_num_seqs: int) -> list[Shape]:
     return sorted(shapes, key=lambda shape: -shape.num_tokens)
 
 
-def _chains(batch: int, width: int) -> Shape:
-    return Shape(batch, batch * width, width)
+def _chains(batch: int, width: int, fixed_rows: int) -> Shape:
+    filler = -batch * width % fixed_rows
+    return Shape(batch + (filler > 0), batch * width + filler, width, filler=filler)
 
 
 def _next(sizes: Sequence[int], wanted: int) -> int | None:
@@ -64,52 +68,59 @@ def _next(sizes: Sequence[int], wanted: int) -> int | None:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     array: Tensor
-    num_tokens: int
+    num_rows: int
 
 
 class Graphs:
-    """The captured steps of one engine. They share memory, and one buffer of logits."""
+    """The captured steps of one engine. They share memory, and one buffer of float32 logits.
+
+    What runs a step is an argument, not kept: an engine that is dropped is gone at once, and its
+    memory with it.
+    """
 
     def __init__(
         self,
-        run: Run,
         *,
         vocab_size: int,
         table_pages: int,
         scratch_block: int,
         device: torch.device,
     ) -> None:
-        self._run = run
         self._sizes = {"table_pages": table_pages, "scratch_block": scratch_block}
         self._device = device
         self._captured: dict[Shape, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: cuBLAS keeps some MiB of its own for each stream that it ever ran on.
+        self._stream = torch.cuda.Stream(device)
         self._logits_TV = torch.empty(MAX_TOKENS, vocab_size, dtype=torch.float32, device=device)
 
-    def replay(self, slices: Sequence[Slice], shape: Shape) -> tuple[Tensor, Layout]:
-        """Logits of all T tokens of the shape, good until the next replay, and the layout."""
-        layout = lay_out(slices, shape, even=True, **self._sizes)
-        captured = self._captured.get(shape) or self.capture(shape)
+    def lay_out(self, slices: Sequence[Slice], shape: Shape) -> Layout:
+        """A step in that shape, for `replay`."""
+        return lay_out(slices, shape, even=True, **self._sizes)
+
+    def replay(self, run: Run, layout: Layout) -> Tensor:
+        """Logits of the rows of the layout's shape, good until the next replay."""
+        captured = self._captured.get(layout.shape) or self.capture(run, layout.shape)
         captured.array.copy_(to_device(layout.array, self._device))
         captured.graph.replay()
-        return self._logits_TV[: captured.num_tokens], layout
+        return self._logits_TV[: captured.num_rows]
 
-    def capture(self, shape: Shape) -> _Captured:
+    def capture(self, run: Run, shape: Shape) -> _Captured:
         """Run a step of nothing but padding, twice to warm up and once to be recorded."""
-        padding = lay_out([], shape, even=True, **self._sizes)
+        padding = self.lay_out([], shape)
         array = to_device(padding.array, self._device)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self._run(array, padding)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process may talk to the device meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            logits_TV = self._run(array, padding)
-            self._logits_TV[: shape.num_tokens].copy_(logits_TV)
-            del logits_TV
-        captured = _Captured(graph, array, shape.num_tokens)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        # Entered here as well, for torch.cuda.graph does not leave it when a capture fails.
+        with torch.cuda.stream(self._stream):
+            for _ in range(2):
+                run(array, padding)
+            # Other threads of the process may talk to the device meanwhile.
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                self._logits_TV[: shape.num_rows].copy_(run(array, padding))
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        captured = _Captured(graph, array, shape.num_rows)
         self._captured[shape] = captured
         return captured

@@ -28,7 +28,11 @@ Array = TypeVar("Array", Ints, Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many chains with how many tokens in all, the longest of `chain_width`; and trees."""
+    """How many chains with how many tokens in all, the longest of `chain_width`; and trees.
+
+    With `filler`, the last chain is one of so many tokens of padding, whatever the widths of the
+    others: it makes the tokens as many as products are to have rows (linears.py).
+    """
 
     num_chains: int
     chain_tokens: int
@@ -36,10 +40,16 @@ class Shape:
     num_trees: int = 0
     tree_width: int = 0
     tree_keys: int = 0
+    filler: int = 0
 
     @property
     def num_tokens(self) -> int:
         return self.chain_tokens + self.num_trees * self.tree_width
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens whose logits can be wanted; they come first."""
+        return self.num_tokens - self.filler
 
     def parts(self, table_pages: int) -> dict[str, tuple[int, ...]]:
         """Names and sizes of the array's parts, in their order."""
@@ -113,7 +123,10 @@ def lay_out(
     at = 0
     for row in range(shape.num_chains):
         piece = slices[chains[row]] if row < len(chains) else None
-        width = shape.chain_width if even or piece is None else len(piece.token_ids)
+        if shape.filler and row == shape.num_chains - 1:
+            width = shape.filler
+        else:
+            width = shape.chain_width if even or piece is None else len(piece.token_ids)
         if piece is not None:
             first_rows[chains[row]] = at
         lengths.append((width, writer.chain(row, at, width, piece)))
@@ -224,7 +237,8 @@ def read_inputs(array: Tensor, layout: Layout, *, table_pages: int) -> DeviceInp
 
     chains = trees = None
     if shape.num_chains:
-        chains = ragged("chain", shape.chain_width, layout.chain_lengths)
+        width = max(shape.chain_width, shape.filler)
+        chains = ragged("chain", width, layout.chain_lengths)
     if shape.num_trees:
         trees = Trees(
             ragged("tree", shape.tree_width, layout.tree_lengths),

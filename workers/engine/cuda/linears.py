@@ -35,7 +35,9 @@ class FixedRowsLinear(nn.Module):
         """The product, of shape [..., M]."""
         flat_TN = rows_TN.reshape(-1, self.in_features)
         num_rows = flat_TN.shape[0]
-        flat_TN = nn.functional.pad(flat_TN, (0, 0, 0, -num_rows % FIXED_ROWS))
+        missing = -num_rows % FIXED_ROWS
+        if missing:
+            flat_TN = nn.functional.pad(flat_TN, (0, 0, 0, missing))
         parts = [
             nn.functional.linear(tile, self.weight, self.bias) for tile in flat_TN.split(FIXED_ROWS)
         ]

@@ -35,12 +35,14 @@ _DEFAULTS = {"is_causal": False, "num_splits": None, "seqused_k": None, "block_t
 class DeviceAlone(TorchDispatchMode):
     """Refuses operations with data of the host, as a graph that is captured must; checks kernels.
 
-    `calls` are the arguments of every call of the attention kernel, by name.
+    `calls` are the arguments of every call of the attention kernel, by name; `names` are those of
+    all operations.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[dict[str, Any]] = []
+        self.names: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -50,7 +52,8 @@ class DeviceAlone(TorchDispatchMode):
         strangers = [tuple(one.shape) for one in given if one.device.type != "meta" and one.dim()]
         if strangers:
             raise AssertionError(f"{func} takes data from the host, of shapes {strangers}")
-        if func.overloadpacket.__name__ == "_varlen_attn":
+        self.names.append(func.overloadpacket.__name__)
+        if self.names[-1] == "_varlen_attn":
             call = _DEFAULTS | dict(zip(_NAMES, args, strict=False)) | named
             check_call(call)
             self.calls.append(call)

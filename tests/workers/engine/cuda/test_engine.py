@@ -15,6 +15,7 @@ from tests.workers.engine.trees import close, plain_rows, random_tree
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.cuda.graphs import bucket_of
 from workers.engine.cuda.layout import exact_shape, lay_out
+from workers.engine.cuda.linears import FIXED_ROWS
 from workers.engine.engine import Engine
 from workers.engine.slices import Slice
 
@@ -126,7 +127,7 @@ def test_a_step_laid_out_in_a_larger_shape_gives_the_same_rows(engine: CudaEngin
     chains.append(Slice([3], 0, TOKEN_IDS[:1], 1))
     for slices in (chains, [tree.piece([4, 5], 249, 6, 7)]):
         expected = engine.step(slices)
-        shape = bucket_of(exact_shape(slices))
+        shape = bucket_of(exact_shape(slices), fixed_rows=FIXED_ROWS)
         assert shape is not None
         assert shape.num_tokens > exact_shape(slices).num_tokens
         layout = lay_out(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def test_a_captured_step_gives_the_bits_of_the_same_step_run_as_it_is(
         nodes = one.step([tree.piece([3, 4], 249, 8, 9)])
         rows.append(torch.cat([chains, nodes]))
     assert torch.equal(rows[0], rows[1])
+
+
+def test_a_dropped_engine_gives_its_memory_back(folder: Path) -> None:
+    """At once: nothing of it waits for Python's collector of cycles."""
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        dropped = make_engine(folder, "cuda", dtype=torch.bfloat16, kv_memory_bytes=1 << 30)
+        dropped.step([Slice([0], 0, TOKEN_IDS[:5], 5)])
+        assert torch.cuda.memory_allocated() > before + (1 << 29)
+        del dropped
+        assert torch.cuda.memory_allocated() < before + (1 << 29)
+    finally:
+        gc.enable()
 
 
 def test_automatic_kv_leaves_room(folder: Path) -> None:

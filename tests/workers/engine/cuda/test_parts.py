@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from paceline.errors import ConfigError
 from workers.engine.cuda.graphs import MAX_TOKENS, bucket_of, chain_buckets
-from workers.engine.cuda.layout import Shape, exact_shape
+from workers.engine.cuda.kv_cache import PAGE_SIZE
+from workers.engine.cuda.layout import Shape, exact_shape, lay_out, split
 from workers.engine.cuda.linears import FIXED_ROWS, FixedRowsLinear, adapt_model
 from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
 from workers.engine.fusing import NativeNorm, ProjectionPart
@@ -55,11 +56,34 @@ def test_other_steps_run_as_they_are() -> None:
     assert bucket_of(exact_shape([piece(33)] * 9)) is None
 
 
-def test_every_captured_shape_is_one_that_steps_are_rounded_to() -> None:
-    shapes = chain_buckets(max_num_seqs=5)
+@pytest.mark.parametrize("fixed_rows", [1, FIXED_ROWS])
+def test_products_of_a_captured_step_need_no_padding(fixed_rows: int) -> None:
+    """The filler is a chain of its own, at the end, which alone reads the scratch page."""
+    slices = [Slice([3, 4], 250, [7] * 9, 9), Slice([5], 0, [8], 1), Slice([6], 0, [9], 1)]
+    shape = bucket_of(exact_shape(slices), fixed_rows=fixed_rows)
+    assert shape is not None
+    assert shape.num_rows == 4 * 9
+    assert shape.num_tokens % fixed_rows == 0
+    layout = lay_out(slices, shape, table_pages=3, scratch_block=9, even=True)
+    assert layout.logit_rows == (*range(9), 9, 18)
+    parts = split(layout.array, shape, 3)
+    ends = [0, 9, 18, 27, 36] + [FIXED_ROWS] * (fixed_rows > 1)
+    assert parts["chain_ends"].tolist() == ends
+    assert parts["slots"][shape.num_rows :].tolist() == [9 * PAGE_SIZE] * shape.filler
+    assert parts["chain_table"].tolist()[3:] == [[9, 9, 9]] * (len(ends) - 4)
+    assert parts["chain_used"].tolist()[4:] == [shape.filler] * (fixed_rows > 1)
+
+
+@pytest.mark.parametrize("fixed_rows", [1, FIXED_ROWS])
+def test_every_captured_shape_is_one_that_steps_are_rounded_to(fixed_rows: int) -> None:
+    shapes = chain_buckets(max_num_seqs=5, fixed_rows=fixed_rows)
     assert len(shapes) == len(set(shapes))
-    assert {shape.num_chains for shape in shapes} == {1, 2, 4, 8}
-    assert all(shape.num_tokens <= MAX_TOKENS and bucket_of(shape) == shape for shape in shapes)
+    assert {shape.num_chains - (shape.filler > 0) for shape in shapes} == {1, 2, 4, 8}
+    assert all(shape.num_tokens <= MAX_TOKENS for shape in shapes)
+    for shape in shapes:
+        batch = shape.num_chains - (shape.filler > 0)
+        exact = Shape(batch, batch * shape.chain_width, shape.chain_width)
+        assert bucket_of(exact, fixed_rows=fixed_rows) == shape
     assert [shape.num_tokens for shape in shapes] == sorted(
         (shape.num_tokens for shape in shapes), reverse=True
     )
