@@ -25,6 +25,10 @@ from workers.verification.distribution import check_likeliest
 from workers.verification.verdict import Verdict
 from workers.verification.verify import Window, verify_batch
 
+ROWS_AT_ONCE = 64
+"""Rows for which tokens are chosen together. Noise and cuts take up to some hundred bytes for each
+entry of the vocabulary and row, which no profile run has seen."""
+
 
 def device_verdicts(
     logits_TV: Tensor,
@@ -69,6 +73,17 @@ def _pick(logits_TV: Tensor, rows: list[int]) -> Tensor:
 
 def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     """The coupled rule's token of each row, and the row's largest logit, still on the device."""
+    parts = [
+        _choose(logits_RV[first : first + ROWS_AT_ONCE], rows[first : first + ROWS_AT_ONCE])
+        for first in range(0, len(rows), ROWS_AT_ONCE)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    token_ids, largest = zip(*parts, strict=True)
+    return torch.cat(token_ids), torch.cat(largest)
+
+
+def _choose(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     params = pack_rows(rows, vocab_size=logits_RV.shape[1], device=logits_RV.device)
     token_ids_R, largest_R = choose_rows(logits_RV, params)
     return token_ids_R.to(torch.int32), largest_R

@@ -11,7 +11,7 @@ import torch
 from paceline.errors import InternalError
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.device_verdicts import choose_tokens, device_verdicts
+from workers.device_verdicts import ROWS_AT_ONCE, choose_tokens, device_verdicts
 from workers.row_params import Row
 from workers.slice_candidates import Candidates
 from workers.target_session import VerdictTask
@@ -91,6 +91,16 @@ def test_rows_of_all_kinds_at_once() -> None:
         choose_token(logits_RV[i], row.spec, list(row.prefix)) for i, row in enumerate(rows)
     ]
     assert choose_tokens(logits_RV, rows)[0].tolist() == expected
+
+
+def test_more_rows_than_are_chosen_at_once() -> None:
+    count = 2 * ROWS_AT_ONCE + 3
+    rows = [Row(spec_of("all cuts", i, 2), [5, 3, 5, 7]) for i in range(count)]
+    logits_RV = random_logits(9, count, coarse=False)
+    alone = [choose_tokens(logits_RV[i : i + 1], rows[i : i + 1]) for i in range(count)]
+    token_ids_R, largest_R = choose_tokens(logits_RV, rows)
+    assert token_ids_R.tolist() == [int(token_id) for token_id, _ in alone]
+    assert largest_R.tolist() == [float(largest) for _, largest in alone]
 
 
 def random_task(seed: int, name: str, rule: Rule = Rule.COUPLED) -> VerdictTask:
