@@ -94,18 +94,26 @@ def test_a_mistake_is_told(tmp_path: Path, text: str, complaint: str) -> None:
 @asynccontextmanager
 async def _served(setup: WorkerSetup) -> AsyncIterator[AsyncClient]:
     """A client of the deployment, whose actors run here."""
-    shard_plan, drafter_plan = plan_placement(setup.config, [Node("here", 2)]).workers
-    shard, drafter, driver = ShardActor(), DrafterActor(), DriverActor()
+    *shard_plans, drafter_plan = plan_placement(setup.config, [Node("here", 4)]).workers
+    shards = [ShardActor() for _ in shard_plans]
+    drafter, driver = DrafterActor(), DriverActor()
     try:
-        target = await shard.serve(setup, shard_plan, 0)
+        targets = [
+            await shard.serve(setup, plan, 0)
+            for shard, plan in zip(shards, shard_plans, strict=True)
+        ]
         guesser = await drafter.serve(setup, drafter_plan, 0)
         served = await driver.serve(
-            setup, (target.address,), {drafter_plan.name: guesser.address}, 0, patience=0.0
+            setup,
+            [target.address for target in targets],
+            {drafter_plan.name: guesser.address},
+            0,
+            patience=0.0,
         )
         async with AsyncClient(served.address) as client:
             yield client
     finally:
-        for actor in (driver, drafter, shard):
+        for actor in (driver, drafter, *shards):
             await actor.stop()
 
 
@@ -122,6 +130,21 @@ async def test_the_actors_serve_it_and_say_that_it_is_emulated(tmp_path: Path) -
         assert texts["lockstep"].stats.accepted > 0
         kinds = {worker.name: worker.kind for worker in (await client.stats()).workers}
     assert kinds == {"shard-0": "target", "drafter-0": "emulated"}
+
+
+async def test_two_target_groups_verify_one_sequence(tmp_path: Path) -> None:
+    text = EMULATED.replace("[[", "groups = 2\n[[")
+    policy = "[speculation]\npolicy = 'replicas'\n"
+    config = config_of(tmp_path, f"{text}{policy}[server]\ngrpc_port = 0\n")
+    async with _served(WorkerSetup(config, tmp_path, "127.0.0.1")) as client:
+        asked = {"max_tokens": 48, "seed": 1}
+        plain = await client.generate([50, 51], policy="off", **asked)  # type: ignore[arg-type]
+        answer = await client.generate([50, 51], **asked)  # type: ignore[arg-type]
+        assert answer.token_ids == plain.token_ids
+        assert answer.stats.accepted > 0
+        targets = [one for one in (await client.stats()).workers if one.kind == "target"]
+        assert [one.name for one in targets] == ["replica-0.shard-0", "replica-1.shard-0"]
+        assert targets[1].passes > 4, "beside the first, which decoded plainly too"
 
 
 def test_what_is_dilated_has_models_of_its_own(tmp_path: Path) -> None:

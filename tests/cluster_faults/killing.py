@@ -48,16 +48,16 @@ def plain_tokens(client: Client) -> tuple[int, ...]:
 
 
 def stream_and_kill(
-    client: Client, pid: int, *, by: signal.Signals = signal.SIGKILL
+    client: Client, pid: int, *, by: signal.Signals = signal.SIGKILL, policy: str = "chain"
 ) -> tuple[list[int], list[float]]:
-    """Token ids of a `chain` request whose worker `pid` is killed, and when each chunk came.
+    """Token ids of a request whose worker `pid` is killed, and when each chunk came.
 
     `by` SIGSTOP the process hangs: it is there and does nothing.
     """
     token_ids: list[int] = []
     times: list[float] = []
     killed = False
-    for event in client.stream(PROMPT, options_of("chain")):
+    for event in client.stream(PROMPT, options_of(policy)):
         if not isinstance(event, Chunk):
             continue
         times.append(time.monotonic())
