@@ -22,9 +22,10 @@ class Group:
         """Whether it can step."""
         return self.batching.target is not None
 
-    def cost_of(self, sequence: Sequence) -> tuple[int, int]:
+    def cost_of(self, sequence: Sequence) -> tuple[int, int, bool]:
         """How dear it is to run a sequence here: for the others, then for itself."""
-        return self.num_leads, -self.batching.kv.num_known(sequence)
+        known = self.batching.kv.num_known(sequence)
+        return self.num_leads, -known, self.step is not None
 
     @property
     def num_leads(self) -> int:
@@ -36,9 +37,13 @@ class Group:
         """Let those groups serve their sequences alone that shared them; whether any did."""
         replicas = [one for one in self.batching.running.values() if isinstance(one, Replica)]
         for one in replicas:
-            self.batching.remove(one)
-            one.lead.replicas.remove(one)
+            self.drop(one)
         return bool(replicas)
+
+    def drop(self, replica: Replica) -> None:
+        """Let other groups serve its sequence without this one."""
+        self.batching.remove(replica)
+        replica.lead.replicas.remove(replica)
 
     def check_integrity(self) -> None:
         """Assert every invariant of this group."""

@@ -86,6 +86,10 @@ class DecodingState:
                 break
         return len(self.waiting) < count
 
+    def _drop(self, replica: Replica) -> None:
+        assert replica.group is not None
+        self.groups[replica.group].drop(replica)
+
     def _drop_replicas(self) -> bool:
         dropped = [group.drop_replicas() for group in self.groups]
         return any(dropped)
@@ -102,12 +106,17 @@ class DecodingState:
             self.groups[replica.group].batching.running[sequence.sequence_id] = sequence
 
     def share_groups(self, out: Outbox) -> None:
-        """Give groups without sequences to those that several may verify, in turn."""
+        """Give groups without sequences of their own to those that several may verify, in turn."""
         if len(self.groups) == 1 or self.waiting:
             return
         takers = [one for one in self.running if one.policy.replicates]
         if not takers:
             return
+        spare = sum(group.joined and not group.num_leads for group in self.groups)
+        most = -(-spare // len(takers))
+        for taker in takers:
+            while len(taker.replicas) > most:
+                self._drop(taker.replicas[-1])
         for group in self.groups:
             if not group.joined or group.batching.running:
                 continue
@@ -128,10 +137,8 @@ class DecodingState:
 
     def remove(self, sequence: Sequence) -> None:
         """Take it out of all batches, or out of the line."""
-        for replica in sequence.replicas:
-            assert replica.group is not None
-            self.groups[replica.group].batching.remove(replica)
-        sequence.replicas.clear()
+        for replica in list(sequence.replicas):
+            self._drop(replica)
         if sequence.group is None:
             self.waiting.remove(sequence)
         else:
