@@ -225,10 +225,10 @@ class Dispatch:
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> int:
         """A pass of the drafter. What breaks the contract is dropped; returns how many did."""
         proposals: list[Proposal] = []
-        malformed = 0
+        malformed, target = 0, self.target
         for message in batch.proposals:
             generation = self._callers.get(message.sequence_id)
-            if generation is None or self.target is None:
+            if generation is None or target is None:
                 self.scheduler.totals.dropped_proposals += 1  # it crossed the end of its sequence
                 continue
             try:
@@ -236,7 +236,7 @@ class Dispatch:
                     message,
                     generation.speculation.rule,
                     branches=widest_proposal(generation.speculation),
-                    vocab_size=self.target.vocab_size,
+                    vocab_size=target.vocab_size,
                 )
                 proposals.append(proposal)
             except ProtocolError as error:
