@@ -48,14 +48,16 @@ _MESSAGE_BYTES, _TOKEN_BYTES = 60, 4
 class HostCosts:
     """What the driver and gRPC take, in milliseconds (docs/performance.md, Simulation).
 
-    `hop_ms`: a message from one process to another. `event_ms` and `sequence_ms`: the driver's
-    work on an event until the next step leaves, and for each sequence of it. `tell_ms`: on each
+    `hop_ms`: a message from one process to another. `event_ms`: the driver's work on an event until
+    the next step leaves; beside it `sequence_ms` for each verdict of a step, and `proposal_ms` for
+    each proposal of a pass, which is told apart by where it continues the tree. `tell_ms`: on each
     further message. `pause_ms`: a drafter's between two passes.
     """
 
     hop_ms: float = 0.45
     event_ms: float = 0.05
     sequence_ms: float = 0.045
+    proposal_ms: float = 0.012
     tell_ms: float = 0.05
     pause_ms: float = 0.1
 
@@ -180,7 +182,7 @@ class SimulatedDriver:
         """Events in, instructions out: the step first, then drafters, then callers."""
         costs = self._costs
         instructions = self.scheduler.handle(event)
-        done = self._clock.now + (costs.event_ms + costs.sequence_ms * _size(event)) / 1000
+        done = self._clock.now + _work_ms(event, costs) / 1000
         messages: dict[str, list[OpenDraft | SendOutcome | Grant | CloseDraft]] = {}
         told = []
         for one in instructions:
@@ -226,14 +228,14 @@ class SimulatedDriver:
             self._hear(Tick)
 
 
-def _size(event: Event) -> int:
-    """How many sequences an event is about."""
+def _work_ms(event: Event, costs: HostCosts) -> float:
+    """What the driver does with an event."""
     match event:
         case StepDone():
-            return len(event.verdicts)
+            return costs.event_ms + costs.sequence_ms * len(event.verdicts)
         case Proposed():
-            return len(event.proposals)
-    return 1
+            return costs.event_ms + costs.proposal_ms * len(event.proposals)
+    return costs.event_ms + costs.sequence_ms
 
 
 def _num_bytes(message: Sequence[OpenDraft | SendOutcome | Grant | CloseDraft | Proposal]) -> int:
