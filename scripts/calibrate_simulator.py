@@ -34,6 +34,7 @@ BATCHES = (1, 4, 16)
 RTTS_MS = (0.1, 10.0)
 POLICIES = (PolicyName.CHAIN, PolicyName.PEARL, PolicyName.FANOUT)
 MAX_TOKENS = 160
+"""Enough steps that one more or less at the end is little."""
 ACCEPTANCE, HIT_RATE = ACCEPTANCES[1], HIT_RATES[0]
 
 
@@ -45,7 +46,7 @@ def main(output: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         stand_in = make_stand_in(Path(scratch) / "stand-in")
         pair = stack.enter_context(EmulatedPair(layout, stand_in, Path(scratch)))
-        settings = LookaheadSettings(MAX_TOKENS, repeats=1, quick=False)
+        settings = LookaheadSettings(MAX_TOKENS, 1, quick=False, batched_tokens=MAX_TOKENS)
         rates = {(ACCEPTANCE, HIT_RATE): guess}
         bench = LookaheadBench({"set": pair}, None, rates, settings)
         measured = asyncio.run(bench.run(list(_cells()), tell=_tell, save=lambda _: None))
@@ -65,7 +66,9 @@ def main(output: Path) -> None:
                 "gap_ms": run.gap_ms,
             }
         )
-        _tell("{policy} rtt {rtt_ms} batch {batch}: {ratio:.3f}, gap {gap_ms:.2f}".format(**rows[-1]))
+        _tell(
+            "{policy} rtt {rtt_ms} batch {batch}: {ratio:.3f}, gap {gap_ms:.2f}".format(**rows[-1])
+        )
     load = os.getloadavg()[0]
     output.write_text(json.dumps({"emulated": True, "load": load, "rows": rows}, indent=1))
 

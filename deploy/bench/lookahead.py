@@ -58,8 +58,6 @@ from workers.models import ModelFiles, resolve_model
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"
-BATCHED_TOKENS = 64
-"""Tokens a request where many are decoded at once."""
 DILATED_TOKENS, DILATED_REQUESTS = 32, 2
 """In slow motion: most tokens a request, and requests at each temperature."""
 AS_IT_DOES = Guess(None, None)
@@ -73,7 +71,8 @@ Rates = tuple[float | None, float | None]
 class LookaheadSettings:
     """How much is measured.
 
-    `max_tokens`: a request; `repeats`: rounds over all cells; `parts`: of lookahead_cells, or all.
+    `max_tokens`: a request, `batched_tokens` where many are decoded at once; `repeats`: rounds over
+    all cells; `parts`: of lookahead_cells, or all.
     `most_seconds`: after so long no cell is repeated any more.
     """
 
@@ -82,6 +81,7 @@ class LookaheadSettings:
     quick: bool
     parts: tuple[str, ...] = ()
     most_seconds: float = math.inf
+    batched_tokens: int = 64
 
 
 FULL = LookaheadSettings(320, 2, quick=False, most_seconds=17 * 60)
@@ -170,7 +170,7 @@ class LookaheadBench:
         return await measure_cell(pair, cell, load, self._guess(cell))
 
     def _load(self, cell: Cell) -> list[LoadRequest]:
-        tokens = self._settings.max_tokens if cell.batch == 1 else BATCHED_TOKENS
+        tokens = self._settings.max_tokens if cell.batch == 1 else self._settings.batched_tokens
         if cell.load == "set":
             return set_load(cell.batch, tokens)
         assert self._recording is not None
