@@ -2,8 +2,8 @@
 
 The emulated 70B pair over real gRPC and the real driver, and the same requests, luck, profiles and
 policies in the simulator: batches of 1, 4 and 16, round trips of 0.1 and 10 ms. A row of the JSON
-file F has `policy`, `rtt_ms`, `batch`, `tokens_per_second`, `simulated`, `ratio`, `gap_ms`. It takes
-about 90 seconds, and says something on a quiet machine only.
+file F has `policy`, `rtt_ms`, `batch`, `tokens_per_second`, `simulated`, `ratio`, `gap_ms`. It
+takes about 90 seconds, and says something on a quiet machine only.
 """
 
 from __future__ import annotations

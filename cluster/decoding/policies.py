@@ -141,7 +141,11 @@ class FanOut(Chain):
     fans_out = True
 
     def granted_branches(self, view: DraftView) -> int:
-        """For each drafter as many as there are positions that may fork in the grant.
+        """As many as there are positions that may fork in the grant; with several drafters, twice.
+
+        The first of them draws the likelier half, as it would alone, for what it has not begun it
+        lacks where the verdict goes that way. Of more than twice as many none is likely, but the
+        driver must place a token of each in every pass.
 
         Of a chain it reaches no more of them than it has passes in two steps: a slow drafter, or
         one that branches make slow, gets fewer. And the chains of all its sequences with their
@@ -153,7 +157,7 @@ class FanOut(Chain):
         if view.pace and not view.is_tree:
             forks = min(forks, max(2, round(2 * view.pace)))
         forks = min(forks, max(0, MOST_CHAINS // view.crowd - 1))
-        return forks * max(1, view.num_drafters)
+        return forks * min(2, max(1, view.num_drafters))
 
 
 class Spread(FanOut):

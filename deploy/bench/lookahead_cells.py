@@ -32,6 +32,8 @@ TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
 """Of the cell by whose trees the time between steps is measured."""
 FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 16, 2
 """Of the cells of fanout whose branches are verified as well as sent ahead."""
+SPREAD_TREE_WINDOW = 24
+"""The same of spread, whose drafters hold more branches."""
 HITS_BRANCHES = ("fanout", "spread", "replicas", "auto")
 """Policies to which the second of a drafter's guesses matters."""
 DILATION = 16.0
@@ -192,8 +194,9 @@ def _trees_of(policy: PolicyName) -> Iterator[Cell]:
         acceptance, hit_rate = ACCEPTANCES[1], HIT_RATES[0]
         tree = (TREE_BATCH, TREE_WINDOW, TREE_BRANCHES)
         yield Cell(policy, "set", RTTS_MS[0], acceptance, hit_rate, *tree)
-    if policy is PolicyName.FANOUT:
-        tree = (1, FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES)
+    if policy in (PolicyName.FANOUT, PolicyName.SPREAD):
+        window = FANOUT_TREE_WINDOW if policy is PolicyName.FANOUT else SPREAD_TREE_WINDOW
+        tree = (1, window, FANOUT_TREE_BRANCHES)
         for rtt_ms in RTTS_MS:
             for acceptance in ACCEPTANCES:
                 yield Cell(policy, "set", rtt_ms, acceptance, HIT_RATES[0], *tree)

@@ -285,9 +285,10 @@ class Grant(_message.Message):
     rules without draft probabilities. A drafter whose candidates have no order may ignore it.
     """
     share: _builtins.int
-    """Where several drafters share a sequence's branches: of the branch that begins with candidate
-    number i (from 1 on, the best after the first) for position p, draw it where
-    (p + i) mod shares = share. 0 of 0: all. All of them draw the chain.
+    """Where several drafters share a sequence's branches: share 0 draws the likelier half of them.
+    Of the others, the branch that begins with candidate number i (from 1 on, the best after the
+    first) for position p is drawn where (p + i) mod (shares - 1) = share - 1. 0 of 0: all. All of
+    them draw the chain.
     """
     shares: _builtins.int
     def __init__(

@@ -83,7 +83,9 @@ def candidates_to_send(
     forks += [
         Fork(None, reached[end] * mean**ahead * (1 - mean)) for ahead in range(tree.room(end))
     ]
-    counts = spread_over(forks, fan_out, exponent)
+    shares = max(1, tree.grant.shares)
+    likelier = spread_over(forks, fan_out if shares == 1 else -(-fan_out // 2), exponent)
+    counts = likelier if shares == 1 else spread_over(forks, fan_out, exponent)
     firsts: list[tuple[int, int]] = []
     others: list[tuple[int, int]] = []
     begun = 0
@@ -96,17 +98,23 @@ def candidates_to_send(
         others += [
             (node, index)
             for index in range(1, min(1 + counts.get(node, 0), len(one.nodes)))
-            if one.nodes[index] is None and _is_mine(tree, node, index)
+            if one.nodes[index] is None and _is_mine(tree, node, index, likelier.get(node, 0))
         ]
     for places in (firsts, others):
         places.sort(key=lambda place: -reached[place[0]])
     return (firsts + others[: max(0, fan_out - begun)])[: tree.nodes_left]
 
 
-def _is_mine(tree: DraftTree, node: int, index: int) -> bool:
-    """Whether a branch is of this drafter's share (drafting.proto, Grant)."""
+def _is_mine(tree: DraftTree, node: int, index: int, num_likelier: int) -> bool:
+    """Whether a branch is of this drafter's share (drafting.proto, Grant).
+
+    `num_likelier`: of the node's branches so many are in the likelier half of all.
+    """
+    grant = tree.grant
+    if grant.share == 0:
+        return index <= num_likelier
     length, _ = tree.base(node)
-    return (length + index) % max(1, tree.grant.shares) == tree.grant.share
+    return index > num_likelier and (length + index) % (grant.shares - 1) == grant.share - 1
 
 
 class HitCurve:

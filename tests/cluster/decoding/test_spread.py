@@ -88,7 +88,7 @@ def test_sequences_are_balanced_and_spare_drafters_share_the_branches_of_one() -
     script = Script("abc")
     assert shares(script, 1) == {"a": (0, 3), "b": (1, 3), "c": (2, 3)}
     one = script.grants["a", 1]
-    assert one.fan_out == 3 * 5, "so many branches for each drafter"
+    assert one.fan_out == 2 * 5, "twice as many branches as one drafter would have"
     # Another request needs a drafter of its own, so each has one and the third goes to the first.
     script.send(Admitted(script.now, request(2, PROMPT, policy=PolicyName.SPREAD)))
     script.answer()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 
 from paceline.errors import ProtocolError
@@ -118,9 +120,11 @@ def test_drafters_that_share_the_branches_draw_each_once(
     engine: Engine, fresh: FreshDrafter
 ) -> None:
     chain = _drafted(engine)
-    shares = [_drafted(engine, fan_out=8, share=number, shares=2) for number in range(2)]
-    assert shares[0] & shares[1] == chain
-    for number, paths in enumerate(shares):
+    shares = [_drafted(engine, fan_out=10, share=number, shares=3) for number in range(3)]
+    assert shares[0] == _drafted(engine, fan_out=5), "the likelier half, as it would alone"
+    for one, other in combinations(shares, 2):
+        assert one & other == chain
+    for number, paths in enumerate(shares[1:]):
         heads = [(path, rank) for path in paths if (rank := _rank(fresh, path))]
         assert heads
         assert all((3 + len(path) - 1 + rank) % 2 == number for path, rank in heads)
