@@ -14,6 +14,9 @@ from deploy.outputs import check_writable, write_json
 from deploy.reach import teller
 
 
+_AGAIN = "Give the flag again for each further one."
+
+
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     """Add `plan` to the command tree."""
 
@@ -21,19 +24,23 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     def plan(
         config_path: ConfigOption = None,
         target: Annotated[
-            list[str] | None, typer.Option(help="Latency profile; several are compared.")
+            list[str] | None,
+            typer.Option(help=f"Latency profile, such as 8b-h100. Default: 70b-4xh100. {_AGAIN}"),
         ] = None,
         drafter: Annotated[
-            list[str] | None, typer.Option(help="Latency profile; several are compared.")
+            list[str] | None,
+            typer.Option(help=f"Latency profile, such as 0.5b-h100. Default: 1b-h100. {_AGAIN}"),
         ] = None,
         hosts: Annotated[int | None, typer.Option(help="How many there are. Default: 1.")] = None,
         gpus_per_host: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
         ratios: Annotated[
             list[str] | None,
-            typer.Option(help="Target groups to the drafters they share, such as 1:1 or 4:1."),
+            typer.Option(
+                help=f"Target groups to the drafters they share, such as 1:1 or 4:1. {_AGAIN}"
+            ),
         ] = None,
         policies: Annotated[
-            list[str] | None, typer.Option(help="Default: all that can be simulated.")
+            list[str] | None, typer.Option(help=f"Default: all that can be simulated. {_AGAIN}")
         ] = None,
         rtt_ms: Annotated[
             float | None, typer.Option(help="Between driver and drafter. Default: 0.1.")
@@ -72,7 +79,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     ) -> None:
         """Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.
 
-        Flags override the table [plan] of the configuration, whose keys have the same names.
+        Flags override the table "plan" of the configuration, whose keys have the same names.
         docs/planning.md says what is simulated, and how well.
         """
         if json_path is not None:
