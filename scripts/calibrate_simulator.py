@@ -23,11 +23,13 @@ from deploy.bench.lookahead import (
     TARGET_PROFILE,
     LookaheadBench,
     LookaheadSettings,
+    Rates,
 )
 from deploy.bench.lookahead_cells import ACCEPTANCES, CHAIN_WINDOW, HIT_RATES, Cell
 from deploy.bench.lookahead_load import pinned_guess, set_load
 from deploy.bench.lookahead_pairs import EmulatedPair, PairLayout
 from workers.emulated.profiles import load_profile
+from workers.emulated.replay_text import Guess
 from workers.emulated.stand_in import make_stand_in
 
 BATCHES = (1, 4, 16)
@@ -47,7 +49,7 @@ def main(output: Path) -> None:
         stand_in = make_stand_in(Path(scratch) / "stand-in")
         pair = stack.enter_context(EmulatedPair(layout, stand_in, Path(scratch)))
         settings = LookaheadSettings(MAX_TOKENS, 1, quick=False, batched_tokens=MAX_TOKENS)
-        rates = {(ACCEPTANCE, HIT_RATE): guess}
+        rates: dict[Rates, Guess] = {(ACCEPTANCE, HIT_RATE): guess}
         bench = LookaheadBench({"set": pair}, None, rates, settings)
         measured = asyncio.run(bench.run(list(_cells()), tell=_tell, save=lambda _: None))
     done = [one for one in measured if one.runs]
@@ -66,9 +68,7 @@ def main(output: Path) -> None:
                 "gap_ms": run.gap_ms,
             }
         )
-        _tell(
-            "{policy} rtt {rtt_ms} batch {batch}: {ratio:.3f}, gap {gap_ms:.2f}".format(**rows[-1])
-        )
+        _tell(f"{one.cell.name}: {foretold / run.tokens_per_second:.3f}, gap {run.gap_ms:.2f} ms")
     load = os.getloadavg()[0]
     output.write_text(json.dumps({"emulated": True, "load": load, "rows": rows}, indent=1))
 

@@ -13,7 +13,6 @@ from deploy.commands.options import ConfigOption, JsonOption
 from deploy.outputs import check_writable, write_json
 from deploy.reach import teller
 
-
 _AGAIN = "Give the flag again for each further one."
 
 
