@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from paceline.errors import ConfigError
 from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.cuda.attention import can_use_kernel
-from workers.engine.cuda.graphs import Graphs, bucket_of, chain_buckets
+from workers.engine.cuda.graphs import SMALLEST_TREE, Graphs, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
 from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
@@ -141,7 +141,8 @@ class CudaEngine:
         )
         try:
             count = self._options.max_num_seqs
-            for shape in chain_buckets(max_num_seqs=count, fixed_rows=self._fixed_rows):
+            shapes = chain_buckets(max_num_seqs=count, fixed_rows=self._fixed_rows)
+            for shape in (*shapes, SMALLEST_TREE):
                 graphs.capture(self._run, shape)
         except torch.OutOfMemoryError:
             raise

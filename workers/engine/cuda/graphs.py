@@ -22,6 +22,10 @@ _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 """A token and the windows 1, 2, 4, 8, ..."""
 
+SMALLEST_TREE = Shape(0, 0, 0, 1, 2, 2)
+"""Captured at the start, so that what cannot be captured shows there: other shapes of trees are
+captured when they first come."""
+
 Run = Callable[[Tensor, Layout], Tensor]
 """The array of a step on the device and its layout in; logits of the shape's rows out."""
 

@@ -26,7 +26,7 @@ from tests.workers.engine.trees import random_tree
 from workers.engine import attention as attention_interface
 from workers.engine.attention import Step
 from workers.engine.cuda import attention
-from workers.engine.cuda.graphs import bucket_of, chain_buckets
+from workers.engine.cuda.graphs import SMALLEST_TREE, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PagedKV
 from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
@@ -127,15 +127,16 @@ def test_every_captured_shape_keeps_to_the_kernel() -> None:
     _, forward = make_forwards(
         LlamaConfig(**SIZES | {"num_hidden_layers": 1}), batch_invariant=True
     )
-    for shape in chain_buckets(max_num_seqs=64, fixed_rows=FIXED_ROWS):
+    for shape in (*chain_buckets(max_num_seqs=64, fixed_rows=FIXED_ROWS), SMALLEST_TREE):
         layout = lay_out([], shape, table_pages=PAGES, scratch_block=BLOCKS, even=True)
         with torch.inference_mode(), DeviceAlone() as watched:
             forward(make_step(layout))
-        # Of the products the LM head alone is padded, since it has fewer rows.
-        assert watched.names.count("pad") == (1 if shape.filler else 0)
+        if shape.num_chains:
+            # Of the products the LM head alone is padded, since it has fewer rows.
+            assert watched.names.count("pad") == (1 if shape.filler else 0)
         (call,) = watched.calls
-        assert call["window_size"] == [-1, 0]
-        assert call["is_causal"] is True
+        assert call["window_size"] == ([-1, 0] if shape.num_chains else [-1, -1])
+        assert call["is_causal"] is (shape.num_chains > 0)
         assert call["enable_gqa"] is True
 
 
