@@ -17,28 +17,20 @@ fail, and never many sequences of a batch at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cluster.decoding.beliefs import Beliefs
 from cluster.decoding.cohorts import Cohort, Cohorts, Plan
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import StepDone
-from cluster.decoding.forecast import Conditions, Forecast, lockstep, off, run_ahead
+from cluster.decoding.forecast import Conditions, off
+from cluster.decoding.options import Option, options_of
 from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.token_tree import TokenTree
 
-GAIN_TO_CHANGE = 1.03
-"""A policy takes another's place when it promises so much more."""
-
 GAIN_TO_DRAFT = 1.01
 """Drafting must promise so much more than plain decoding."""
-
-GAIN_TO_WAIT = 1.03
-CANDIDATES_TO_WAIT = 12
-"""A policy that waits for its drafter must promise so much more than one that does not, and so many
-candidates must have been tried: it is what can be slower than plain decoding."""
 
 PATIENCE = 3.0
 """So many times what a window should take to draft may be waited, not for a drafter that hangs."""
@@ -65,17 +57,6 @@ FIRST_WINDOW = 4
 FIRST_TRIED, SHARE_TRIED, SHARE_THAT_FOLLOWS = 8, 16, 4
 """So many sequences may be tried at a time while nothing is known; later one in so many of the
 batch. One in so many may change its policy in a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Option:
-    """A policy with its best window. `worth`: tokens/ms; `preferred`: by what it is compared."""
-
-    choice: PolicyName
-    window: int
-    forecast: Forecast
-    worth: float
-    preferred: float
 
 
 class Controller:
@@ -109,7 +90,7 @@ class Controller:
         """A step is back, before its verdicts are handed in. `num_drafters`: that can be used."""
         self._step += 1
         self._cohorts.end_of_step(self._step)
-        if self.beliefs.answered(event):
+        if self.beliefs.steps.answered(event):
             self._cohorts.doubt()
         self._num_drafters = num_drafters
         self._may_decide = True
@@ -170,7 +151,7 @@ class Controller:
             pilot.patience = plan.patience
         else:
             cohort.lags()
-        pilot.estimates = {"acceptance": pilot.acceptance.mean, **plan.estimates}
+        pilot.told = plan.told
 
     def _try_out(self, pilot: Pilot, window: int, *, at_most: int) -> None:
         """Try a sequence, unless `at_most` or a share of the batch are being tried."""
@@ -216,7 +197,7 @@ class Controller:
                 cohort.rest_for = min(2 * cohort.rest_for, LAST_REST) if again else FIRST_REST
             hopeful = replace(conditions, chances=(HOPE,) * len(conditions.chances))
             hopes = self._options(cohort, hopeful, pilot)[0].worth >= plain * GAIN_TO_DRAFT
-            resting = _Option(PolicyName.OFF, best.window, off(conditions), plain, plain)
+            resting = Option(PolicyName.OFF, best.window, off(conditions), plain, plain)
             cohort.plan = self._planned(cohort, conditions, resting, plain, hopeful=hopes)
         cohort.trial = None
         if options[0] is not best and options[0].worth >= needed:
@@ -229,7 +210,7 @@ class Controller:
         self,
         cohort: Cohort,
         conditions: Conditions,
-        option: _Option,
+        option: Option,
         plain: float,
         *,
         hopeful: bool = True,
@@ -245,73 +226,14 @@ class Controller:
             patience=PATIENCE * drafting_ms / 1000,
             messages=option.forecast.messages,
             hopeful=hopeful,
-            estimates=told,
+            told=told,
         )
 
-    def _options(self, cohort: Cohort, conditions: Conditions, pilot: Pilot) -> list[_Option]:
-        """The policies that draft, each with its best window; the best first.
-
-        What is in use is preferred, and so is what does not wait.
-        """
-        in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
-        found = []
-        for name, ahead in _FORECASTS.items():
-            policy = policy_named(name)
-            if not pilot.allows(name) or policy.needs.drafters > self._num_drafters:
-                continue
-            preference = GAIN_TO_CHANGE if name in in_use else 1.0
-            if policy.waits:
-                alone = self.beliefs.sequences == 1
-                if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
-                    continue  # Who waits in a batch misses a step of the others.
-                preference /= GAIN_TO_WAIT
-            given = self.beliefs.given(name, conditions, cohort)
-            window, forecast = self._best_window(cohort, given, ahead, pilot)
-            worth = self.beliefs.worth(forecast, conditions, cohort) * self.beliefs.factor(name)
-            found.append(_Option(name, window, forecast, worth, worth * preference))
-        return sorted(found, key=lambda one: one.preferred, reverse=True)
-
-    def _best_window(
-        self,
-        cohort: Cohort,
-        conditions: Conditions,
-        ahead: Callable[[Conditions, int], Forecast],
-        pilot: Pilot,
-    ) -> tuple[int, Forecast]:
-        """The largest window that is as good as any to within a two-hundredth.
-
-        Of powers of two up to twice the one before: what larger steps take must be seen first.
-        """
-        branches = cohort.like.branches
-        before = max(1, (cohort.plan.window if cohort.plan else pilot.window) // branches)
-        deepest = min(len(conditions.chances), 2 * before)
-        depths = {1 << power for power in range(deepest.bit_length())} | {deepest}
-        found = []
-        for depth in sorted(depths):
-            forecast = ahead(conditions, depth)
-            found.append((self.beliefs.worth(forecast, conditions, cohort), depth, forecast))
-        best = max(worth for worth, _, _ in found)
-        enough = best - abs(best) / 200
-        _, depth, forecast = next(one for one in reversed(found) if one[0] >= enough)
-        return min(cohort.like.limit, depth * branches), forecast
+    def _options(self, cohort: Cohort, conditions: Conditions, pilot: Pilot) -> list[Option]:
+        return options_of(cohort, conditions, self.beliefs, pilot, num_drafters=self._num_drafters)
 
 
 def _drafting_ms(conditions: Conditions, depth: int) -> float:
     """From a verdict to so many candidates after it."""
     passes = depth / max(0.1, conditions.tokens_a_pass)
     return conditions.restart_ms + passes * conditions.pass_ms
-
-
-def _pearl(conditions: Conditions, window: int) -> Forecast:
-    """As the policy has it, a window is no longer than what is drafted in a step."""
-    pace = round(conditions.step_ms(0, 0) / conditions.pass_ms)
-    return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
-
-
-_FORECASTS: dict[PolicyName, Callable[[Conditions, int], Forecast]] = {
-    PolicyName.LOCKSTEP: lockstep,
-    PolicyName.PEARL: _pearl,
-    PolicyName.CHAIN: run_ahead,
-    PolicyName.FANOUT: run_ahead,
-    PolicyName.SPREAD: run_ahead,
-}

@@ -1,24 +1,18 @@
-"""What the controller of `auto` (auto.py) believes: all estimates, and what a forecast is worth.
-
-A step takes what the device takes for the rows that it feeds, and besides what messages and the
-driver take. The latter grows with what the driver must read meanwhile: a verdict for each
-sequence, and each proposal. So a candidate has a price as a row of a step, and drafting has one
-whether candidates are verified or not.
-"""
+"""What the controller of `auto` (auto.py) believes: all estimates, and what a forecast is worth."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.counts import CountedVerdict, Foresight
-from cluster.decoding.estimates import Acceptance, DraftTimes, Mean, TimesBySize
-from cluster.decoding.events import Proposed, StepDone
+from cluster.decoding.estimates import Acceptance, DraftTimes, Mean
+from cluster.decoding.events import Proposed
 from cluster.decoding.forecast import Conditions, Forecast
-from cluster.decoding.instructions import RunStep
 from cluster.decoding.pilot import FIRST_GUESS, Correction, Pilot
 from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.step_model import StepModel, is_plausible
 from cluster.decoding.token_tree import TokenTree
 
 FIRST_HIT_RATE = 0.5
@@ -30,43 +24,13 @@ PROOF = 6.0
 UNSETTLED = 2
 """So many verdicts after a change tell nothing of the new policy."""
 _DOUBT = 4.0
-_SHORTEST_MS, _LONGEST_MS = 1e-3, 6e5
-"""What a step, a pass or a restart may take."""
-
-_FULL = 0.9
-"""A driver that works so much of the time is as good as busy."""
-
-_UNLIKE_MS, _UNLIKE = 1.0, 1.3
-"""A step that takes so much longer than was believed is a surprise."""
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step of the batch: its sequences that decode, the rows that it feeds for them and in all.
-
-    `messages`: proposals that arrived while it was computed. `ms`: from sending to answer.
-    """
-
-    sent_at: float = 0.0
-    sequences: int = 1
-    decoding_rows: int = 1
-    rows: int = 1
-    messages: int = 0
-    ms: float = 0.0
-
-    @property
-    def has_prefill(self) -> bool:
-        return self.rows > self.decoding_rows
 
 
 class Beliefs:
     """Observes every step and pass. Times of events are seconds, estimates milliseconds."""
 
     def __init__(self) -> None:
-        self._device = TimesBySize()  # by rows
-        self._host = TimesBySize()  # by messages, verdicts included: what a step takes besides
-        self._work = TimesBySize()  # by the same: what the driver works
-        self._heard = 0  # proposals since the last answer
+        self.steps = StepModel()
         self._drafters: dict[str, DraftTimes] = {}
         self._acceptances: dict[str, Acceptance] = {}
         self._corrections: dict[PolicyName, Correction] = {}
@@ -76,21 +40,15 @@ class Beliefs:
         self._branch_lengths: dict[PolicyName, Mean] = {}
         self._branch_windows = Mean()  # of verdicts on sequences that have branches
         self._tokens = Mean()  # of a verdict
-        self._sent: dict[tuple[int, int], _Step] = {}  # by target group and number
-        self._last = _Step()
 
     @property
     def sequences(self) -> int:
         """That decoded in the last step."""
-        return self._last.sequences
+        return self.steps.last.sequences
 
     def estimates(self) -> dict[str, float]:
         """What it believes of the target and of each drafter, by name."""
-        found = {}
-        if self._device.known:
-            found["step_ms"] = self._step_ms(self._last.rows, _num_messages(self._last))
-            found["step_ms_per_candidate"] = self._device.ms_per_unit(self._last.rows)
-            found["step_ms_per_proposal"] = self._host.ms_per_unit(_num_messages(self._last))
+        found = self.steps.estimates()
         for name, times in self._drafters.items():
             if times.known:
                 found[f"{name}.pass_ms"] = times.pass_ms(self.sequences)
@@ -101,50 +59,9 @@ class Beliefs:
             found[f"{policy.value}.hit_rate"] = hits.value
         return found
 
-    def sent(self, now: float, step: RunStep) -> None:
-        """A step goes out; one that only closes sequences tells nothing."""
-        decoding = [part for part in step.slices if len(part.token_ids) == 1 + part.window]
-        # Of a step that was lost with its target nothing more comes.
-        self._sent = {key: one for key, one in self._sent.items() if key[0] != step.group}
-        if not step.slices:
-            return
-        self._sent[step.group, step.step] = _Step(
-            sent_at=now,
-            sequences=max(1, len(decoding)),
-            decoding_rows=sum(len(part.token_ids) for part in decoding),
-            rows=sum(len(part.token_ids) for part in step.slices),
-        )
-
-    def answered(self, event: StepDone) -> bool:
-        """The step is back; whether it took far longer than was believed."""
-        step = self._sent.pop((event.group, event.step), None)
-        if step is None:
-            return False
-        step.ms = (event.now - step.sent_at) * 1000
-        self._last = step
-        if event.driver_seconds > 0:
-            self._work.add(step.sequences + self._heard, event.driver_seconds * 1000)
-        self._heard = 0
-        device_ms = event.step_seconds * 1000
-        if not (_is_plausible(step.ms) and 0 <= device_ms < _LONGEST_MS):
-            return False
-        believed_ms = (
-            self._step_ms(step.rows, _num_messages(step)) if self._device.known else step.ms
-        )
-        self._device.add(step.rows, min(device_ms, step.ms))
-        self._host.add(_num_messages(step), max(0.0, step.ms - device_ms))
-        return step.ms > max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
-
-    def _step_ms(self, rows: float, messages: float) -> float:
-        """No step ends before the driver has read what was sent to it meanwhile."""
-        ms = self._device.ms(rows) + self._host.ms(messages)
-        return max(ms, self._work.ms(messages) / _FULL) if self._work.known else ms
-
     def drafted(self, event: Proposed) -> None:
         """A pass of a drafter."""
-        self._heard += len(event.proposals)
-        for step in self._sent.values():
-            step.messages += len(event.proposals)
+        self.steps.heard(len(event.proposals))
         told = Counter(one.sequence_id for one in event.proposals)
         batch = len(told)
         if batch and event.believable_seconds > 0:
@@ -169,7 +86,7 @@ class Beliefs:
             return
         times = self._drafters.get(event.drafter)
         restart_ms = (event.now - pilot.restarted_at) * 1000
-        if times is not None and _is_plausible(restart_ms):
+        if times is not None and is_plausible(restart_ms):
             times.add_restart(restart_ms, branches=pilot.policy.fans_out)
         pilot.restarted_at = None
 
@@ -202,14 +119,14 @@ class Beliefs:
         By the time of a step as it is now, which has estimates of its own.
         """
         before, pilot.last_verdict_at = pilot.last_verdict_at, now
-        if before is None or self._last.has_prefill or not pilot.promised or pilot.trying:
+        if before is None or self.steps.last.has_prefill or not pilot.promised or pilot.trying:
             return
         if pilot.verdicts <= UNSETTLED:
             return  # What it held and drafted is still that of the policy before.
         elapsed_ms = (now - before) * 1000
-        if not (_is_plausible(self._last.ms) and _is_plausible(elapsed_ms)):
+        if not (is_plausible(self.steps.last.ms) and is_plausible(elapsed_ms)):
             return
-        forecast = pilot.promised * elapsed_ms / self._last.ms
+        forecast = pilot.promised * elapsed_ms / self.steps.last.ms
         # What its window was worth, so that luck with it does not count.
         reached, brought = 1.0, 1.0
         for chance in cohort.acceptance.chances(verdict.depth) if verdict.depth else ():
@@ -234,21 +151,21 @@ class Beliefs:
         """What a forecast for all of a cohort rests on; None: too little was seen yet."""
         like = cohort.like
         times = self._drafters.get(like.drafter)
-        if not self._device.known or times is None or not times.known:
+        if not self.steps.known or times is None or not times.known:
             return None
         members, others = self._shares(cohort)
         other_rows = float(others)
         other_messages = 0.0
         if others:
             own_rows = members + cohort.candidates
-            other_rows = max(other_rows, self._last.decoding_rows - own_rows)
+            other_rows = max(other_rows, self.steps.last.decoding_rows - own_rows)
             own_messages = members * (cohort.plan.messages if cohort.plan else 0.0)
-            other_messages = max(0.0, self._last.messages - own_messages)
+            other_messages = max(0.0, self.steps.last.proposals - own_messages)
 
         def step_ms(candidates: float, messages: float) -> float:
             rows = other_rows + members * (1 + candidates * like.branches)
             heard = others + other_messages + members * (1 + messages)
-            return self._step_ms(rows, heard)
+            return self.steps.ms(rows, heard)
 
         return Conditions(
             chances=cohort.acceptance.chances(max(1, like.limit // like.branches)),
@@ -296,15 +213,16 @@ class Beliefs:
 
     def is_bearable(self, candidates: int, chance: float) -> bool:
         """Whether a sequence may draft that is not known yet: if most are right, nobody loses."""
-        if not self._device.known:
+        if not self.steps.known:
             return True
-        step, tokens, reached = self._last, float(self.sequences), 1.0
+        tokens, reached = float(self.sequences), 1.0
         for _ in range(candidates):
             reached *= chance
             tokens += reached
-        plain_ms = self._step_ms(step.rows, _num_messages(step))
-        more_ms = self._device.ms(step.rows + candidates) - self._device.ms(step.rows)
-        return tokens / (plain_ms + more_ms) >= self.sequences / plain_ms
+        last = self.steps.last
+        plain_ms = self.steps.ms(last.rows, last.messages)
+        ms = self.steps.ms(last.rows + candidates, last.messages)
+        return tokens / ms >= self.sequences / plain_ms
 
     def proven(self, name: PolicyName) -> bool:
         """Whether enough is known of it for all to follow."""
@@ -322,21 +240,11 @@ class Beliefs:
         members, _ = self._shares(cohort)
         return {
             "sequences_alike": float(members),
+            **self.steps.estimates(),
             "step_ms": conditions.step_ms(0, 0),
-            "step_ms_per_candidate": self._device.ms_per_unit(self._last.rows),
-            "step_ms_per_proposal": self._host.ms_per_unit(_num_messages(self._last)),
             "pass_ms": times.pass_ms(members, branches=branches),
             "round_trip_ms": times.round_trip_ms,
         }
-
-
-def _num_messages(step: _Step) -> int:
-    return step.sequences + step.messages
-
-
-def _is_plausible(ms: float) -> bool:
-    """Clocks may jump, and a drafter may say anything: that teaches nothing."""
-    return _SHORTEST_MS < ms < _LONGEST_MS
 
 
 def _leaning(mean: Mean | None, prior: float) -> float:

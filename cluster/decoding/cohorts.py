@@ -56,7 +56,7 @@ class Plan:
     patience: float = math.inf
     messages: float = 0.0
     hopeful: bool = True
-    estimates: Mapping[str, float] = field(default_factory=dict)
+    told: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -127,11 +127,15 @@ class Cohorts:
 
     def of(self, pilot: Pilot, drafter: str) -> Cohort:
         """The cohort of a sequence, which may be a new one."""
-        level = pilot.level = _level(pilot.acceptance.mean, pilot.level)
+        level = _level(pilot.acceptance.mean, pilot.level)
+        if pilot.cohort is not None and level == pilot.level:
+            return pilot.cohort
+        pilot.level = level
         like = Likeness(drafter, level, pilot.limit, pilot.branches, pilot.rule, pilot.merge)
         cohort = self._cohorts.get(like)
         if cohort is None:
             cohort = self._cohorts[like] = Cohort(like, Acceptance(level * _LEVEL))
+        pilot.cohort = cohort
         return cohort
 
     def end_of_step(self, step: int) -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cluster.decoding.estimates import Acceptance
 from cluster.decoding.events import Request
 from cluster.decoding.lookahead import LookaheadPolicy
 from cluster.decoding.policies import Off, PolicyName, policy_named
 from paceline.rules import Rule
+
+if TYPE_CHECKING:
+    from cluster.decoding.cohorts import Cohort
 
 FIRST_GUESS = 0.7
 """Acceptance of a drafter of which nothing is known."""
@@ -57,6 +61,7 @@ class Pilot:
     drafter: str | None = None
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(FIRST_GUESS))
     level: int | None = None
+    cohort: Cohort | None = None
     choice: PolicyName = PolicyName.CHAIN
     policy: LookaheadPolicy = field(default_factory=lambda: policy_named(PolicyName.CHAIN))
     window: int = 1
@@ -69,7 +74,8 @@ class Pilot:
     tried_from: int = 0
     probe_after: int = 0
     choices: dict[str, int] = field(default_factory=dict)
-    estimates: Mapping[str, float] = field(default_factory=dict)
+    told: Mapping[str, float] = field(default_factory=dict)
+    """Of the plan that it follows."""
 
     @classmethod
     def of(cls, request: Request) -> Pilot:
@@ -86,8 +92,13 @@ class Pilot:
     def meets(self, drafter: str, known: Acceptance) -> None:
         """It has another drafter now; `known`: of all that this one drafted."""
         self.drafter = drafter
-        self.level = None
+        self.level = self.cohort = None
         self.acceptance = Acceptance(known, prior_weight=_LEANING)
+
+    @property
+    def estimates(self) -> dict[str, float]:
+        """What is told of its choice (inference.proto, SpeculationStats.estimates)."""
+        return {"acceptance": self.acceptance.mean, **self.told} if self.told else {}
 
     @property
     def rests(self) -> bool:

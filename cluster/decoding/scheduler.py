@@ -181,7 +181,7 @@ class Scheduler:
         step = group.step = group.batching.plan(now)
         if step is None:
             return None
-        self._state.auto.beliefs.sent(now, step)
+        self._state.auto.beliefs.steps.sent(now, step)
         for part in step.slices:
             sequence = group.batching.running[part.sequence_id]
             if sequence.policy.grants_by_step:

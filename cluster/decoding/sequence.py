@@ -227,7 +227,7 @@ class Sequence:
                 drafter_idle=shares.drafter_idle,
                 efficiency=shares.efficiency,
                 choices={} if self.pilot is None else dict(self.pilot.choices),
-                estimates={} if self.pilot is None else dict(self.pilot.estimates),
+                estimates={} if self.pilot is None else self.pilot.estimates,
             ),
         )
 

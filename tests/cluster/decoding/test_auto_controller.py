@@ -34,7 +34,7 @@ class Script:
         """A step with so many candidates of which so many are accepted; then nothing is held."""
         self.step += 1
         part = Slice(1, 2, (9,) * (1 + window), window, True, ())
-        self.controller.beliefs.sent(self.now, RunStep(self.step, (), (), (part,)))
+        self.controller.beliefs.steps.sent(self.now, RunStep(self.step, (), (), (part,)))
         self.controller.beliefs.drafted(Proposed(self.now + 0.004, "d", (PROPOSAL,), 0.002))
         self.controller.beliefs.attached(
             self.pilot, Proposed(self.now + 0.004, "d", (PROPOSAL,), 0.002)

@@ -1,0 +1,92 @@
+"""What sequences of a cohort could do: each policy with its best window, and what it is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.decoding.beliefs import Beliefs
+from cluster.decoding.cohorts import Cohort
+from cluster.decoding.forecast import Conditions, Forecast, lockstep, run_ahead
+from cluster.decoding.pilot import Pilot
+from cluster.decoding.policies import PolicyName, policy_named
+
+GAIN_TO_CHANGE = 1.03
+"""A policy takes another's place when it promises so much more."""
+
+GAIN_TO_WAIT = 1.03
+CANDIDATES_TO_WAIT = 12
+"""A policy that waits for its drafter must promise so much more than one that does not, and so many
+candidates must have been tried: it is what can be slower than plain decoding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A policy with its best window. `worth`: tokens/ms; `preferred`: by what it is compared."""
+
+    choice: PolicyName
+    window: int
+    forecast: Forecast
+    worth: float
+    preferred: float
+
+
+def options_of(
+    cohort: Cohort, conditions: Conditions, beliefs: Beliefs, pilot: Pilot, *, num_drafters: int
+) -> list[Option]:
+    """The policies that draft, each with its best window; the best first.
+
+    What is in use is preferred, and so is what does not wait. `pilot`: of one of the cohort, which
+    says what is allowed.
+    """
+    in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
+    before = cohort.plan.window if cohort.plan else pilot.window
+    found = []
+    for name, ahead in _FORECASTS.items():
+        policy = policy_named(name)
+        if not pilot.allows(name) or policy.needs.drafters > num_drafters:
+            continue
+        preference = GAIN_TO_CHANGE if name in in_use else 1.0
+        if policy.waits:
+            alone = beliefs.sequences == 1
+            if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
+                continue  # Who waits in a batch misses a step of the others.
+            preference /= GAIN_TO_WAIT
+        given = beliefs.given(name, conditions, cohort)
+        factor = beliefs.factor(name)
+        tried = []
+        for depth in _depths(before // cohort.like.branches, len(given.chances)):
+            forecast = ahead(given, depth)
+            worth = beliefs.worth(forecast, given, cohort) * factor
+            window = min(cohort.like.limit, depth * cohort.like.branches)
+            tried.append(Option(name, window, forecast, worth, worth * preference))
+        found.append(_largest_of_the_best(tried))
+    return sorted(found, key=lambda one: one.preferred, reverse=True)
+
+
+def _depths(before: int, deepest: int) -> list[int]:
+    """Powers of two up to twice the depth before: what larger steps take must be seen first."""
+    deepest = max(1, min(deepest, 2 * before))
+    return sorted({1 << power for power in range(deepest.bit_length())} | {deepest})
+
+
+def _largest_of_the_best(options: list[Option]) -> Option:
+    """Of options by rising window, the last that is as good as any to within a two-hundredth."""
+    best = max(one.worth for one in options)
+    enough = best - abs(best) / 200
+    return next(one for one in reversed(options) if one.worth >= enough)
+
+
+def _pearl(conditions: Conditions, window: int) -> Forecast:
+    """As the policy has it, a window is no longer than what is drafted in a step."""
+    pace = round(conditions.step_ms(0, 0) / conditions.pass_ms)
+    return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
+
+
+_FORECASTS: dict[PolicyName, Callable[[Conditions, int], Forecast]] = {
+    PolicyName.LOCKSTEP: lockstep,
+    PolicyName.PEARL: _pearl,
+    PolicyName.CHAIN: run_ahead,
+    PolicyName.FANOUT: run_ahead,
+    PolicyName.SPREAD: run_ahead,
+}

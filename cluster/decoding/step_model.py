@@ -1,0 +1,128 @@
+"""How long a step takes, as the controller of `auto` (auto.py) believes: a model of two parts.
+
+A step takes what the device takes for the rows that it feeds, and besides what messages and the
+driver take. The latter grows with what the driver must read meanwhile: a verdict for each
+sequence, and each proposal. So a candidate has a price as a row of a step, and drafting has one
+whether candidates are verified or not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cluster.decoding.estimates import TimesBySize
+from cluster.decoding.events import StepDone
+from cluster.decoding.instructions import RunStep
+
+_SHORTEST_MS, _LONGEST_MS = 1e-3, 6e5
+"""What a step, a pass or a restart may take."""
+
+_FULL = 0.9
+"""A driver that works so much of the time is as good as busy."""
+
+_UNLIKE_MS, _UNLIKE = 1.0, 1.3
+"""A step that takes so much longer than was believed is a surprise."""
+
+
+@dataclass(slots=True)
+class ObservedStep:
+    """A step of the batch: its sequences that decode, the rows that it feeds for them and in all.
+
+    `proposals`: that arrived while it was computed. `ms`: from sending to answer.
+    """
+
+    sent_at: float = 0.0
+    sequences: int = 1
+    decoding_rows: int = 1
+    rows: int = 1
+    proposals: int = 0
+    ms: float = 0.0
+
+    @property
+    def has_prefill(self) -> bool:
+        """Whether prompts were computed in it too."""
+        return self.rows > self.decoding_rows
+
+    @property
+    def messages(self) -> int:
+        """What the driver read: a verdict of each sequence, and the proposals."""
+        return self.sequences + self.proposals
+
+
+class StepModel:
+    """Observes every step. Times of events are seconds, estimates milliseconds."""
+
+    def __init__(self) -> None:
+        self.last = ObservedStep()
+        self._device = TimesBySize()  # by rows
+        self._host = TimesBySize()  # by messages: what a step takes besides
+        self._work = TimesBySize()  # by messages since the answer before: what the driver works
+        self._heard = 0  # proposals since the last answer
+        self._sent: dict[tuple[int, int], ObservedStep] = {}  # by target group and number
+
+    @property
+    def known(self) -> bool:
+        """Whether a step was seen."""
+        return self._device.known
+
+    def ms(self, rows: float, messages: float) -> float:
+        """Of a step of so many rows, while so many messages arrive. Some step must have been seen.
+
+        No step ends before the driver has read what was sent to it meanwhile.
+        """
+        ms = self._device.ms(rows) + self._host.ms(messages)
+        return max(ms, self._work.ms(messages) / _FULL) if self._work.known else ms
+
+    def estimates(self) -> dict[str, float]:
+        """Of steps like the last one: what they take, what a candidate and a proposal add."""
+        if not self.known:
+            return {}
+        last = self.last
+        return {
+            "step_ms": self.ms(last.rows, last.messages),
+            "step_ms_per_candidate": self._device.ms_per_unit(last.rows),
+            "step_ms_per_proposal": self._host.ms_per_unit(last.messages),
+        }
+
+    def sent(self, now: float, step: RunStep) -> None:
+        """A step goes out; one that only closes sequences tells nothing."""
+        # Of a step that was lost with its target nothing more comes.
+        self._sent = {key: one for key, one in self._sent.items() if key[0] != step.group}
+        if not step.slices:
+            return
+        decoding = [part for part in step.slices if len(part.token_ids) == 1 + part.window]
+        self._sent[step.group, step.step] = ObservedStep(
+            sent_at=now,
+            sequences=max(1, len(decoding)),
+            decoding_rows=sum(len(part.token_ids) for part in decoding),
+            rows=sum(len(part.token_ids) for part in step.slices),
+        )
+
+    def heard(self, proposals: int) -> None:
+        """So many proposals arrived."""
+        self._heard += proposals
+        for step in self._sent.values():
+            step.proposals += proposals
+
+    def answered(self, event: StepDone) -> bool:
+        """The step is back; whether it took far longer than was believed."""
+        step = self._sent.pop((event.group, event.step), None)
+        if step is None:
+            return False
+        step.ms = (event.now - step.sent_at) * 1000
+        self.last = step
+        if event.driver_seconds > 0:
+            self._work.add(step.sequences + self._heard, event.driver_seconds * 1000)
+        self._heard = 0
+        device_ms = event.step_seconds * 1000
+        if not (is_plausible(step.ms) and 0 <= device_ms < _LONGEST_MS):
+            return False
+        believed_ms = self.ms(step.rows, step.messages) if self.known else step.ms
+        self._device.add(step.rows, min(device_ms, step.ms))
+        self._host.add(step.messages, max(0.0, step.ms - device_ms))
+        return step.ms > max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
+
+
+def is_plausible(ms: float) -> bool:
+    """Clocks may jump, and a drafter may say anything: that teaches nothing."""
+    return _SHORTEST_MS < ms < _LONGEST_MS
