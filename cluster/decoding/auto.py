@@ -74,10 +74,15 @@ class Controller:
         # Sequences that were being tried in the last step; such as are counted in this one.
         self._tried = self._tried_now = 0
         self._latest: Plan | None = None
+        self._num_begun = 0  # before anything was chosen
 
     def admitted(self, pilot: Pilot) -> None:
-        """A sequence begins, with what was last chosen for others; at rest if nothing was."""
+        """A sequence begins, with what was last chosen for others; else it is one of the first."""
         latest = self._latest
+        if latest is None and self._num_begun < FIRST_TRIED:
+            self._num_begun += 1
+            pilot.try_out(FIRST_WINDOW)
+            return
         if latest is None or latest.choice is PolicyName.OFF:
             pilot.rest()
             pilot.probe_after = 0
@@ -202,7 +207,8 @@ class Controller:
         cohort.trial = None
         if options[0] is not best and options[0].worth >= needed:
             cohort.trial = self._planned(cohort, conditions, options[0], plain)
-        self._latest = cohort.plan
+        alone = self.beliefs.sequences == 1
+        self._latest = cohort.trial if alone and cohort.trial is not None else cohort.plan
         cohort.decided_at, cohort.doubted = self._step, False
         cohort.decisions += 1
 

@@ -134,7 +134,7 @@ class Cohorts:
         like = Likeness(drafter, level, pilot.limit, pilot.branches, pilot.rule, pilot.merge)
         cohort = self._cohorts.get(like)
         if cohort is None:
-            cohort = self._cohorts[like] = Cohort(like, Acceptance(level * _LEVEL))
+            cohort = self._cohorts[like] = Cohort(like, Acceptance(min(0.99, level * _LEVEL)))
         pilot.cohort = cohort
         return cohort
 
