@@ -850,11 +850,13 @@ class SpeculationStats(_message.Message):
 
     @_builtins.property
     def estimates(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """and what it believed when it last chose: acceptance, step_ms (of a step without candidates of
-        this sequence), step_ms_per_candidate, pass_ms (of the drafter), round_trip_ms, window,
-        tokens_per_ms (what it expected of its choice) and plain_tokens_per_ms (of plain decoding). Of
-        all: step_ms and step_ms_per_candidate of the last step's size, and of each drafter
-        NAME.pass_ms, NAME.round_trip_ms and NAME.acceptance, of policies with branches NAME.hit_rate.
+        """and what it believed when it last chose: acceptance, sequences_alike (for which the choice was
+        made together), step_ms (of a step in which these have no candidates), step_ms_per_candidate,
+        step_ms_per_proposal (what each proposal that arrives meanwhile adds), pass_ms (of the drafter),
+        round_trip_ms, window, tokens_per_ms (what it expected of its choice, of a sequence, less what
+        others lose by it) and plain_tokens_per_ms (of plain decoding). Of all: the three of steps as
+        the last one was, and of each drafter NAME.pass_ms, NAME.round_trip_ms and NAME.acceptance, of
+        policies with branches NAME.hit_rate.
         """
 
     def __init__(
