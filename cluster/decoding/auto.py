@@ -35,9 +35,6 @@ GAIN_TO_DRAFT = 1.01
 PATIENCE = 3.0
 """So many times what a window should take to draft may be waited, not for a drafter that hangs."""
 
-STANDS, FIRST_STANDS = 8, 2
-"""A choice stands for so many steps; for fewer at first, and while something is tried."""
-
 FIRST_REST, LAST_REST = 16, 128
 """A choice to rest stands for so many steps; twice as many whenever drafting was worse again."""
 
@@ -69,6 +66,7 @@ class Controller:
         self._cohorts = Cohorts()
         self._step = 0
         self._num_drafters = 0
+        self._turn: Cohort | None = None  # who is chosen for in this step; None: a new one
         self._may_decide = False
         self._changes_left = 0
         # Sequences that were being tried in the last step; such as are counted in this one.
@@ -98,7 +96,7 @@ class Controller:
         if self.beliefs.steps.answered(event):
             self._cohorts.doubt()
         self._num_drafters = num_drafters
-        self._may_decide = True
+        self._turn, self._may_decide = self._cohorts.most_overdue(self._step), True
         self._changes_left = max(4, self.beliefs.sequences // SHARE_THAT_FOLLOWS)
         self._tried, self._tried_now = self._tried_now, 0
 
@@ -169,14 +167,8 @@ class Controller:
     def _plan(self, cohort: Cohort, pilot: Pilot) -> Plan | None:
         """What was chosen for the cohort, or is now if it is time."""
         plan = cohort.plan
-        is_early = cohort.trial is not None or cohort.decisions <= FIRST_STANDS
-        stands = FIRST_STANDS if is_early else STANDS
-        if plan is not None and plan.choice is PolicyName.OFF:
-            stands = cohort.rest_for
-        elif cohort.behind:
-            stands = 1
-        is_time = cohort.doubted or plan is None or self._step - cohort.decided_at >= stands
-        if not (is_time and self._may_decide):
+        has_turn = cohort is self._turn or (self._turn is None and plan is None)
+        if not (has_turn and self._may_decide):
             return plan
         conditions = self.beliefs.conditions(cohort)
         known = self.beliefs.acceptance(cohort.like.drafter).candidates

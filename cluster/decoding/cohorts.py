@@ -22,6 +22,9 @@ _LEVEL = 0.15
 SHARE_IN_TRIAL = 4
 """One in so many of a cohort, and at least one, tries what little is known of."""
 
+STANDS, FIRST_STANDS = 8, 2
+"""A choice stands for so many steps; for fewer at first, and while something is tried."""
+
 _LONG_AGO = 32
 """Steps after which what was seen of other members counts for little."""
 
@@ -102,6 +105,18 @@ class Cohort:
         self._trying_now += 1
         return True
 
+    def overdue(self, step: int) -> int:
+        """How many steps ago a new choice was due, times members; 0: it is not."""
+        if not self.members or self.seen_at < step - 1:
+            return 0
+        is_early = self.trial is not None or self.decisions <= FIRST_STANDS
+        stands = FIRST_STANDS if is_early else STANDS
+        if self.plan is None or self.doubted or self.behind:
+            stands = 1
+        elif self.plan.choice is PolicyName.OFF:
+            stands = self.rest_for
+        return self.members * max(0, step - self.decided_at - stands + 1)
+
     def lags(self) -> None:
         """A member does not follow the plan yet."""
         self._behind_now += 1
@@ -145,6 +160,11 @@ class Cohorts:
         if len(self._cohorts) > self._MOST:
             oldest = min(self._cohorts.values(), key=lambda cohort: cohort.seen_at)
             del self._cohorts[oldest.like]
+
+    def most_overdue(self, step: int) -> Cohort | None:
+        """Whose choice should be made anew first."""
+        due = [(cohort.overdue(step), cohort) for cohort in self._cohorts.values()]
+        return max((one for one in due if one[0]), key=lambda one: one[0], default=(0, None))[1]
 
     def doubt(self) -> None:
         """What was decided rests on something that was wrong."""

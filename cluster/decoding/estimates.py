@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 _SLOW = 0.95
 """Of a mean, so much is kept when a new value comes."""
 
+_STALE = 0.02
+
 MAX_POSITION = 12
 """Acceptance is estimated by position of the window up to here; later ones are like the last."""
 
@@ -41,7 +43,8 @@ class TimesBySize:
     More takes no less time, so a noisy mean of a smaller size above that of a larger one is taken
     as equal to it (pool adjacent violators). Between what was seen it is linear; beyond that it
     goes on as steeply as from one end of it to the other, so that what was never tried looks
-    neither free nor worse than what is known.
+    neither free nor worse than what is known. Below it goes on as between the two smallest, since
+    it is the flatter the less there is.
     """
 
     def __init__(self) -> None:
@@ -49,8 +52,11 @@ class TimesBySize:
         self._line: list[tuple[float, float]] = []
         self._stale = True
 
-    def add(self, size: int, ms: float) -> None:
-        """Something of this size took so long."""
+    def add(self, size: int, ms: float, *, afresh: bool = False) -> None:
+        """Something of this size took so long; `afresh`: all that was seen counts for little now."""
+        if afresh:
+            for _, known in self._seen.values():
+                known.weight *= _STALE
         means = self._seen.setdefault(_size_class(size), (Mean(), Mean()))
         means[0].add(size)
         means[1].add(ms)
@@ -67,10 +73,10 @@ class TimesBySize:
         index = bisect_right(line, (size, math.inf))
         if index == 0:
             size_after, ms_after = line[0]
-            return max(ms_after / 4, ms_after - (size_after - size) * self._slope_beyond())
+            return max(ms_after / 4, ms_after - (size_after - size) * _slope(line[:2]))
         if index == len(line):
             size_before, ms_before = line[-1]
-            return ms_before + (size - size_before) * self._slope_beyond()
+            return ms_before + (size - size_before) * _slope(line)
         (left, low), (right, high) = line[index - 1], line[index]
         return low + (size - left) * (high - low) / (right - left)
 
@@ -78,13 +84,6 @@ class TimesBySize:
         """What one more adds at this size: over the next tenth of it."""
         more = max(1.0, size / 10)
         return max(0.0, (self.ms(size + more) - self.ms(size)) / more)
-
-    def _slope_beyond(self) -> float:
-        line = self._line
-        if len(line) < 2:
-            return 0.0
-        (left, low), (right, high) = line[0], line[-1]
-        return (high - low) / (right - left)
 
     def _points(self) -> list[tuple[float, float]]:
         if self._stale:
@@ -210,6 +209,12 @@ class Acceptance:
             for accepted, tried in zip(self._accepted[:count], self._tried[:count], strict=True)
         ]
         return (*found, *found[-1:] * (count - len(found)))
+
+
+def _slope(line: Sequence[tuple[float, float]]) -> float:
+    """From the first of these points to the last; of a single one: level."""
+    (left, low), (right, high) = line[0], line[-1]
+    return (high - low) / (right - left) if right > left else 0.0
 
 
 def _size_class(size: int) -> int:

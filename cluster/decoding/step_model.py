@@ -58,6 +58,7 @@ class StepModel:
         self._host = TimesBySize()  # by messages: what a step takes besides
         self._work = TimesBySize()  # by messages since the answer before: what the driver works
         self._heard = 0  # proposals since the last answer
+        self._surprises = 0  # steps on end that were
         self._sent: dict[tuple[int, int], ObservedStep] = {}  # by target group and number
 
     @property
@@ -118,9 +119,12 @@ class StepModel:
         if not (is_plausible(step.ms) and 0 <= device_ms < _LONGEST_MS):
             return False
         believed_ms = self.ms(step.rows, step.messages) if self.known else step.ms
-        self._device.add(step.rows, min(device_ms, step.ms))
-        self._host.add(step.messages, max(0.0, step.ms - device_ms))
-        return step.ms > max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
+        surprises = step.ms > max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
+        self._surprises = self._surprises + 1 if surprises else 0
+        afresh = self._surprises > 1  # One may be a hiccup.
+        self._device.add(step.rows, min(device_ms, step.ms), afresh=afresh)
+        self._host.add(step.messages, max(0.0, step.ms - device_ms), afresh=afresh)
+        return surprises
 
 
 def is_plausible(ms: float) -> bool:

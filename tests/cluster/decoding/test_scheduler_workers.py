@@ -11,6 +11,8 @@ from cluster.decoding.events import (
     DrafterJoined,
     DrafterLost,
     MalformedProposal,
+    Proposal,
+    Proposed,
     SequenceVerdict,
     StepDone,
     TargetJoined,
@@ -23,9 +25,11 @@ from cluster.decoding.instructions import (
     RunStep,
     Suspect,
 )
+from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.step_costs import StepCosts
 from paceline.errors import ProtocolError
+from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule, Stopping
 from tests.cluster.decoding.scripts import (
     PROMPT,
@@ -114,3 +118,22 @@ def test_an_answer_to_another_question_is_refused_and_changes_nothing(answer: St
     with pytest.raises(ProtocolError):
         scheduler.handle(answer)
     assert Emit(1, 0, (10,), 0) in scheduler.handle(verdict(1, 0, 10))
+
+
+def test_what_is_under_way_when_a_grant_shrinks_is_taken() -> None:
+    """A drafter says nothing twice, so all that it drafts later would hang on what was dropped."""
+    scheduler = started(PolicyName.FANOUT, window=4)
+    scheduler.handle(verdict(1, 0, 10))
+    slow = dataclasses.replace(proposal((*PROMPT, 10), 11, 12), pass_seconds=1.0)
+    scheduler.handle(slow)
+    scheduler.handle(dataclasses.replace(verdict(2, 0, 11), step_seconds=0.02))
+    out = scheduler.handle(verdict(3, 1, 13))
+    granted = next(one for one in out if isinstance(one, Grant))
+    assert granted.nodes == 19, "a drafter so slow gets two branches"
+    path = (*PROMPT, 10, 11, 12, 13)
+    siblings = tuple(range(20, 44))
+    wide = Proposal(1, len(path), hash_prefix(path), siblings, parents=(0,) * len(siblings))
+    scheduler.handle(Proposed(1.5, "d", (wide,)))
+    scheduler.handle(verdict(4, 0, siblings[-1]))
+    assert scheduler.totals.counts.branch_hits == 1
+    scheduler.check_integrity()

@@ -1,0 +1,136 @@
+"""The controller of `auto` on scripted verdicts of many sequences: who decides together, who waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from cluster.decoding.auto import FIRST_TRIED, SHARE_TRIED, Controller
+from cluster.decoding.cohorts import STANDS
+from cluster.decoding.counts import CountedVerdict, Foresight
+from cluster.decoding.events import Proposal, Proposed, StepDone
+from cluster.decoding.instructions import RunStep, Slice
+from cluster.decoding.pilot import Pilot
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.token_tree import TokenTree
+from tests.cluster.decoding.world import request
+
+
+class Batch:
+    """Sequences that step together: steps of 20 ms, passes of 2 ms, a row of `row_ms` each.
+
+    The driver works `proposal_ms` on a proposal; a step ends when all that came in it was read.
+    """
+
+    def __init__(self, count: int, *, row_ms: float = 0.0, proposal_ms: float = 0.0) -> None:
+        self.row_ms, self.proposal_ms = row_ms, proposal_ms
+        self.controller = Controller()
+        self.pilots = [
+            Pilot.of(request(number, (7, 8, 9), policy=PolicyName.AUTO, window=8))
+            for number in range(count)
+        ]
+        for pilot in self.pilots:
+            self.controller.admitted(pilot)
+        self.now = 0.0
+        self.step = 0
+        self.most_tried = 0
+
+    def go(self, steps: int, right: Sequence[bool]) -> None:
+        """So many steps; the candidates of each sequence are all right or all wrong."""
+        for _ in range(steps):
+            self._step(right)
+
+    def choices(self, steps: int, right: Sequence[bool]) -> list[Counter[str]]:
+        """What each sequence does in so many steps."""
+        for pilot in self.pilots:
+            pilot.choices.clear()
+        self.go(steps, right)
+        return [Counter(pilot.choices) for pilot in self.pilots]
+
+    def _step(self, right: Sequence[bool]) -> None:
+        self.step += 1
+        windows = [0 if pilot.rests else min(4, pilot.window) for pilot in self.pilots]
+        slices = tuple(
+            Slice(number, 2, (9,) * (1 + window), window, True, ())
+            for number, window in enumerate(windows)
+        )
+        self.controller.beliefs.steps.sent(self.now, RunStep(self.step, (), (), slices))
+        drafting = [number for number, pilot in enumerate(self.pilots) if not pilot.rests]
+        for number_of_pass in range(1, 9):
+            proposals = tuple(Proposal(number, 3, 0, (5,)) for number in drafting)
+            if proposals:
+                at = self.now + 0.002 * number_of_pass
+                self.controller.beliefs.drafted(Proposed(at, "d", proposals, 0.002))
+        driver_ms = self.proposal_ms * (len(self.pilots) + 8 * len(drafting))
+        device_ms = 20 + self.row_ms * sum(windows)
+        self.now += max(device_ms, driver_ms) / 1000
+        done = StepDone(
+            self.now, self.step, (), step_seconds=device_ms / 1000, driver_seconds=driver_ms / 1000
+        )
+        self.controller.answered(done, num_drafters=1)
+        self.most_tried = max(self.most_tried, sum(pilot.trying for pilot in self.pilots))
+        tree = TokenTree((7, 8, 9))
+        for pilot, window, is_right in zip(self.pilots, windows, right, strict=True):
+            accepted = window if is_right else 0
+            counted = CountedVerdict(
+                window,
+                window,
+                min(window, accepted + 1),
+                accepted,
+                accepted + 1,
+                Foresight.NOTHING if accepted == window else Foresight.OTHERS,
+            )
+            self.controller.judged(pilot, counted, self.now, "d", tree)
+
+
+def test_those_whose_drafts_fail_are_cut_and_the_others_go_on() -> None:
+    right = [number % 2 == 0 for number in range(16)]
+    batch = Batch(16)
+    batch.go(60, right)
+    for is_right, choices in zip(right, batch.choices(60, right), strict=True):
+        assert (choices["off"] < 6) is is_right
+        assert (choices["off"] > 40) is not is_right
+
+
+def test_few_of_a_batch_are_tried_at_a_time() -> None:
+    """Until something is known eight, then one in sixteen; and not always the same."""
+    batch = Batch(64)
+    wrong = [False] * 64
+    batch.go(20, wrong)
+    assert batch.most_tried == FIRST_TRIED
+    batch.most_tried = 0
+    choices = batch.choices(400, wrong)
+    assert 0 < batch.most_tried <= 64 // SHARE_TRIED
+    assert sum(one["chain"] > 0 for one in choices) > 48, "each has its turn"
+
+
+def test_a_batch_that_keeps_the_driver_busy_rests_and_one_that_does_not_drafts() -> None:
+    """Reading a proposal takes as long as it brings: 8 passes for 64 sequences, 0.1 ms each."""
+    right = [True] * 64
+    for proposal_ms, drafts in ((0.0, True), (0.1, True), (1.0, False)):
+        batch = Batch(64, proposal_ms=proposal_ms)
+        batch.go(60, right)
+        off = sum((one["off"] for one in batch.choices(40, right)), 0)
+        assert (off < 64 * 40 * 0.2) is drafts, f"{proposal_ms} ms a proposal"
+
+
+def test_candidates_that_are_dear_for_the_whole_batch_are_not_tried_at_all() -> None:
+    """Alone each would pay: a row of 1 ms for more than a third of a step of 20 ms."""
+    right = [True] * 64
+    batch = Batch(64, row_ms=1.0)
+    batch.go(60, right)
+    off = sum((one["off"] for one in batch.choices(40, right)), 0)
+    assert off > 64 * 40 * 0.8
+    alone = Batch(1, row_ms=1.0)
+    alone.go(60, right[:1])
+    assert alone.choices(40, right[:1])[0]["off"] < 8
+
+
+def test_a_step_that_takes_far_longer_than_believed_has_choices_made_anew() -> None:
+    right = [True] * 16
+    batch = Batch(16)
+    batch.go(60, right)
+    batch.row_ms = 25.0
+    # Down to no candidates by way of smaller windows, of which each must be seen to be as dear.
+    batch.go(2 * STANDS, right)
+    assert sum(pilot.rests for pilot in batch.pilots) >= 12, "four choices in the time of two"
