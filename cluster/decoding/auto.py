@@ -118,9 +118,10 @@ class Controller:
             pilot.restarted_at = now
         if drafter is None:
             return
+        usual = self.beliefs.acceptance(drafter)
         if drafter != pilot.drafter:
-            pilot.meets(drafter, self.beliefs.acceptance(drafter))
-        cohort = self._cohorts.of(pilot, drafter)
+            pilot.meets(drafter, usual)
+        cohort = self._cohorts.of(pilot, drafter, usual)
         self.beliefs.learn(pilot, cohort, verdict, now, tree)
         cohort.judged(verdict.window)
         if pilot.trying:
@@ -128,7 +129,7 @@ class Controller:
             tried = pilot.acceptance.candidates - pilot.tried_from
             if tried < PROBE_CANDIDATES and pilot.verdicts < PROBE_VERDICTS:
                 return
-        self._steer(pilot, self._cohorts.of(pilot, drafter))
+        self._steer(pilot, self._cohorts.of(pilot, drafter, usual))
 
     def _steer(self, pilot: Pilot, cohort: Cohort) -> None:
         """Have a sequence do what was chosen for its cohort."""

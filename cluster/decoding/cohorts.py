@@ -16,8 +16,9 @@ from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName
 from paceline.rules import Rule
 
-_LEVEL = 0.15
-"""So far apart are the acceptances by which sequences are told apart."""
+_LEVEL, _STAYS = 0.2, 0.14
+"""Sequences are told apart by how far their acceptance is from what is usual with their drafter, in
+steps of the first; it stays at its step for so far as the second."""
 
 SHARE_IN_TRIAL = 4
 """One in so many of a cohort, and at least one, tries what little is known of."""
@@ -28,13 +29,10 @@ STANDS, FIRST_STANDS = 8, 2
 _LONG_AGO = 32
 """Steps after which what was seen of other members counts for little."""
 
-_STAYS = 0.12
-"""So far from its level the acceptance of a sequence may go before it has another."""
-
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """What sequences of a cohort have in common. `level`: of acceptance, from 0 on."""
+    """What sequences of a cohort have in common. `level`: 0 for the acceptance that is usual."""
 
     drafter: str
     level: int
@@ -140,16 +138,18 @@ class Cohorts:
     def __init__(self) -> None:
         self._cohorts: dict[Likeness, Cohort] = {}
 
-    def of(self, pilot: Pilot, drafter: str) -> Cohort:
-        """The cohort of a sequence, which may be a new one."""
-        level = _level(pilot.acceptance.mean, pilot.level)
+    def of(self, pilot: Pilot, drafter: str, usual: Acceptance) -> Cohort:
+        """The cohort of a sequence, which may be a new one. `usual`: with this drafter."""
+        above = pilot.acceptance.mean - usual.mean
+        level = _level(above, pilot.level)
         if pilot.cohort is not None and level == pilot.level:
             return pilot.cohort
         pilot.level = level
         like = Likeness(drafter, level, pilot.limit, pilot.branches, pilot.rule, pilot.merge)
         cohort = self._cohorts.get(like)
         if cohort is None:
-            cohort = self._cohorts[like] = Cohort(like, Acceptance(min(0.99, level * _LEVEL)))
+            first_guess = min(0.99, max(0.01, usual.mean + level * _LEVEL)) if level else usual
+            cohort = self._cohorts[like] = Cohort(like, Acceptance(first_guess))
         pilot.cohort = cohort
         return cohort
 
@@ -172,8 +172,8 @@ class Cohorts:
             cohort.doubted = True
 
 
-def _level(mean: float, before: int | None) -> int:
+def _level(above: float, before: int | None) -> int:
     """The nearest level, or the one before while that is near enough."""
-    if before is not None and abs(mean - before * _LEVEL) <= _STAYS:
+    if before is not None and abs(above - before * _LEVEL) <= _STAYS:
         return before
-    return round(mean / _LEVEL)
+    return round(above / _LEVEL)
