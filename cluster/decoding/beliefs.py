@@ -164,8 +164,7 @@ class Beliefs:
 
         def step_ms(candidates: float, messages: float) -> float:
             rows = other_rows + members * (1 + candidates * like.branches)
-            heard = others + other_messages + members * (1 + messages)
-            return self.steps.ms(rows, heard)
+            return self.steps.ms(rows, others + members, other_messages + members * messages)
 
         return Conditions(
             chances=cohort.acceptance.chances(max(1, like.limit // like.branches)),
@@ -220,8 +219,8 @@ class Beliefs:
             reached *= chance
             tokens += reached
         last = self.steps.last
-        plain_ms = self.steps.ms(last.rows, last.messages)
-        ms = self.steps.ms(last.rows + candidates, last.messages)
+        plain_ms = self.steps.ms(last.rows, last.sequences, last.proposals)
+        ms = self.steps.ms(last.rows + candidates, last.sequences, last.proposals)
         return tokens / ms >= self.sequences / plain_ms
 
     def proven(self, name: PolicyName) -> bool:

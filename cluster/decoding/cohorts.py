@@ -16,7 +16,7 @@ from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName
 from paceline.rules import Rule
 
-_LEVEL, _STAYS = 0.2, 0.14
+_LEVEL, _STAYS = 0.3, 0.22
 """Sequences are told apart by how far their acceptance is from what is usual with their drafter, in
 steps of the first; it stays at its step for so far as the second."""
 

@@ -14,6 +14,8 @@ _SLOW = 0.95
 """Of a mean, so much is kept when a new value comes."""
 
 _STALE = 0.02
+_APART = 1.2
+"""Sizes that differ by more tell how steep it is between them."""
 
 MAX_POSITION = 12
 """Acceptance is estimated by position of the window up to here; later ones are like the last."""
@@ -43,7 +45,7 @@ class TimesBySize:
     More takes no less time, so a noisy mean of a smaller size above that of a larger one is taken
     as equal to it (pool adjacent violators). Between what was seen it is linear; beyond that it
     goes on as steeply as from one end of it to the other, so that what was never tried looks
-    neither free nor worse than what is known. Below it goes on as between the two smallest, since
+    neither free nor worse than what is known. Below it goes on as between the smallest sizes, since
     it is the flatter the less there is.
     """
 
@@ -73,7 +75,9 @@ class TimesBySize:
         index = bisect_right(line, (size, math.inf))
         if index == 0:
             size_after, ms_after = line[0]
-            return max(ms_after / 4, ms_after - (size_after - size) * _slope(line[:2]))
+            further = next((one for one in line if one[0] > _APART * size_after), line[-1])
+            level = _slope((line[0], further))
+            return max(ms_after / 4, ms_after - (size_after - size) * level)
         if index == len(line):
             size_before, ms_before = line[-1]
             return ms_before + (size - size_before) * _slope(line)
@@ -106,12 +110,12 @@ class DraftTimes:
     tokens_a_pass: Mean = field(default_factory=Mean)
     branch_messages: Mean = field(default_factory=Mean)
     """Proposals of a pass for a sequence that has branches, the first not counted."""
-    _passes: dict[tuple[int, bool], Mean] = field(default_factory=dict)
+    _passes: dict[bool, TimesBySize] = field(default_factory=dict)  # by batch
     _restarts: dict[bool, Mean] = field(default_factory=dict)
 
     def add_pass(self, *, batch: int, tokens: int, ms: float, branches: bool = False) -> None:
         """A pass proposed chains of `tokens` candidates in all to `batch` sequences."""
-        self._passes.setdefault((batch.bit_length(), branches), Mean()).add(ms)
+        self._passes.setdefault(branches, TimesBySize()).add(batch, ms)
         self.tokens_a_pass.add(tokens / batch)
 
     def add_restart(self, ms: float, *, branches: bool = False) -> None:
@@ -136,10 +140,7 @@ class DraftTimes:
 
         Some pass must have been seen. Where none of the kind was, the other kind's.
         """
-        kind = branches if any(one == branches for _, one in self._passes) else not branches
-        sizes = [size for size, one in self._passes if one == kind]
-        nearest = min(sizes, key=lambda size: (abs(size - batch.bit_length()), size))
-        return self._passes[nearest, kind].value
+        return (self._passes.get(branches) or self._passes[not branches]).ms(batch)
 
     @property
     def round_trip_ms(self) -> float:

@@ -1,9 +1,9 @@
-"""How long a step takes, as the controller of `auto` (auto.py) believes: a model of two parts.
+"""How long a step takes, as the controller of `auto` (auto.py) believes: a sum of parts.
 
-A step takes what the device takes for the rows that it feeds, and besides what messages and the
-driver take. The latter grows with what the driver must read meanwhile: a verdict for each
-sequence, and each proposal. So a candidate has a price as a row of a step, and drafting has one
-whether candidates are verified or not.
+A step takes what the device takes for the rows that it feeds; what messages and the driver take for
+the verdicts of its sequences; and what it waits while the driver reads the proposals that arrive
+meanwhile. So a candidate has a price as a row of a step, and drafting has one whether candidates
+are verified or not. What all steps take longer of late, for whatever reason, is added to each.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from cluster.decoding.instructions import RunStep
 _SHORTEST_MS, _LONGEST_MS = 1e-3, 6e5
 """What a step, a pass or a restart may take."""
 
-_FULL = 0.9
+_FULL = 0.95
 """A driver that works so much of the time is as good as busy."""
+
+_DRIFTS = 0.2
+"""Of how much a step was mistaken, so much is added to what is believed of the next."""
 
 _UNLIKE_MS, _UNLIKE = 1.0, 1.3
 """A step that takes so much longer than was believed is a surprise."""
@@ -43,19 +46,16 @@ class ObservedStep:
         """Whether prompts were computed in it too."""
         return self.rows > self.decoding_rows
 
-    @property
-    def messages(self) -> int:
-        """What the driver read: a verdict of each sequence, and the proposals."""
-        return self.sequences + self.proposals
-
-
 class StepModel:
     """Observes every step. Times of events are seconds, estimates milliseconds."""
 
     def __init__(self) -> None:
         self.last = ObservedStep()
         self._device = TimesBySize()  # by rows
-        self._host = TimesBySize()  # by messages: what a step takes besides
+        self._host = TimesBySize()  # by sequences: what a step takes besides
+        self._reading = TimesBySize()  # by proposals: what it takes more than that
+        self._reading.add(0, 0.0)
+        self._drift_ms = 0.0  # what steps of late took longer than by these three
         self._work = TimesBySize()  # by messages since the answer before: what the driver works
         self._heard = 0  # proposals since the last answer
         self._surprises = 0  # steps on end that were
@@ -66,13 +66,18 @@ class StepModel:
         """Whether a step was seen."""
         return self._device.known
 
-    def ms(self, rows: float, messages: float) -> float:
-        """Of a step of so many rows, while so many messages arrive. Some step must have been seen.
+    def ms(self, rows: float, sequences: float, proposals: float) -> float:
+        """Of a step of so many, while so many proposals arrive. Some step must have been seen.
 
         No step ends before the driver has read what was sent to it meanwhile.
         """
-        ms = self._device.ms(rows) + self._host.ms(messages)
-        return max(ms, self._work.ms(messages) / _FULL) if self._work.known else ms
+        ms = max(self._parts_ms(rows, sequences, proposals) + self._drift_ms, _SHORTEST_MS)
+        if not self._work.known:
+            return ms
+        return max(ms, self._work.ms(sequences + proposals) / _FULL)
+
+    def _parts_ms(self, rows: float, sequences: float, proposals: float) -> float:
+        return self._device.ms(rows) + self._host.ms(sequences) + self._reading.ms(proposals)
 
     def estimates(self) -> dict[str, float]:
         """Of steps like the last one: what they take, what a candidate and a proposal add."""
@@ -80,9 +85,9 @@ class StepModel:
             return {}
         last = self.last
         return {
-            "step_ms": self.ms(last.rows, last.messages),
+            "step_ms": self.ms(last.rows, last.sequences, last.proposals),
             "step_ms_per_candidate": self._device.ms_per_unit(last.rows),
-            "step_ms_per_proposal": self._host.ms_per_unit(last.messages),
+            "step_ms_per_proposal": self._reading.ms_per_unit(last.proposals),
         }
 
     def sent(self, now: float, step: RunStep) -> None:
@@ -118,12 +123,20 @@ class StepModel:
         device_ms = event.step_seconds * 1000
         if not (is_plausible(step.ms) and 0 <= device_ms < _LONGEST_MS):
             return False
-        believed_ms = self.ms(step.rows, step.messages) if self.known else step.ms
+        size = step.rows, step.sequences, step.proposals
+        believed_ms = self.ms(*size) if self.known else step.ms
         surprises = step.ms > max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
         self._surprises = self._surprises + 1 if surprises else 0
         afresh = self._surprises > 1  # One may be a hiccup.
-        self._device.add(step.rows, min(device_ms, step.ms), afresh=afresh)
-        self._host.add(step.messages, max(0.0, step.ms - device_ms), afresh=afresh)
+        device_ms = min(device_ms, step.ms)
+        besides_ms = step.ms - device_ms
+        reading_ms = self._reading.ms(step.proposals)
+        self._device.add(step.rows, device_ms, afresh=afresh)
+        self._host.add(step.sequences, max(0.0, besides_ms - reading_ms), afresh=afresh)
+        if step.proposals:
+            waited_ms = max(0.0, besides_ms - self._host.ms(step.sequences))
+            self._reading.add(step.proposals, waited_ms, afresh=afresh)
+        self._drift_ms += _DRIFTS * (step.ms - self._parts_ms(*size) - self._drift_ms)
         return surprises
 
 
