@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 _SLOW = 0.95
 """Of a mean, so much is kept when a new value comes."""
 
-_STALE = 0.02
 _APART = 1.2
 """Sizes that differ by more tell how steep it is between them."""
 
@@ -49,16 +48,22 @@ class TimesBySize:
     it is the flatter the less there is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, nothing_takes_none: bool = False) -> None:
+        """`nothing_takes_none`: size 0 takes no time, so that much is known from the start."""
+        self._origin = [(0.0, 0.0, 1.0)] if nothing_takes_none else []
         self._seen: dict[int, tuple[Mean, Mean]] = {}
         self._line: list[tuple[float, float]] = []
         self._stale = True
 
     def add(self, size: int, ms: float, *, afresh: bool = False) -> None:
-        """Something of this size took so long; `afresh`: all that was seen counts for little now."""
+        """Something of this size took so long; `afresh`: what contradicts it is no longer so."""
         if afresh:
-            for _, known in self._seen.values():
-                known.weight *= _STALE
+            own = _size_class(size)
+            self._seen = {
+                one: means
+                for one, means in self._seen.items()
+                if (one < own and means[1].value <= ms) or (one > own and means[1].value >= ms)
+            }
         means = self._seen.setdefault(_size_class(size), (Mean(), Mean()))
         means[0].add(size)
         means[1].add(ms)
@@ -91,7 +96,7 @@ class TimesBySize:
 
     def _points(self) -> list[tuple[float, float]]:
         if self._stale:
-            pools: list[tuple[float, float, float]] = []  # size, ms, weight
+            pools = list(self._origin)  # size, ms, weight
             for _, (size, ms) in sorted(self._seen.items()):
                 pools.append((size.value, ms.value, ms.weight))
             self._line = _rising(pools)

@@ -46,6 +46,7 @@ class ObservedStep:
         """Whether prompts were computed in it too."""
         return self.rows > self.decoding_rows
 
+
 class StepModel:
     """Observes every step. Times of events are seconds, estimates milliseconds."""
 
@@ -53,8 +54,7 @@ class StepModel:
         self.last = ObservedStep()
         self._device = TimesBySize()  # by rows
         self._host = TimesBySize()  # by sequences: what a step takes besides
-        self._reading = TimesBySize()  # by proposals: what it takes more than that
-        self._reading.add(0, 0.0)
+        self._reading = TimesBySize(nothing_takes_none=True)  # by proposals: what more than that
         self._drift_ms = 0.0  # what steps of late took longer than by these three
         self._work = TimesBySize()  # by messages since the answer before: what the driver works
         self._heard = 0  # proposals since the last answer
@@ -130,13 +130,16 @@ class StepModel:
         afresh = self._surprises > 1  # One may be a hiccup.
         device_ms = min(device_ms, step.ms)
         besides_ms = step.ms - device_ms
-        reading_ms = self._reading.ms(step.proposals)
         self._device.add(step.rows, device_ms, afresh=afresh)
-        self._host.add(step.sequences, max(0.0, besides_ms - reading_ms), afresh=afresh)
+        host_ms = max(0.0, besides_ms - self._reading.ms(step.proposals))
+        self._host.add(step.sequences, host_ms, afresh=afresh)
         if step.proposals:
             waited_ms = max(0.0, besides_ms - self._host.ms(step.sequences))
             self._reading.add(step.proposals, waited_ms, afresh=afresh)
-        self._drift_ms += _DRIFTS * (step.ms - self._parts_ms(*size) - self._drift_ms)
+        mistaken_ms = step.ms - self._parts_ms(*size)
+        self._drift_ms = (
+            0.0 if afresh else self._drift_ms + _DRIFTS * (mistaken_ms - self._drift_ms)
+        )
         return surprises
 
 

@@ -50,12 +50,14 @@ class Batch:
     def _step(self, right: Sequence[bool]) -> None:
         self.step += 1
         windows = [0 if pilot.rests else min(4, pilot.window) for pilot in self.pilots]
+        drafting = [number for number, pilot in enumerate(self.pilots) if not pilot.rests]
+        if self.step == 1:
+            drafting, windows = [], [0] * len(windows)  # Nothing was drafted yet.
         slices = tuple(
             Slice(number, 2, (9,) * (1 + window), window, True, ())
             for number, window in enumerate(windows)
         )
         self.controller.beliefs.steps.sent(self.now, RunStep(self.step, (), (), slices))
-        drafting = [number for number, pilot in enumerate(self.pilots) if not pilot.rests]
         for number_of_pass in range(1, 9):
             proposals = tuple(Proposal(number, 3, 0, (5,)) for number in drafting)
             if proposals:
