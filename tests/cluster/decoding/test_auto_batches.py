@@ -1,4 +1,4 @@
-"""The controller of `auto` on scripted verdicts of many sequences: who decides together, who waits."""
+"""The controller of `auto` on scripted verdicts of many sequences: who decides together."""
 
 from __future__ import annotations
 
