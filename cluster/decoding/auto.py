@@ -95,6 +95,10 @@ class Controller:
         self._cohorts.end_of_step(self._step)
         if self.beliefs.steps.answered(event):
             self._cohorts.doubt()
+        if self._turn is not None and self._may_decide:
+            self._turn.decided_at = (
+                self._step
+            )  # Nothing could be chosen; the others have their turn.
         self._num_drafters = num_drafters
         self._turn, self._may_decide = self._cohorts.most_overdue(self._step), True
         self._changes_left = max(4, self.beliefs.sequences // SHARE_THAT_FOLLOWS)
@@ -200,8 +204,10 @@ class Controller:
         cohort.trial = None
         if options[0] is not best and options[0].worth >= needed:
             cohort.trial = self._planned(cohort, conditions, options[0], plain)
-        alone = self.beliefs.sequences == 1
-        self._latest = cohort.trial if alone and cohort.trial is not None else cohort.plan
+        sequences = self.beliefs.sequences
+        if self._latest is None or 2 * cohort.members >= sequences:
+            alone = sequences == 1 and cohort.trial is not None
+            self._latest = cohort.trial if alone else cohort.plan
         cohort.decided_at, cohort.doubted = self._step, False
         cohort.decisions += 1
 
