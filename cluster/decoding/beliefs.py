@@ -9,16 +9,16 @@ from cluster.decoding.cohorts import Cohort
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.estimates import Acceptance, DraftTimes, Mean
 from cluster.decoding.events import Proposed
-from cluster.decoding.forecast import Conditions, Forecast
+from cluster.decoding.forecast import Conditions, Forecast, granted_ahead
 from cluster.decoding.pilot import FIRST_GUESS, Correction, Pilot
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.policies import PolicyName, forks_within, policy_named
 from cluster.decoding.step_model import StepModel, is_plausible
 from cluster.decoding.token_tree import TokenTree
 
 FIRST_HIT_RATE = 0.5
 """Of branches of which nothing is known: worth a try."""
-FIRST_BRANCHES = 0.5
-"""Proposals of a pass for each candidate of the window, before any branches were seen."""
+FIRST_FORKS = 0.5
+"""Proposals of a pass for each position that may fork, before any did."""
 PROOF = 6.0
 """Verdicts against the first candidate by which a policy with branches is known."""
 UNSETTLED = 2
@@ -38,7 +38,7 @@ class Beliefs:
         # many candidates it then held.
         self._hits: dict[PolicyName, Mean] = {}
         self._branch_lengths: dict[PolicyName, Mean] = {}
-        self._branch_windows = Mean()  # of verdicts on sequences that have branches
+        self._forks = Mean()  # of sequences that have branches: positions that may fork
         self._tokens = Mean()  # of a verdict
 
     @property
@@ -110,7 +110,12 @@ class Beliefs:
         self._tokens.add(verdict.committed, of=self.sequences)
         self._correct(pilot, cohort, verdict, now)
         if policy_named(pilot.choice).fans_out:
-            self._branch_windows.add(pilot.window, of=self.sequences)
+            times = self._drafters.get(cohort.like.drafter)
+            pass_ms = times.pass_ms(self.sequences, branches=True) if times else 0.0
+            pace = self.steps.last.ms / pass_ms if pass_ms else 0.0
+            crowd = max(1, cohort.members)
+            forks = forks_within(granted_ahead(pilot.window), pace=pace, crowd=crowd)
+            self._forks.add(forks, of=self.sequences)
             self._count_hits(pilot, verdict, tree)
 
     def _correct(self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float) -> None:
@@ -191,17 +196,18 @@ class Beliefs:
         return replace(
             conditions,
             pass_ms=pass_ms,
-            messages_a_candidate=self._messages_a_candidate(times),
+            messages_a_fork=self._messages_a_fork(times),
+            crowd=members,
             restart_ms=times.restart_ms(branches=True),
             hit_rate=_leaning(self._hits.get(name), FIRST_HIT_RATE),
             branch_length=_leaning(self._branch_lengths.get(name), min(window, ahead / 2)),
         )
 
-    def _messages_a_candidate(self, times: DraftTimes) -> float:
-        """Of a pass that grows branches: they are the more, the longer they may grow."""
-        if not (times.branch_messages.known and self._branch_windows.known):
-            return FIRST_BRANCHES
-        return times.branch_messages.value / max(1.0, self._branch_windows.value)
+    def _messages_a_fork(self, times: DraftTimes) -> float:
+        """Proposals of a pass for a sequence, for each position that may fork."""
+        if not (times.branch_messages.known and self._forks.known):
+            return FIRST_FORKS
+        return times.branch_messages.value / max(1.0, self._forks.value)
 
     def worth(self, forecast: Forecast, conditions: Conditions, cohort: Cohort) -> float:
         """Tokens/ms that each of the cohort adds to the batch, less what the others then lose."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.decoding.policies import forks_within
+
 _NEGLIGIBLE = 0.01
 _MOST_STEPS = 48
 _MOST_ROUNDS, _SETTLED = 5, 0.02
@@ -24,10 +26,10 @@ class Conditions:
     `chances`: of a candidate given those before it, by position, as many as a window may have.
     `step_ms`: of a step of which every sequence that is forecast has so many candidates, and while
     which so many proposals arrive for each. `pass_ms`: of a draft pass, which gives a sequence
-    `tokens_a_pass` in one proposal, and in `messages_a_candidate` more for each candidate of the
-    window where it grows branches. `restart_ms`: from a verdict to the first
-    candidate after it. `hit_rate`: of verdicts against the first candidate, those that a branch
-    sent ahead had foreseen, with `branch_length` candidates then held.
+    `tokens_a_pass` in one proposal, and in `messages_a_fork` more for each position that may fork
+    where it grows branches; it drafts for a `crowd` of sequences. `restart_ms`: from a verdict to
+    the first candidate after it. `hit_rate`: of verdicts against the first candidate, those that a
+    branch sent ahead had foreseen, with `branch_length` candidates then held.
     """
 
     chances: Sequence[float]
@@ -35,7 +37,8 @@ class Conditions:
     pass_ms: float
     tokens_a_pass: float
     restart_ms: float
-    messages_a_candidate: float = 0.0
+    messages_a_fork: float = 0.0
+    crowd: int = 1
     hit_rate: float = 0.0
     branch_length: float = 0.0
 
@@ -91,16 +94,18 @@ def run_ahead(conditions: Conditions, window: int, *, waits: bool = False) -> Fo
     for _ in range(_MOST_ROUNDS):
         mean = _mean_cycle(conditions, window, step_ms=step_ms, waits=waits)
         passes = min(
-            step_ms / conditions.pass_ms, _granted(window) / max(0.1, conditions.tokens_a_pass)
+            step_ms / conditions.pass_ms, granted_ahead(window) / max(0.1, conditions.tokens_a_pass)
         )
-        messages = passes * (1 + conditions.messages_a_candidate * window)
+        pace = step_ms / conditions.pass_ms
+        forks = forks_within(granted_ahead(window), pace=pace, crowd=conditions.crowd)
+        messages = passes * (1 + conditions.messages_a_fork * forks)
         before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages)
         if abs(step_ms - before) <= _SETTLED * before:
             break
     return Forecast(mean.tokens, mean.candidates, messages, mean.waited_ms, step_ms)
 
 
-def _granted(window: int) -> int:
+def granted_ahead(window: int) -> int:
     """Candidates that may be drafted beyond what is committed (policies.py, Chain)."""
     return 2 * window + 1
 
@@ -149,7 +154,7 @@ def _cycle(
 ) -> _Cycle:
     """From a verdict after which `held` candidates continue what was committed."""
     chances, cycle = conditions.chances, _Cycle()
-    most_held = _granted(window)
+    most_held = granted_ahead(window)
     now, taken, alive = 0.0, 0.0, 1.0
     pace = conditions.tokens_a_pass / conditions.pass_ms
     first_at = conditions.restart_ms

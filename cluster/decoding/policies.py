@@ -129,6 +129,16 @@ class Chain(NoBranches):
         return min(view.num_candidates, view.window)
 
 
+def forks_within(granted: int, *, pace: float, crowd: int) -> int:
+    """Positions of a chain's grant that may fork (FanOut.granted_branches).
+
+    `pace`: passes in the time of a step, 0: not to be looked at. `crowd`: sequences of the drafter.
+    """
+    if pace:
+        granted = min(granted, max(2, round(2 * pace)))
+    return min(granted, max(0, MOST_CHAINS // crowd - 1))
+
+
 class FanOut(Chain):
     """As chain, and the drafter also drafts for the likeliest other outcomes.
 
@@ -153,10 +163,8 @@ class FanOut(Chain):
         """
         if not view.useful_candidates:
             return 0
-        forks = self.granted_candidates(view)
-        if view.pace and not view.is_tree:
-            forks = min(forks, max(2, round(2 * view.pace)))
-        forks = min(forks, max(0, MOST_CHAINS // view.crowd - 1))
+        pace = 0.0 if view.is_tree else view.pace
+        forks = forks_within(self.granted_candidates(view), pace=pace, crowd=view.crowd)
         return forks * min(2, max(1, view.num_drafters))
 
 

@@ -17,9 +17,6 @@ from cluster.decoding.instructions import RunStep
 _SHORTEST_MS, _LONGEST_MS = 1e-3, 6e5
 """What a step, a pass or a restart may take."""
 
-_FULL = 0.95
-"""A driver that works so much of the time is as good as busy."""
-
 _DRIFTS = 0.2
 """Of how much a step was mistaken, so much is added to what is believed of the next."""
 
@@ -72,9 +69,7 @@ class StepModel:
         No step ends before the driver has read what was sent to it meanwhile.
         """
         ms = max(self._parts_ms(rows, sequences, proposals) + self._drift_ms, _SHORTEST_MS)
-        if not self._work.known:
-            return ms
-        return max(ms, self._work.ms(sequences + proposals) / _FULL)
+        return max(ms, self._work.ms(sequences + proposals)) if self._work.known else ms
 
     def _parts_ms(self, rows: float, sequences: float, proposals: float) -> float:
         return self._device.ms(rows) + self._host.ms(sequences) + self._reading.ms(proposals)

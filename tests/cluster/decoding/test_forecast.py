@@ -90,6 +90,6 @@ def test_a_driver_that_proposals_keep_busy_makes_steps_longer_and_more_proposals
     assert busy.step_ms > 1.2 * free.step_ms
     assert busy.messages > free.messages
     assert busy.messages <= 17, "no more than is granted"
-    branches = dataclasses.replace(given, messages_a_candidate=0.5)
+    branches = dataclasses.replace(given, messages_a_fork=0.5)
     assert run_ahead(branches, 8).step_ms > 2 * busy.step_ms
     assert run_ahead(branches, 2).step_ms < run_ahead(branches, 8).step_ms / 2
