@@ -60,7 +60,8 @@ def options_of(
             worth = beliefs.worth(forecast, given, cohort) * factor
             window = min(cohort.like.limit, depth * cohort.like.branches)
             tried.append(Option(name, window, forecast, worth, worth * preference))
-        found.append(_largest_of_the_best(tried))
+        # A larger window leaves room for luck; branches as long as it cost the drafter and the driver.
+        found.append(_first_of_the_best(tried if policy.fans_out else tried[::-1]))
     return sorted(found, key=lambda one: one.preferred, reverse=True)
 
 
@@ -70,11 +71,11 @@ def _depths(before: int, deepest: int) -> list[int]:
     return sorted({1 << power for power in range(deepest.bit_length())} | {deepest})
 
 
-def _largest_of_the_best(options: list[Option]) -> Option:
-    """Of options by rising window, the last that is as good as any to within a two-hundredth."""
+def _first_of_the_best(options: list[Option]) -> Option:
+    """The first that is as good as any to within a two-hundredth."""
     best = max(one.worth for one in options)
     enough = best - abs(best) / 200
-    return next(one for one in reversed(options) if one.worth >= enough)
+    return next(one for one in options if one.worth >= enough)
 
 
 def _pearl(conditions: Conditions, window: int) -> Forecast:

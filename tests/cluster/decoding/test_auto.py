@@ -119,17 +119,16 @@ def test_a_whole_batch_within_a_twentieth_of_the_best_fixed_policy(
     assert decode(PolicyName.AUTO, **given)[0] >= 0.95 * max(speeds)
 
 
-def test_no_more_branches_than_the_driver_can_read() -> None:
-    """Branches that are hit pay in a batch as long as they are few; windows must shrink for it."""
+def test_branches_in_a_batch() -> None:
+    """A few try them, all follow when they are hit; windows as the driver can read proposals."""
     given: dict[str, Any] = {"batch": 8, "tokens": 400, "acceptance": 0.85, "hit_rate": 0.85}
-    chain, wide = (
+    chain, fanout = (
         decode(policy, window=8, **given)[0] for policy in (PolicyName.CHAIN, PolicyName.FANOUT)
     )
-    narrow, _ = decode(PolicyName.FANOUT, window=4, **given)
     auto, fleet = decode(PolicyName.AUTO, **given)
-    assert wide < chain < narrow, "negative control: it is the window that matters"
+    assert chain < 0.9 * fanout, "negative control: branches matter"
+    assert auto >= 0.95 * fanout
     assert choices(fleet)["fanout"] > choices(fleet).total() / 2
-    assert auto >= 0.93 * narrow
 
 
 def test_requests_that_come_and_go() -> None:
