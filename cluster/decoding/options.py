@@ -60,7 +60,7 @@ def options_of(
             worth = beliefs.worth(forecast, given, cohort) * factor
             window = min(cohort.like.limit, depth * cohort.like.branches)
             tried.append(Option(name, window, forecast, worth, worth * preference))
-        # A larger window leaves room for luck; branches as long as it cost the drafter and the driver.
+        # A larger window leaves room for luck; where it makes branches longer, they cost something.
         found.append(_first_of_the_best(tried if policy.fans_out else tried[::-1]))
     return sorted(found, key=lambda one: one.preferred, reverse=True)
 
