@@ -3,11 +3,12 @@
 It maximises the tokens/s of the whole batch. Sequences whose drafts are accepted about as often
 are a cohort (cohorts.py), and a choice is made for a cohort as if all of it did the same from the
 next step on: expected tokens of a step over its expected time, both of the whole batch. The time
-is believed (beliefs.py) to depend on the rows that a step feeds and on the proposals that the
-driver must read meanwhile; the tokens are forecast for each policy (forecast.py) and corrected by
-what the policy brought when it was last in use. One cohort is chosen for when a step is answered.
-Its sequences follow within a few steps, not all at once, so that what was believed in error shows
-before all have followed; a step that takes far longer than was believed has all choices made anew.
+is believed (step_model.py) to depend on the rows that a step feeds, on its sequences, and on the
+proposals that the driver must read meanwhile; the tokens are forecast for each policy (forecast.py)
+and corrected by what the policy brought when it was last in use. One cohort is chosen for in a
+step, while the target computes if anything is drafted. Its sequences follow within a few steps, not
+all at once, so that what was believed in error shows before all have followed; a step that takes
+far longer than was believed has all choices made anew.
 
 What is in use is left only for a gain that is worth the change. Where drafting is not worth its
 price the cohort rests: its sequences decode plainly. A sequence of which nothing is known, or whose
@@ -22,7 +23,7 @@ from dataclasses import replace
 from cluster.decoding.beliefs import Beliefs
 from cluster.decoding.cohorts import Cohort, Cohorts, Plan
 from cluster.decoding.counts import CountedVerdict
-from cluster.decoding.events import StepDone
+from cluster.decoding.events import Proposed, StepDone
 from cluster.decoding.forecast import Conditions, off
 from cluster.decoding.options import Option, options_of
 from cluster.decoding.pilot import Pilot
@@ -66,7 +67,9 @@ class Controller:
         self._cohorts = Cohorts()
         self._step = 0
         self._num_drafters = 0
-        self._turn: Cohort | None = None  # who is chosen for in this step; None: a new one
+        # Who is chosen for in this step, None: a new one; whether it was due in the last one.
+        self._turn: Cohort | None = None
+        self._is_late = False
         self._may_decide = False
         self._changes_left = 0
         # Sequences that were being tried in the last step; such as are counted in this one.
@@ -95,14 +98,23 @@ class Controller:
         self._cohorts.end_of_step(self._step)
         if self.beliefs.steps.answered(event):
             self._cohorts.doubt()
-        if self._turn is not None and self._may_decide:
-            self._turn.decided_at = (
-                self._step
-            )  # Nothing could be chosen; the others have their turn.
         self._num_drafters = num_drafters
-        self._turn, self._may_decide = self._cohorts.most_overdue(self._step), True
+        missed = self._turn is not None and self._may_decide
+        if missed and self._is_late and self._turn is not None:
+            self._turn.decided_at = self._step  # Nothing can be chosen: the others' turn.
+        self._is_late = missed and not self._is_late
+        if not self._is_late:
+            self._turn = self._cohorts.most_overdue(self._step)
+        self._may_decide = True
         self._changes_left = max(4, self.beliefs.sequences // SHARE_THAT_FOLLOWS)
         self._tried, self._tried_now = self._tried_now, 0
+
+    def drafted(self, event: Proposed) -> None:
+        """A pass of a drafter: while the target computes there is time to choose."""
+        self.beliefs.drafted(event)
+        turn = self._turn
+        if turn is not None and turn.plan is not None and self._may_decide:
+            self._choose_for(turn)
 
     def judged(
         self,
@@ -137,7 +149,7 @@ class Controller:
 
     def _steer(self, pilot: Pilot, cohort: Cohort) -> None:
         """Have a sequence do what was chosen for its cohort."""
-        plan = self._plan(cohort, pilot)
+        plan = self._plan(cohort)
         if plan is None:
             # What is in use will teach.
             if pilot.rests:
@@ -169,26 +181,25 @@ class Controller:
             self._tried_now += 1
             pilot.try_out(window)
 
-    def _plan(self, cohort: Cohort, pilot: Pilot) -> Plan | None:
-        """What was chosen for the cohort, or is now if it is time."""
-        plan = cohort.plan
-        has_turn = cohort is self._turn or (self._turn is None and plan is None)
-        if not (has_turn and self._may_decide):
-            return plan
-        conditions = self.beliefs.conditions(cohort)
-        known = self.beliefs.acceptance(cohort.like.drafter).candidates
-        if conditions is None or known < EVIDENCE:
-            return plan
-        self._may_decide = False
-        self._decide(cohort, conditions, pilot)
+    def _plan(self, cohort: Cohort) -> Plan | None:
+        """What was chosen for the cohort; now, if nothing was, or if nobody drafts meanwhile."""
+        is_new = cohort.plan is None and self._turn in (None, cohort)
+        if self._may_decide and (is_new or (self._is_late and cohort is self._turn)):
+            self._choose_for(cohort)
         return cohort.plan
 
-    def _decide(self, cohort: Cohort, conditions: Conditions, pilot: Pilot) -> None:
-        """Choose for a cohort; `pilot`: of one of its sequences, which says what is allowed."""
+    def _choose_for(self, cohort: Cohort) -> None:
+        conditions = self.beliefs.conditions(cohort)
+        known = self.beliefs.acceptance(cohort.like.drafter).candidates
+        if conditions is not None and known >= EVIDENCE:
+            self._may_decide = False
+            self._decide(cohort, conditions)
+
+    def _decide(self, cohort: Cohort, conditions: Conditions) -> None:
         before = cohort.plan
         rested = before is not None and before.choice is PolicyName.OFF
         plain = off(conditions).tokens_per_ms * self.beliefs.factor(PolicyName.OFF)
-        options = self._options(cohort, conditions, pilot)
+        options = self._options(cohort, conditions)
         best = next(one for one in options if self.beliefs.proven(one.choice))
         needed = plain * GAIN_TO_DRAFT
         if best.worth >= needed:
@@ -198,7 +209,7 @@ class Controller:
                 again = cohort.rest_for > 0
                 cohort.rest_for = min(2 * cohort.rest_for, LAST_REST) if again else FIRST_REST
             hopeful = replace(conditions, chances=(HOPE,) * len(conditions.chances))
-            hopes = self._options(cohort, hopeful, pilot)[0].worth >= plain * GAIN_TO_DRAFT
+            hopes = self._options(cohort, hopeful)[0].worth >= plain * GAIN_TO_DRAFT
             resting = Option(PolicyName.OFF, best.window, off(conditions), plain, plain)
             cohort.plan = self._planned(cohort, conditions, resting, plain, hopeful=hopes)
         cohort.trial = None
@@ -234,8 +245,8 @@ class Controller:
             told=told,
         )
 
-    def _options(self, cohort: Cohort, conditions: Conditions, pilot: Pilot) -> list[Option]:
-        return options_of(cohort, conditions, self.beliefs, pilot, num_drafters=self._num_drafters)
+    def _options(self, cohort: Cohort, conditions: Conditions) -> list[Option]:
+        return options_of(cohort, conditions, self.beliefs, num_drafters=self._num_drafters)
 
 
 def _drafting_ms(conditions: Conditions, depth: int) -> float:

@@ -71,6 +71,8 @@ class Cohort:
 
     like: Likeness
     acceptance: Acceptance
+    member: Pilot
+    """One of them, which says what is allowed."""
     plan: Plan | None = None
     trial: Plan | None = None
     decided_at: int = 0
@@ -149,7 +151,7 @@ class Cohorts:
         cohort = self._cohorts.get(like)
         if cohort is None:
             first_guess = min(0.99, max(0.01, usual.mean + level * _LEVEL)) if level else usual
-            cohort = self._cohorts[like] = Cohort(like, Acceptance(first_guess))
+            cohort = self._cohorts[like] = Cohort(like, Acceptance(first_guess), pilot)
         pilot.cohort = cohort
         return cohort
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from cluster.decoding.beliefs import Beliefs
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.forecast import Conditions, Forecast, lockstep, run_ahead
-from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName, policy_named
 
 GAIN_TO_CHANGE = 1.03
@@ -32,13 +31,13 @@ class Option:
 
 
 def options_of(
-    cohort: Cohort, conditions: Conditions, beliefs: Beliefs, pilot: Pilot, *, num_drafters: int
+    cohort: Cohort, conditions: Conditions, beliefs: Beliefs, *, num_drafters: int
 ) -> list[Option]:
     """The policies that draft, each with its best window; the best first.
 
-    What is in use is preferred, and so is what does not wait. `pilot`: of one of the cohort, which
-    says what is allowed.
+    What is in use is preferred, and so is what does not wait.
     """
+    pilot = cohort.member
     in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
     before = cohort.plan.window if cohort.plan else pilot.window
     found = []

@@ -13,7 +13,7 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
     state.utilisation.drafted(event.drafter, event.believable_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
     state.drafters.heard(event.now, event.drafter, event.believable_seconds, drafted=drafted)
-    state.auto.beliefs.drafted(event)
+    state.auto.drafted(event)
     for proposal in event.proposals:
         sequence = state.find(proposal.sequence_id)
         if sequence is None:

@@ -62,7 +62,7 @@ class Batch:
             proposals = tuple(Proposal(number, 3, 0, (5,)) for number in drafting)
             if proposals:
                 at = self.now + 0.002 * number_of_pass
-                self.controller.beliefs.drafted(Proposed(at, "d", proposals, 0.002))
+                self.controller.drafted(Proposed(at, "d", proposals, 0.002))
         driver_ms = self.proposal_ms * (len(self.pilots) + 8 * len(drafting))
         device_ms = 20 + self.row_ms * sum(windows)
         self.now += max(device_ms, driver_ms) / 1000

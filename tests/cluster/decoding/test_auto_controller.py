@@ -35,7 +35,7 @@ class Script:
         self.step += 1
         part = Slice(1, 2, (9,) * (1 + window), window, True, ())
         self.controller.beliefs.steps.sent(self.now, RunStep(self.step, (), (), (part,)))
-        self.controller.beliefs.drafted(Proposed(self.now + 0.004, "d", (PROPOSAL,), 0.002))
+        self.controller.drafted(Proposed(self.now + 0.004, "d", (PROPOSAL,), 0.002))
         self.controller.beliefs.attached(
             self.pilot, Proposed(self.now + 0.004, "d", (PROPOSAL,), 0.002)
         )
