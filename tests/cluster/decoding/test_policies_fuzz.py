@@ -120,9 +120,9 @@ class Schedule:
         drafter = self.far.get(name)
         match tape.choose(16):
             case 0 | 1 | 2:
-                late = list(world.steps)  # of several groups, any may be the next to answer
-                if late:
-                    world.answer(late[tape.choose(len(late))])
+                steps = list(world.steps)  # of several groups, any may be the next to answer
+                if steps:
+                    world.answer(steps[tape.choose(len(steps))])
             case 3 | 4 | 5 | 6 if drafter is not None:
                 drafter.hear(len(drafter.to_drafter))
                 drafter.to_driver.append(drafter.run_pass())
