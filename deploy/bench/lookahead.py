@@ -84,7 +84,7 @@ class LookaheadSettings:
     batched_tokens: int = 64
 
 
-FULL = LookaheadSettings(320, 2, quick=False, most_seconds=17 * 60)
+FULL = LookaheadSettings(320, 2, quick=False, most_seconds=16 * 60)
 QUICK = LookaheadSettings(200, 1, quick=True)
 
 

@@ -19,7 +19,13 @@ from deploy.bench.lookahead_cells import (
     part_names,
     plain_cell,
 )
-from deploy.bench.lookahead_load import expected_walk, pinned_guess, set_load, walk
+from deploy.bench.lookahead_load import (
+    expected_walk,
+    first_of_each,
+    pinned_guess,
+    set_load,
+    walk,
+)
 from deploy.bench.lookahead_report import lookahead_json
 from deploy.bench.lookahead_results import result_of
 from deploy.bench.lookahead_simulated import simulated_speed
@@ -112,6 +118,13 @@ def test_expected_tokens_of_a_walk_are_those_over_a_long_text() -> None:
     for foreseen, hit_rate in (({0}, 0.0), ({0, 1}, 0.6)):
         assert walk(ranks, foreseen) == pytest.approx(expected_walk(0.8, hit_rate), abs=0.05)
     assert expected_walk(0.8, 0.0) == pytest.approx(closed_forms.pearl(0.8, step_ms=7, draft_ms=1))
+
+
+def test_slow_cells_decode_a_few_requests_at_each_temperature() -> None:
+    load = set_load(3, 10)
+    few = first_of_each(load, 2)
+    assert [one.temperature for one in few] == [0.0, 0.0, 1.0, 1.0]
+    assert few == [load[0], load[1], load[3], load[4]]
 
 
 def test_kept_recordings_are_those_nearest_to_all() -> None:
