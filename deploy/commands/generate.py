@@ -215,5 +215,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             )
             seconds = time.monotonic() - start
         announce(console, f"wrote {output_path} after {seconds:.1f} s")
-        typer.echo(totals.summary(seconds))
+        dilation = config.target.dilation if server is None else None
+        if dilation is None:
+            typer.echo(totals.summary(seconds))
+        else:
+            told = totals.summary(seconds / dilation)
+            typer.echo(f"{told} (emulated: in the devices' time, {dilation:g} x as fast)")
         raise typer.Exit(1 if totals.failed else 0)
