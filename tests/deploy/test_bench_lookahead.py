@@ -166,7 +166,7 @@ def test_a_cell_is_simulated_with_the_same_requests_and_luck() -> None:
 class _NoPair:
     """Nothing is there."""
 
-    target_addresses = ("",)
+    target_addresses: tuple[str, ...] = ("",)
     dilation = 1.0
 
     def __init__(self, folder: Path) -> None:
