@@ -24,14 +24,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.actor_calls import outcome_of
 from cluster.actors import DrafterActor, DriverActor, Serving, ShardActor, WorkerSetup
 from cluster.lives import longest_silence, until_lost, until_started
-from cluster.placement import Bundle, Placement, WorkerPlan
-from paceline.errors import PacelineError, UnavailableError
+from cluster.placement import Placement, WorkerPlan
+from paceline.errors import PacelineError, UnavailableError, WorkerLostError
 
 ROOM_SECONDS = 30.0
 """How long the cluster may take to set aside what the plan reserves."""
 _DRIVER = "driver"
 _LONGEST_WAIT = 30.0
 _DRIVER_SECONDS = 5.0
+_LOOK_SECONDS = 0.2
 _ANSWERS_AT_ONCE = 100
 _PROGRESS_SECONDS = 1.0
 _PATIENCE_OF_LOADS = 3.0
@@ -58,6 +59,7 @@ class _Worker:
     handle: Any = None
     serving: Serving | None = None
     restarts: int = 0
+    restarting: bool = False
 
     @property
     def address(self) -> str | None:
@@ -255,12 +257,22 @@ class Controller:
         port, address = worker.port, worker.address
         is_drafter = worker.plan is not None and worker.plan.kind != "target"
         while True:
+            worker.restarting = True
             ray.kill(worker.handle)
             worker.handle = self._make_actor(worker.plan)
             try:
-                starting = until_started(worker.handle, worker.name, self._needs(worker.plan))
+                number = worker.plan.group if worker.plan else 0
+                starting = until_started(
+                    worker.handle,
+                    worker.name,
+                    self._placement.groups[number],
+                    self._groups[number],
+                )
                 await outcome_of(starting, worker.name)
+                if worker is self._driver:
+                    await self._until_shards_serve()
                 await self._serve(worker, 0 if is_drafter else port)
+                worker.restarting = False
                 if worker.address != address:
                     await self._tell_driver(worker)
             except PacelineError as error:
@@ -274,7 +286,10 @@ class Controller:
             return
 
     async def _tell_driver(self, revived: _Worker) -> None:
-        """Tell where the worker is now: on another host perhaps, where its own is lost."""
+        """Tell where the worker is now: on another host perhaps, where its own is lost.
+
+        A driver that is lost as well learns it when it is started again.
+        """
         if revived.plan is None:
             return
         driver = self._driver.handle
@@ -282,7 +297,8 @@ class Controller:
             call = driver.set_target.remote(self._target_addresses())
         else:
             call = driver.set_drafters.remote(self._drafter_addresses())
-        await outcome_of(call, _DRIVER)
+        with contextlib.suppress(WorkerLostError):
+            await outcome_of(call, _DRIVER)
 
     async def _tell_trouble(self, worker: _Worker, error: PacelineError) -> None:
         """Tell the driver, where it lives, why a shard stays away: requests that fail say so."""
@@ -291,11 +307,10 @@ class Controller:
                 call = self._driver.handle.note_target.remote(str(error))
                 await asyncio.wait_for(outcome_of(call, _DRIVER), _DRIVER_SECONDS)
 
-    def _needs(self, plan: WorkerPlan | None) -> Bundle:
-        """What the worker's bundle holds; the driver is in the first shard's."""
-        if plan is None:
-            return self._placement.groups[0].bundles[0]
-        return self._placement.groups[plan.group].bundles[plan.bundle]
+    async def _until_shards_serve(self) -> None:
+        """Wait for those that are being started again: a driver would look at old addresses."""
+        while any(shard.restarting for shard in self._shards):
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _say(self, line: str) -> None:
         self._lines.append(line)

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.actor_calls import cause_of
 from cluster.actors import WorkerSetup
@@ -30,6 +31,8 @@ from paceline.errors import UnavailableError, WorkerLostError
 
 NAMESPACE = "paceline"
 _LOOPBACK = "127.0.0.1"
+_HEAD = "node:__internal_head__"
+"""A resource that Ray gives to its head alone."""
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _ROOM_PATIENCE = 5.0
@@ -108,7 +111,11 @@ def start_cluster(
     """
     nodes, placement = _place(config, cores)
     setup = WorkerSetup(config=config, home=home, host=_LOOPBACK if len(nodes) == 1 else None)
-    options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 100}
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        "max_concurrency": 100,
+        "scheduling_strategy": _beside_head(),
+    }
     if detached:
         options |= {"lifetime": "detached", "name": name}
     try:
@@ -162,6 +169,14 @@ def _free_nodes() -> list[Node]:
         Node(node["NodeManagerAddress"], total.get("CPU", 0.0), total.get("GPU", 0.0))
         for node, total in zip(alive, totals, strict=True)
     ]
+
+
+def _beside_head() -> NodeAffinitySchedulingStrategy | str:
+    """Where the controller lives: with the head, without which Ray does not go on either."""
+    for node in ray.nodes():
+        if node["Alive"] and _HEAD in node["Resources"]:
+            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
+    return "DEFAULT"
 
 
 def _follow(controller: Any, progress: Progress) -> str:

@@ -8,19 +8,25 @@ driver's patience with a step grows with the step's tokens.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from cluster.placement import GroupPlan
 from paceline.errors import UnavailableError
 
 QUESTIONS = 4
 """So many in a row stay without an answer before a worker is silent. Where this whole machine was
 stopped for a while, the first times out at once, and the second is answered."""
+ROOM_SECONDS = 10.0
+"""How long Ray may look for a node in place of a lost one before we say that it finds none."""
 START_SECONDS = 60.0
-"""How long the process of an actor may take to be there, once somebody has room for it."""
+"""How long the process of an actor may take to be there."""
+_LOOK_SECONDS = 0.5
 
 
 def longest_silence(hung_after: float) -> float:
@@ -49,22 +55,45 @@ async def until_lost(
         await asyncio.gather(*ways, return_exceptions=True)
 
 
-async def until_started(worker: Any, name: str, needs: Mapping[str, float]) -> None:
-    """Return when the process of an actor answers.
+async def until_started(worker: Any, name: str, plan: GroupPlan, group: PlacementGroup) -> None:
+    """Return when the process of an actor in a placement group answers.
 
-    Raises UnavailableError where it does not within START_SECONDS, saying what it `needs` and what
-    is there; RayActorError where it cannot be.
+    Raises UnavailableError where Ray has no node for what the group lost, or the process does not
+    come: what is needed, and what is there. Raises RayActorError where it cannot be.
     """
-    try:
-        await asyncio.wait_for(worker.ping.remote(), START_SECONDS)
-    except TimeoutError:
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        free = ray.available_resources()
-        raise UnavailableError(
-            f"{name} has no place: after {START_SECONDS:g} s no node has {_devices(needs)} for it; "
-            f"{len(nodes)} live, with {'; '.join(map(_devices, nodes))}, of which "
-            f"{_devices(free)} are free; start a node that has as much, or free some"
-        ) from None
+    began = time.monotonic()
+    answer = asyncio.ensure_future(worker.ping.remote())
+    homeless_since: float | None = None
+    while not (await asyncio.wait({answer}, timeout=_LOOK_SECONDS))[0]:
+        now = time.monotonic()
+        has_room = await asyncio.to_thread(_has_room, group)
+        homeless_since = None if has_room else homeless_since or now
+        if homeless_since is not None and now - homeless_since > ROOM_SECONDS:
+            answer.cancel()
+            raise UnavailableError(_no_room(name, plan))
+        if now - began > START_SECONDS:
+            answer.cancel()
+            raise UnavailableError(
+                f"{name}: its process did not answer within {START_SECONDS:g} s of its start"
+            )
+    await answer
+
+
+def _has_room(group: PlacementGroup) -> bool:
+    """Whether all of a group's bundles are on nodes that live."""
+    return bool(placement_group_table(group)["state"] == "CREATED")
+
+
+def _no_room(name: str, plan: GroupPlan) -> str:
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    needs = " + ".join(map(_devices, plan.bundles))
+    together = "one node" if plan.strategy == "STRICT_PACK" else "the nodes"
+    return (
+        f"{name} has no place: its group needs {needs} on {together} that are left, which are "
+        f"{len(alive)}, with {'; '.join(map(_devices, alive))}; "
+        f"{_devices(ray.available_resources())} are free: start a node that has as much, or free "
+        "some"
+    )
 
 
 def _devices(resources: Mapping[str, float]) -> str:

@@ -12,7 +12,7 @@ import subprocess
 from tests.cluster.shard_processes import Host
 
 HERE = Host("10.213.77.1")
-_THERE = "10.213.77.2"
+_THERE = tuple(f"10.213.77.{number}" for number in range(2, 7))
 
 
 class CannotMakeHostsError(Exception):
@@ -20,12 +20,16 @@ class CannotMakeHostsError(Exception):
 
 
 class SecondHost:
-    """A context manager that raises CannotMakeHostsError. `host` is the other one, HERE ours."""
+    """A context manager that raises CannotMakeHostsError. `host` is the other one, HERE ours.
+
+    `hosts`: its addresses, five of them, as if there were as many hosts behind one cable.
+    """
 
     def __init__(self) -> None:
         self._name = f"pl-{os.getpid()}"
         self._cable = f"plc{os.getpid()}"
-        self.host = Host(_THERE, ("ip", "netns", "exec", self._name))
+        self.hosts = [Host(there, ("ip", "netns", "exec", self._name)) for there in _THERE]
+        self.host = self.hosts[0]
 
     def __enter__(self) -> SecondHost:
         far = f"{self._cable}x"
@@ -33,10 +37,10 @@ class SecondHost:
             _ip("netns", "add", self._name)
             _ip("link", "add", self._cable, "type", "veth", "peer", "name", far)
             _ip("link", "set", far, "netns", self._name)
-            _ip("addr", "add", f"{HERE.address}/30", "dev", self._cable)
+            _ip("addr", "add", f"{HERE.address}/29", "dev", self._cable)
             _ip("link", "set", self._cable, "up")
             for command in (
-                ("addr", "add", f"{_THERE}/30", "dev", far),
+                *(("addr", "add", f"{there}/29", "dev", far) for there in _THERE),
                 ("link", "set", far, "up"),
                 ("link", "set", "lo", "up"),
             ):

@@ -1,0 +1,111 @@
+"""A Ray cluster of several nodes, each of which can be lost with all its processes.
+
+A node runs in a process namespace of its own, whose first process ends it, and may run on another
+host (tests/cluster/two_hosts.py). Needs root, `unshare`, and that no cluster is at the ports.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from deploy.ray_head import free_ports, is_listening
+from tests.cluster.shard_processes import Host
+
+START_SECONDS = 90.0
+_OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_STARTED = "Ray runtime started"
+_QUICK_TO_NOTICE = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+class RayNodes:
+    """The head at once, others when they are asked for. Use as a context manager."""
+
+    def __init__(self, head: Host, *, num_cpus: int) -> None:
+        port, client_port, dashboard_port, metrics_port = free_ports(4)
+        self.address = f"{head.address}:{port}"
+        self._folders: list[str] = []
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+        self._start(
+            head,
+            (
+                "--head",
+                f"--port={port}",
+                f"--ray-client-server-port={client_port}",
+                f"--dashboard-port={dashboard_port}",
+                f"--metrics-export-port={metrics_port}",
+                "--include-dashboard=false",
+                f"--system-config={json.dumps(_QUICK_TO_NOTICE)}",
+            ),
+            num_cpus=num_cpus,
+        )
+
+    def __enter__(self) -> RayNodes:
+        self._await(lambda: is_listening(self.address))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for address in list(self._nodes):
+            self.lose(address)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, host: Host, *, num_cpus: int) -> None:
+        """Start a node there; return when it is part of the cluster."""
+        log = self._start(host, (f"--address={self.address}",), num_cpus=num_cpus)
+        self._await(lambda: _STARTED in log.read_text())
+
+    def lose(self, address: str) -> None:
+        """Kill the node there, and every process on it."""
+        node = self._nodes.pop(address)
+        node.kill()
+        node.wait()
+
+    def logs(self) -> str:
+        """What the nodes printed."""
+        return "".join((Path(folder) / "log").read_text() for folder in self._folders)
+
+    def _await(self, condition: Callable[[], bool]) -> None:
+        give_up = time.monotonic() + START_SECONDS
+        while not condition():
+            assert time.monotonic() < give_up, self.logs()
+            time.sleep(0.1)
+
+    def _start(self, host: Host, arguments: Sequence[str], *, num_cpus: int) -> Path:
+        folder = tempfile.mkdtemp(prefix="pl-")
+        self._folders.append(folder)
+        command = [
+            *(*host.run, *_OWN_PROCESSES),
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *arguments),
+            *("--disable-usage-stats", "--include-log-monitor=false", "--num-gpus=0"),
+            *("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"),
+            f"--node-ip-address={host.address}",
+            f"--num-cpus={num_cpus}",
+            "--object-store-memory=80000000",
+            f"--temp-dir={folder}",
+        ]
+        with (Path(folder) / "log").open("wb") as log:
+            self._nodes[host.address] = subprocess.Popen(
+                command, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        return Path(log.name)
+
+
+def environment() -> dict[str, str]:
+    """Of a process of the cluster: it finds our packages, and may listen beyond the loopback."""
+    own = {name: value for name, value in os.environ.items() if name != _LOOPBACK_ONLY}
+    own["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    return own
