@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.v1 import target_pb2
 from workers.device_verdicts import ChosenTokens
-from workers.engine.engine import Engine
 from workers.engine.tensor_parallel.group import Group
+from workers.engine.tensor_parallel.ranked import RankedEngine
 from workers.target_session import VerdictTask
 from workers.verdicts import message_of, verdicts_of
 from workers.verification.coupled import follow
@@ -38,7 +38,7 @@ class _Best:
 
 
 def group_verdicts(
-    engine: Engine, part_TV: Tensor, tasks: Sequence[VerdictTask]
+    engine: RankedEngine, part_TV: Tensor, tasks: Sequence[VerdictTask]
 ) -> list[target_pb2.Verdict]:
     """What verdicts_of gives for the whole logits, at rank 0; an empty list at the others.
 
@@ -64,14 +64,14 @@ def group_verdicts(
         part_RV = _pick(part_TV, short_rows)[:, : len(engine.token_ids_held)]
         found |= _by_parts(group, part_RV, engine, short)
     if long:
-        logits_TV = engine.whole_rows(_pick(part_TV, long_rows))
+        logits_TV = group.settle(engine.whole_rows(_pick(part_TV, long_rows)))
         if not group.place.rank:
             found |= {verdict.sequence_id: verdict for verdict in verdicts_of(logits_TV, long)}
     return [found[task.sequence_id] for task in tasks if task.sequence_id in found]
 
 
 def _by_parts(
-    group: Group, part_RV: Tensor, engine: Engine, tasks: Sequence[VerdictTask]
+    group: Group, part_RV: Tensor, engine: RankedEngine, tasks: Sequence[VerdictTask]
 ) -> dict[int, target_pb2.Verdict]:
     """Verdicts by sequence; empty at ranks other than 0."""
     held = engine.token_ids_held
@@ -84,7 +84,7 @@ def _by_parts(
             drawn += [(row + node, task, len(task.prefix) + d) for node, d in enumerate(depths)]
         row += task.num_rows
     if drawn:
-        rows_NV = part_RV.cpu().numpy()
+        rows_NV = group.settle(part_RV).cpu().numpy()
         best = [
             best_score(rows_NV[row], np.float32(largest[row]), held, task.spec, position)
             if held
@@ -118,7 +118,7 @@ def _likeliest(part_RV: Tensor, held: range) -> tuple[Tensor, Tensor]:
 
 def _exchange(group: Group, scores_R: Tensor, ids_R: Tensor) -> _Best:
     mine_2R = torch.stack([scores_R, ids_R]).to(group.device)
-    all_N2R = torch.stack(group.all_gather(mine_2R)).cpu()
+    all_N2R = group.settle(torch.stack(group.all_gather(mine_2R))).cpu()
     return _Best(all_N2R[:, 0], all_N2R[:, 1].to(torch.int64))
 
 

@@ -12,8 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from workers.engine.model import Progress
 from workers.engine.open import AnyEngine, Device, open_engine
+from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import Dtype, WeightForm
 

@@ -21,10 +21,10 @@ import typer
 from paceline.errors import ConfigError, PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.cores import pin_cores
-from workers.engine.engine import Engine
-from workers.engine.model import Progress
-from workers.engine.open import DEVICES, AnyEngine, Device
+from workers.engine.open import DEVICES, AnyEngine, Device, device_of
+from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Deadlines, Group
+from workers.engine.tensor_parallel.ranked import RankedEngine, group_of
 from workers.engine.tensor_parallel.sharding import Place
 from workers.engine.weight_form import Dtype, WeightForm
 from workers.loading import in_own_thread, load_engine
@@ -100,7 +100,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"session: expected 1 to {_LONGEST_SESSION} characters, got {len(request.session)}",
             )
-        if isinstance(engine, Engine) and engine.group is not None:
+        if isinstance(engine, RankedEngine) and engine.group is not None:
             await self._take(context, else_status=grpc.StatusCode.UNAVAILABLE)
             try:
                 await in_own_thread(lambda: _meet(engine, request), threads=self._threads)
@@ -134,8 +134,8 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         except PacelineError as error:
             await context.abort(status_code(error), str(error))
         finally:
-            if isinstance(engine, Engine) and engine.group is not None:
-                engine.group.leave()  # Whoever waits for this rank fails at once.
+            if (group := group_of(engine)) is not None:
+                group.leave()  # Whoever waits for this rank fails at once.
             self._live.release()
 
     async def _loaded(self, context: _Context) -> StepEngine:
@@ -149,8 +149,8 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
 
 def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
     place, rendezvous = Place(), None
-    if isinstance(engine, Engine) and engine.group is not None:
-        place, rendezvous = engine.group.place, engine.group.rendezvous
+    if (group := group_of(engine)) is not None:
+        place, rendezvous = group.place, group.rendezvous
     return target_pb2.DescribeTargetResponse(
         model=engine.info.name,
         vocab_size=engine.info.vocab_size,
@@ -167,7 +167,7 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
     )
 
 
-def _meet(engine: Engine, request: target_pb2.MeetRequest) -> None:
+def _meet(engine: RankedEngine, request: target_pb2.MeetRequest) -> None:
     """Raises WorkerLostError; CheckpointError where the ranks loaded different things."""
     assert engine.group is not None
     engine.group.meet(request.session, request.rendezvous)
@@ -241,7 +241,8 @@ def _group_of(options: TargetShardOptions, host: str) -> Group | None:
         raise ConfigError(f"rank: expected 0 to {place.degree - 1}, got {place.rank}")
     if place.degree == 1:
         return None
-    return Group(place, host=host, deadlines=options.deadlines)
+    device = device_of(options.device)
+    return Group(place, host=host, device=device, deadlines=options.deadlines)
 
 
 class _LoggedProgress:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from paceline.v1 import target_pb2
 from workers.engine.checkpoint import CheckpointInfo
-from workers.engine.engine import Engine
 from workers.engine.slices import Slice
+from workers.engine.tensor_parallel.ranked import RankedEngine, group_of
 from workers.group_verdicts import group_verdicts
 from workers.target_session import EngineLimits, StepWork, TargetSession, VerdictTask
 from workers.worker_clock import WorkerClock
@@ -54,7 +54,7 @@ class Stepper:
         self._engine = engine
         self._clock = clock
         self._verdicts_of = verdicts_of
-        self._group = engine.group if isinstance(engine, Engine) else None
+        self._group = group_of(engine)
         self._session = TargetSession(
             EngineLimits(
                 vocab_size=engine.info.vocab_size,
@@ -96,6 +96,9 @@ class Stepper:
 
     def _verdicts(self, work: StepWork) -> list[target_pb2.Verdict]:
         engine = self._engine
-        if isinstance(engine, Engine) and engine.group is not None:
-            return group_verdicts(engine, engine.step_part(work.slices), work.tasks)
+        if isinstance(engine, RankedEngine) and engine.group is not None:
+            part_TV = engine.step_part(work.slices)
+            verdicts = group_verdicts(engine, part_TV, work.tasks)
+            engine.group.settle(part_TV)
+            return verdicts
         return self._verdicts_of(engine.step(work.slices), work.tasks)

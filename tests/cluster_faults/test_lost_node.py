@@ -68,6 +68,17 @@ def served(nodes: RayNodes, folder: Path, config: str) -> Iterator[str]:
         job.communicate(timeout=60)
 
 
+def serves(address: str) -> bool:
+    if not is_listening(address):
+        return False
+    with Client(address, timeout=5.0) as client:
+        try:
+            client.stats()
+        except PacelineError:
+            return False
+    return True
+
+
 def host_of(worker: WorkerStats) -> str:
     return worker.address.rpartition(":")[0]
 
@@ -174,6 +185,6 @@ def test_lost_shards(tmp_path: Path, there: SecondHost) -> None:
                 nodes.add(spare[4], num_cpus=1)
                 with pytest.raises(PacelineError):
                     stream_and_lose(client, nodes, beside.address)
-            eventually(lambda: is_listening(f"{spare[4].address}:{port}"))
+            eventually(lambda: serves(f"{spare[4].address}:{port}"))
             with Client(f"{spare[4].address}:{port}") as client:
                 assert client.generate(PROMPT, options_of("chain")).token_ids == plain

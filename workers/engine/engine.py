@@ -23,20 +23,20 @@ from workers.engine.forward import choose_forward
 from workers.engine.host_memory import check_room
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
 from workers.engine.linears import MIN_ROWS
-from workers.engine.model import Progress, load_model
+from workers.engine.model import load_model
+from workers.engine.rank_parts import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree
 from workers.engine.step_plan import make_plan
-from workers.engine.tensor_parallel.agreement import agree
-from workers.engine.tensor_parallel.cuts import vocabulary_part
 from workers.engine.tensor_parallel.group import Group
+from workers.engine.tensor_parallel.ranked import RankedEngine
 from workers.engine.thread_choice import ThreadChoice
 from workers.engine.weight_form import WeightForm
 
 __all__ = ["Engine", "Slice"]
 
 
-class Engine:
+class Engine(RankedEngine):
     """A loaded checkpoint with its KV memory. One per process: it sets torch's thread count."""
 
     def __init__(
@@ -67,25 +67,12 @@ class Engine:
         self._min_tokens = MIN_ROWS[weights]
         with nullcontext() if group is None else group.alone():
             self._adopt(model, kv_memory_bytes)
-        self.batch_invariant: bool | None = None
+        self.batch_invariant = None
         if group is None:
             self.batch_invariant = rows_are_invariant(self)
         # Ranks wait for each other, so that a rank's time says little of its own threads.
         if threads > 1 and self.batch_invariant:
             self._threads = ThreadChoice(threads)
-
-    def agree(self) -> None:
-        """Compare with the other ranks after a meeting, and test the group if one is new in it.
-
-        Raises CheckpointError, on all ranks, when they did not load the same.
-        """
-        assert self.group is not None
-        agreed = agree(self.group, self.info, self._weights, self.num_blocks, self.max_model_len)
-        self._num_blocks, self.max_model_len = agreed.num_blocks, agreed.max_model_len
-        known = -1 if self.batch_invariant is None else int(self.batch_invariant)
-        if any(row != [known] for row in self.group.exchange([known])) or known < 0:
-            verdict = int(rows_are_invariant(self))
-            self.batch_invariant = bool(self.group.exchange([verdict])[0][0])
 
     def _adopt(self, model: PreTrainedModel, kv_memory_bytes: int) -> None:
         config = model.config
@@ -130,37 +117,16 @@ class Engine:
         return BLOCK_SIZE
 
     @property
-    def num_blocks(self) -> int:
-        """KV blocks there are; ids go from 0 to this less 1."""
-        return self._num_blocks
-
-    @torch.inference_mode()
-    def step(self, slices: Sequence[Slice]) -> Tensor:
-        """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
-
-        Rows: for each slice in order, those after its last `num_logits` fed tokens. Slices must not
-        be empty, and no two may write the same block. Ranks other than 0 get as many rows without
-        columns. Raises WorkerLostError when another rank is lost.
-        """
-        logits_TV = self.step_part(slices)
-        return logits_TV if self.group is None else self.whole_rows(logits_TV)
-
-    @torch.inference_mode()
-    def whole_rows(self, part_TV: Tensor) -> Tensor:
-        """All ranks' columns of rows that step_part gave, at rank 0; no columns at the others."""
-        assert self.group is not None
-        parts = self.group.gather(part_TV) if part_TV.shape[0] else [part_TV]
-        if parts is None or self.group.place.rank:
-            return part_TV[:, :0]
-        return torch.cat(parts, dim=1)[:, : self.info.vocab_size]
+    def _form(self) -> str:
+        return self._weights
 
     @property
-    def token_ids_held(self) -> range:
-        """The columns of what step_part returns; further ones are padding."""
-        if self.group is None:
-            return range(self.info.vocab_size)
-        place = self.group.place
-        return vocabulary_part(self.info.vocab_size, degree=place.degree, rank=place.rank)
+    def _may_be_invariant(self) -> bool:
+        return True
+
+    @property
+    def _multi_threaded(self) -> bool:
+        return torch.get_num_threads() > 1
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:

@@ -6,13 +6,11 @@ each brought into the engine's form before the next is read, so that no copy of 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError
@@ -24,15 +22,13 @@ from workers.engine.host_memory import check_room
 from workers.engine.invariance import replace_activations
 from workers.engine.linears import activation_dtype, replace_linears_of
 from workers.engine.mixtures import holds_experts, replace_experts_of
+from workers.engine.rank_parts import Progress, RankParts
 from workers.engine.stored_tensors import StoredTensors
 from workers.engine.tensor_parallel.cuts import vocabulary_part
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.tensor_parallel.modules import SummedOutput, VocabularyEmbedding
 from workers.engine.tensor_parallel.sharding import Place, Sharding
 from workers.engine.weight_form import BITS_OF_A_WEIGHT, WeightForm
-
-Progress = Callable[[int, int], None]
-"""Told the bytes that are loaded, and those of the whole share."""
 
 
 def load_model(
@@ -45,18 +41,32 @@ def load_model(
 
     Raises CheckpointError; ConfigError for more ranks than heads, or too little memory.
     """
+    model, parts, sharding = empty_part(folder, group)
+    parts.tell(progress, activation_dtype(weights))
+    _Loading(model, parts, weights).run()
+    parts.close()
+    if group is not None and group.place.degree > 1:
+        join_ranks(model, sharding, group)
+    replace_activations(model)
+    replace_norms(model)
+    return model
+
+
+def empty_part(
+    folder: Path, group: Group | None, *, device: torch.device | None = None
+) -> tuple[PreTrainedModel, RankParts, Sharding]:
+    """A rank's model without weights, and what fills it, on `device` (None: the CPU).
+
+    Raises CheckpointError, and ConfigError for more ranks than heads.
+    """
     config = read_config(folder)
     stored = StoredTensors(folder)
     shapes = whole_shapes(folder, config, stored)
     place = Place() if group is None else group.place
     sharding = Sharding(config, _base_prefix(config), place)
     model = _empty_model(sharding.local_config())
-    _Loading(model, stored, shapes, sharding, weights, progress).run()
-    if group is not None and place.degree > 1:
-        _join_ranks(model, sharding, group)
-    replace_activations(model)
-    replace_norms(model)
-    return model
+    parts = RankParts(model, stored, shapes, sharding, device or torch.device("cpu"))
+    return model, parts, sharding
 
 
 def check_degree(folder: Path, degree: int) -> None:
@@ -71,101 +81,40 @@ def check_degree(folder: Path, degree: int) -> None:
 class _Loading:
     """Fills an empty model, linear by linear."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        stored: StoredTensors,
-        shapes: dict[str, tuple[int, ...]],
-        sharding: Sharding,
-        weights: WeightForm,
-        progress: Progress | None,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, parts: RankParts, weights: WeightForm) -> None:
         self._model = model
-        self._stored = stored
-        self._shapes = shapes
-        self._sharding = sharding
+        self._parts = parts
         self._weights = weights
-        self._progress = progress
         self._dtype = activation_dtype(weights)
         # Weights of few bits are made from the most exact ones.
         self._linear_dtype = self._dtype if weights == "bfloat16" else torch.float32
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._shared: dict[tuple[int, torch.dtype], nn.Parameter] = {}
-        self._done_bytes = 0
-        self._num_weights = sum(self._numel(name) for name in self._names.values())
-        self._all_bytes = self._num_weights * self._dtype.itemsize
 
     def run(self) -> None:
         """Fill all. Raises CheckpointError; ConfigError where the host has too little memory."""
         check_room(
-            self._num_weights * BITS_OF_A_WEIGHT[self._weights] // 8,
+            self._parts.num_weights * BITS_OF_A_WEIGHT[self._weights] // 8,
             f"this shard's weights as {self._weights} take",
             "raise target.tensor_parallel, or take a larger host",
         )
-        kept = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
         # Linears and experts are filled with their parents, and must be freed once replaced.
         for module in [one for one in self._model.modules() if not _is_replaced(one)]:
-            self._fill(module, self._dtype, kept)
+            self._parts.fill(module, self._dtype)
             for experts in filter(holds_experts, list(module.children())):
-                self._fill(experts, self._linear_dtype, kept)
+                self._parts.fill(experts, self._linear_dtype)
                 replace_experts_of(module, self._weights)
             linears = [child for child in module.children() if isinstance(child, nn.Linear)]
             for linear in linears:
-                self._fill(linear, self._linear_dtype, kept)
+                self._parts.fill(linear, self._linear_dtype)
             if linears:
                 join_projections(module)
                 joined = {c.shared for c in module.children() if isinstance(c, ProjectionPart)}
                 for holder in (module, *joined):
                     is_head = module is self._model
                     replace_linears_of(holder, self._weights, is_head=is_head)
-        self._stored.close()
-
-    def _fill(self, module: nn.Module, dtype: torch.dtype, kept: set[int]) -> None:
-        """Read a module's own parameters. Those in `kept` may be those of another module, too."""
-        for leaf, empty in list(module.named_parameters(recurse=False)):
-            filled = self._shared.get((id(empty), dtype))
-            if filled is None:
-                filled = nn.Parameter(self._read(empty, dtype), requires_grad=False)
-                if id(empty) in kept:
-                    self._shared[id(empty), dtype] = filled
-            setattr(module, leaf, filled)
-        # The vocabulary's parts are cut here, all else by the local configuration.
-        if isinstance(module, nn.Linear):
-            module.out_features = module.weight.shape[0]
-        elif isinstance(module, nn.Embedding):
-            module.num_embeddings = module.weight.shape[0]
-
-    def _numel(self, name: str) -> int:
-        """Elements of this rank's part of a parameter."""
-        whole = self._shapes[name]
-        cut = self._sharding.cut(name, whole)
-        numel = math.prod(whole)
-        return numel if cut is None else numel // whole[cut.dim] * cut.size
-
-    def _read(self, empty: Tensor, dtype: torch.dtype) -> Tensor:
-        name = self._names[id(empty)]
-        whole = self._shapes[name]
-        cut = self._sharding.cut(name, whole)
-        tensor = self._stored.read(name, whole, cut, dtype)
-        vocabulary = cut is not None and tensor.shape[1:] == empty.shape[1:] and cut.dim == 0
-        if tensor.shape != empty.shape and not (vocabulary and _is_vocabulary(name)):
-            raise CheckpointError(
-                f"tensor {name} {whole} cannot be shared out: the model's part has shape "
-                f"{tuple(empty.shape)}, the plan gives {tuple(tensor.shape)}; use "
-                "tensor_parallel = 1"
-            )
-        self._done_bytes += tensor.numel() * tensor.element_size()
-        if self._progress is not None:
-            self._progress(self._done_bytes, self._all_bytes)
-        return tensor
 
 
 def _is_replaced(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or holds_experts(module)
-
-
-def _is_vocabulary(name: str) -> bool:
-    return name.endswith(("embed_tokens.weight", "lm_head.weight", "lm_head.bias"))
 
 
 def _base_prefix(config: PreTrainedConfig) -> str:
@@ -196,7 +145,7 @@ def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def _join_ranks(model: PreTrainedModel, sharding: Sharding, group: Group) -> None:
+def join_ranks(model: PreTrainedModel, sharding: Sharding, group: Group) -> None:
     """Put in the modules in which the ranks' results come together."""
     place = group.place
     for path, parent in list(model.named_modules()):

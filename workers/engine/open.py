@@ -10,9 +10,9 @@ import torch
 from paceline.errors import ConfigError
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.loading import dtype_of, load_on_device
+from workers.engine.cuda.loading import dtype_of, load_on_device, load_part_on_device
 from workers.engine.engine import Engine
-from workers.engine.model import Progress
+from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import Dtype, WeightForm, form_on_cpu
 
@@ -46,13 +46,8 @@ def open_engine(
     GPU is asked for and none is seen, where its memory does not suffice, and for a `dtype` that
     the device has no kernels for.
     """
-    available = torch.cuda.is_available()
-    if device == "cuda" and not available:
-        raise ConfigError(
-            "a GPU was asked for, and this process sees none: check the driver, torch's build "
-            f"({torch.__version__}) and CUDA_VISIBLE_DEVICES, or use the device cpu"
-        )
-    if device == "cpu" or not available:
+    where = device_of(device)
+    if where == "cpu":
         return Engine(
             folder,
             weights=form_on_cpu(dtype, weights),
@@ -62,13 +57,12 @@ def open_engine(
             group=group,
             progress=progress,
         )
-    if group is not None:
-        raise ConfigError(
-            f"tensor_parallel is {group.place.degree} on GPUs, which this version cannot: use "
-            'tensor_parallel = 1, or target.resources = "cpu"'
-        )
     info = inspect_checkpoint(folder)
-    model = load_on_device(folder, torch.device("cuda", 0), dtype_of(dtype, info))
+    gpu, stored_as = torch.device(where), dtype_of(dtype, info)
+    if group is None:
+        model = load_on_device(folder, gpu, stored_as)
+    else:
+        model = load_part_on_device(folder, gpu, stored_as, group, progress)
     return CudaEngine(
         model,
         info,
@@ -77,4 +71,19 @@ def open_engine(
             max_model_len=max_model_len,
             batch_invariant=batch_invariant,
         ),
+        group=group,
     )
+
+
+def device_of(device: Device) -> str:
+    """As torch names it: "cpu", or the first GPU that this process sees.
+
+    Raises ConfigError where a GPU is asked for and none is seen.
+    """
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError(
+            "a GPU was asked for, and this process sees none: check the driver, torch's build "
+            f"({torch.__version__}) and CUDA_VISIBLE_DEVICES, or use the device cpu"
+        )
+    return "cuda:0" if available and device != "cpu" else "cpu"

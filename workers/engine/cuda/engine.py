@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,8 @@ from workers.engine.cuda.step import DeviceStep, Heads
 from workers.engine.forward import choose_by_probe, probe_slice
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree
+from workers.engine.tensor_parallel.group import Group
+from workers.engine.tensor_parallel.ranked import RankedEngine
 
 _log = logging.getLogger(__name__)
 
@@ -49,18 +52,26 @@ class CudaOptions:
     graphs: bool = True
 
 
-class CudaEngine:
+class CudaEngine(RankedEngine):
     """A loaded model with its KV memory."""
 
     def __init__(
-        self, model: PreTrainedModel, info: CheckpointInfo, options: CudaOptions | None = None
+        self,
+        model: PreTrainedModel,
+        info: CheckpointInfo,
+        options: CudaOptions | None = None,
+        *,
+        group: Group | None = None,
     ) -> None:
         """Adapt the model, which lies on its device already, and allocate.
 
-        Raises ConfigError when memory does not suffice, or for a max_model_len that cannot be.
+        With a `group` the model is this rank's part (load_part_on_device): the ranks load, meet,
+        `agree`, then step with the same slices. Raises ConfigError when memory does not suffice, or
+        for a max_model_len that cannot be.
         """
         options = options or CudaOptions()
         self.info = info
+        self.group = group
         self.device = model.device
         self.max_model_len = _choose_length(options.max_model_len, info.max_model_len)
         self._options = options
@@ -83,7 +94,8 @@ class CudaEngine:
         self._began = 0.0
         self._graphs: Graphs | None = None
         try:
-            self._prepare(model)
+            with nullcontext() if group is None else group.alone():
+                self._prepare(model)
         except torch.OutOfMemoryError as error:
             free, total = torch.cuda.mem_get_info(self.device)
             raise ConfigError(
@@ -108,9 +120,12 @@ class CudaEngine:
         )
         del self._cache
         self._cache = self._allocate(num_blocks)
+        self._num_blocks = num_blocks
+        self.batch_invariant = None
         if options.graphs and can_use_kernel(self.device, self._dtype, self._sizes["head_size"]):
             self._capture()
-        self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
+        if self.group is None:
+            self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
 
     def _allocate(self, num_blocks: int) -> PagedKV:
         return PagedKV(**self._sizes, num_blocks=num_blocks, dtype=self._dtype, device=self.device)
@@ -132,7 +147,19 @@ class CudaEngine:
         return MemoryProfile(total=total, free=free + own, activations=activations)
 
     def _capture(self) -> None:
-        """Capture what chains need. A model whose code cannot be captured runs without graphs."""
+        """Capture what chains need. A model whose code cannot be captured runs without graphs.
+
+        So do ranks: a graph holds the connections that it was captured with, and these end whenever
+        the group meets anew.
+        """
+        if self.group is not None:
+            _log.warning(
+                "steps run without CUDA graphs: this is rank %d of %d, and its collectives are not "
+                "captured",
+                self.group.place.rank,
+                self.group.place.degree,
+            )
+            return
         graphs = Graphs(
             vocab_size=self.info.vocab_size,
             table_pages=self._table_pages,
@@ -157,9 +184,16 @@ class CudaEngine:
         return PAGE_SIZE
 
     @property
-    def num_blocks(self) -> int:
-        """KV blocks there are; ids go from 0 to this less 1."""
-        return self._cache.num_blocks
+    def _form(self) -> str:
+        return f"{self._dtype}, batch_invariant {self._options.batch_invariant}"
+
+    @property
+    def _may_be_invariant(self) -> bool:
+        return self._options.batch_invariant
+
+    @property
+    def _multi_threaded(self) -> bool:
+        return False
 
     @property
     def forward_seconds(self) -> float:
@@ -177,12 +211,8 @@ class CudaEngine:
         return self._began + self.forward_seconds
 
     @torch.inference_mode()
-    def step(self, slices: Sequence[Slice]) -> Tensor:
-        """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
-
-        Rows and conditions are those of Engine.step. The logits are on the device, and may still be
-        in the making.
-        """
+    def step_part(self, slices: Sequence[Slice]) -> Tensor:
+        """As `step`, but with this rank's columns alone."""
         for piece in slices:
             check_tree(piece)
         graphs, shape = self._graphs, None

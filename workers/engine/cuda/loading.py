@@ -1,4 +1,4 @@
-"""Loading a whole checkpoint onto one device, in a floating-point type."""
+"""Loading a checkpoint, or a rank's part of one, onto one device, in a floating-point type."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import CheckpointError, ConfigError
 from workers.engine import attention
 from workers.engine.checkpoint import CheckpointInfo, read_config, sliding_window_of
+from workers.engine.model import empty_part, join_ranks
+from workers.engine.rank_parts import Progress
+from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import Dtype
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -42,13 +45,7 @@ def load_on_device(folder: Path, device: torch.device, dtype: torch.dtype) -> Pr
     Raises CheckpointError, for layers too that a GPU's attention does not compute; ConfigError,
     with the numbers, where the device has too little memory.
     """
-    config = read_config(folder)
-    window, softcap = sliding_window_of(config), getattr(config, "attn_logit_softcapping", None)
-    if window is not None or softcap is not None:
-        raise CheckpointError(
-            f"{folder / 'config.json'}: sliding_window {window} and attn_logit_softcapping "
-            f"{softcap} are not supported on a GPU: run it on CPUs"
-        )
+    _check_attention(folder)
     attention.register()
     arguments: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
     transformers_logging.disable_progress_bar()  # Workers have no terminal.
@@ -63,14 +60,54 @@ def load_on_device(folder: Path, device: torch.device, dtype: torch.dtype) -> Pr
             **arguments,
         )
     except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        raise ConfigError(
-            f"out of GPU memory while {folder.name} was loaded as {dtype}: {free} of {total} bytes "
-            "are free; raise tensor_parallel, or take a larger GPU"
-        ) from error
+        raise _out_of_memory(folder, device, dtype) from error
     except Exception as error:  # transformers raises many kinds
         raise CheckpointError(f"{folder} could not be loaded: {error}") from error
     assert isinstance(model, PreTrainedModel)
     model.train(False)
     model.requires_grad_(False)
     return model
+
+
+def load_part_on_device(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: Group,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """This rank's part: only its slices of the files are read.
+
+    Raises as load_on_device does, and ConfigError for more ranks than heads.
+    """
+    _check_attention(folder)
+    model, parts, sharding = empty_part(folder, group, device=device)
+    parts.tell(progress, dtype)
+    try:
+        for module in list(model.modules()):
+            parts.fill(module, dtype)
+        model.to(device)  # What it computed for itself.
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(folder, device, dtype) from error
+    parts.close()
+    join_ranks(model, sharding, group)
+    return model
+
+
+def _check_attention(folder: Path) -> None:
+    """Refuse what a GPU's attention does not compute."""
+    config = read_config(folder)
+    window, softcap = sliding_window_of(config), getattr(config, "attn_logit_softcapping", None)
+    if window is not None or softcap is not None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: sliding_window {window} and attn_logit_softcapping "
+            f"{softcap} are not supported on a GPU: run it on CPUs"
+        )
+
+
+def _out_of_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> ConfigError:
+    free, total = torch.cuda.mem_get_info(device)
+    return ConfigError(
+        f"out of GPU memory while {folder.name} was loaded as {dtype}: {free} of {total} bytes "
+        "are free; raise tensor_parallel, or take a larger GPU"
+    )

@@ -6,8 +6,6 @@ import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
-
 from paceline.errors import CheckpointError
 from workers.engine.tensor_parallel.group import Group
 
@@ -31,13 +29,18 @@ class Agreed:
 
 
 def agree(
-    group: Group, loaded: Loaded, weights: str, num_blocks: int, max_model_len: int
+    group: Group,
+    loaded: Loaded,
+    weights: str,
+    num_blocks: int,
+    max_model_len: int,
+    *,
+    multi_threaded: bool,
 ) -> Agreed:
     """Compare. Raises CheckpointError, on all ranks alike, where they differ in what matters."""
     form = int.from_bytes(hashlib.sha256(weights.encode()).digest()[:7], "big")
     checkpoint = int.from_bytes(loaded.digest[:7], "big")
-    multi_threaded = int(torch.get_num_threads() > 1)
-    rows = group.exchange([checkpoint, form, multi_threaded, num_blocks, max_model_len])
+    rows = group.exchange([checkpoint, form, int(multi_threaded), num_blocks, max_model_len])
     for column, what in enumerate(("checkpoint", "form of weights", "choice of one thread")):
         others = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
         if others:

@@ -6,13 +6,15 @@ must meet again. Sums are made in the order of the ranks and rounded once, so th
 not depend on where it lies in a step: gloo's and NCCL's own sums are made in an order that depends
 on the place of an element.
 
-gloo for CPU tensors, NCCL for CUDA ones.
+gloo for CPU tensors, NCCL for CUDA ones. With NCCL a collective is only put in the device's queue:
+where the host is going to read a result it must `settle` first, which has the deadline.
 """
 
 from __future__ import annotations
 
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,8 +26,12 @@ import torch.distributed
 from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, PrefixStore, Store, TCPStore
 
-from paceline.errors import InternalError, ProtocolError, WorkerLostError
+from paceline.errors import ConfigError, InternalError, ProtocolError, WorkerLostError
 from workers.engine.tensor_parallel.sharding import Place
+
+_NO_NAME = "-"
+_POLL_SECONDS = 20e-6
+_WATCHDOG_PATIENCE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +51,18 @@ class Group:
         *,
         host: str,
         device: str = "cpu",
+        device_name: str | None = None,
         deadlines: Deadlines | None = None,
     ) -> None:
         """`host`: the address of this machine at which the other ranks reach it.
 
-        Rank 0 listens there from now on. Raises WorkerLostError when it cannot.
+        `device`: where the tensors are, as torch names it. `device_name` tells one device from all
+        others, on all hosts; None: a GPU's own, and CPUs have none. Rank 0 listens at `host` from
+        now on. Raises WorkerLostError when it cannot, ConfigError for a device without collectives.
         """
         self.place = place
         self.device = device
+        self._device_name = device_name or _name_of(device)
         self.rendezvous: str | None = None
         """ "host:port" at which the ranks meet; known to rank 0 alone."""
         self._host = host
@@ -72,18 +82,20 @@ class Group:
         """Wait for the other ranks, which must meet under the same name, used by no meeting before.
 
         `rendezvous`: rank 0's. Raises WorkerLostError when they do not all come in time,
-        ProtocolError for what is no address.
+        ProtocolError for what is no address, ConfigError where ranks share a device.
         """
         self.leave()
         try:
             store = PrefixStore(name, self._store or self._reach(rendezvous))
-            store.set(str(self.place.rank), "here")
+            store.set(str(self.place.rank), self._device_name or _NO_NAME)
             others = [str(rank) for rank in range(self.place.degree)]
             store.wait(others, timedelta(seconds=self._deadlines.meeting))
+            self._check_devices([store.get(rank).decode() for rank in others])
             self._members = _make_members(
                 store, self.place, self._host, self.device, self._deadlines.collective
             )
-            self.all_gather(torch.zeros(1, device=self.device))
+            (*_, last) = self.all_gather(torch.zeros(1, device=self.device))
+            self.settle(last)
         except RuntimeError as error:
             self.leave()
             raise WorkerLostError(
@@ -154,8 +166,40 @@ class Group:
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """All ranks' numbers, equally many, in the order of the ranks."""
         mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
-        rows: list[list[int]] = torch.stack(self.all_gather(mine)).tolist()
+        rows: list[list[int]] = self.settle(torch.stack(self.all_gather(mine))).tolist()
         return rows
+
+    def settle(self, result: Tensor) -> Tensor:
+        """Wait until the device is done with what it was asked for, `result` included; returns it.
+
+        Raises WorkerLostError, and the group is broken, where that takes longer than a collective
+        may: a device whose other ranks are gone waits for them for ever. On a CPU all is done.
+        """
+        if result.device.type != "cuda":
+            return result
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(result.device))
+        give_up = time.monotonic() + self._deadlines.collective
+        while not done.query():
+            if time.monotonic() > give_up:
+                self.leave()
+                raise WorkerLostError(
+                    f"rank {self.place.rank} waited for the other shards for longer than "
+                    f"{self._deadlines.collective:g} s"
+                )
+            time.sleep(_POLL_SECONDS)
+        return result
+
+    def _check_devices(self, names: Sequence[str]) -> None:
+        """Each rank must have a device of its own: two on one would wait for each other."""
+        named = [name for name in names if name != _NO_NAME]
+        if len(set(named)) < len(named):
+            of_each = ", ".join(f"rank {rank} has {name}" for rank, name in enumerate(names))
+            self.leave()
+            raise ConfigError(
+                f"{self.place.degree} shards have {len(set(named))} devices: {of_each}; give each "
+                "shard a GPU of its own (CUDA_VISIBLE_DEVICES), or lower tensor_parallel"
+            )
 
     def _run(self, start: Any) -> None:
         """Run a collective to its end. Raises WorkerLostError, and the group is broken."""
@@ -204,12 +248,28 @@ class Group:
         )
 
 
+def _name_of(device: str) -> str | None:
+    """What tells a GPU from all others. Raises ConfigError where torch has no NCCL."""
+    if device == "cpu":
+        return None
+    if not torch.distributed.is_nccl_available():
+        raise ConfigError(
+            f"tensor_parallel on {device} needs NCCL, which torch {torch.__version__} lacks: "
+            'install a build of torch for CUDA, or set target.resources = "cpu"'
+        )
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def _make_members(store: Store, place: Place, host: str, device: str, seconds: float) -> Any:
-    """A process group of torch's, unknown to torch's own registry: a process may have several."""
+    """A process group of torch's, unknown to torch's own registry: a process may have several.
+
+    gloo's collectives last at most `seconds`.
+    """
     kinds: Any = torch.distributed
     if device != "cpu":
         nccl = kinds.ProcessGroupNCCL.Options()
-        nccl._timeout = timedelta(seconds=seconds)
+        # NCCL's own watchdog ends the whole process; `settle` is to notice first.
+        nccl._timeout = timedelta(seconds=_WATCHDOG_PATIENCE * seconds)
         return kinds.ProcessGroupNCCL(store, place.rank, place.degree, nccl)
     gloo = kinds.ProcessGroupGloo._Options()
     gloo._timeout = timedelta(seconds=seconds)

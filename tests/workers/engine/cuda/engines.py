@@ -9,7 +9,9 @@ import torch
 
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.loading import load_on_device
+from workers.engine.cuda.loading import load_on_device, load_part_on_device
+from workers.engine.rank_parts import Progress
+from workers.engine.tensor_parallel.group import Group
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KV_BYTES = 4 << 20
@@ -36,3 +38,22 @@ def make_engine(
         graphs=graphs,
     )
     return CudaEngine(model, info, options)
+
+
+def make_rank(
+    folder: Path,
+    group: Group,
+    *,
+    dtype: torch.dtype = torch.float32,
+    batch_invariant: bool = True,
+    progress: Progress | None = None,
+) -> CudaEngine:
+    """A rank's engine, on its group's device."""
+    model = load_part_on_device(folder, torch.device(group.device), dtype, group, progress)
+    options = CudaOptions(
+        kv_memory_bytes=KV_BYTES,
+        batch_invariant=batch_invariant,
+        max_step_tokens=512,
+        max_num_seqs=4,
+    )
+    return CudaEngine(model, inspect_checkpoint(folder), options, group=group)

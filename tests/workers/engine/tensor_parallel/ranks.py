@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -25,9 +25,23 @@ def free_port() -> int:
 class Ranks:
     """`degree` groups that may meet. Use as a context manager."""
 
-    def __init__(self, degree: int, *, deadlines: Deadlines = QUICK) -> None:
+    def __init__(
+        self,
+        degree: int,
+        *,
+        deadlines: Deadlines = QUICK,
+        device_of: Callable[[int], str] = lambda rank: "cpu",
+        device_names: Sequence[str] | None = None,
+    ) -> None:
+        """`device_of` a rank, as torch names it; `device_names` tell the ranks' devices apart."""
         self.groups = [
-            Group(Place(rank, degree), host="127.0.0.1", deadlines=deadlines)
+            Group(
+                Place(rank, degree),
+                host="127.0.0.1",
+                device=device_of(rank),
+                device_name=None if device_names is None else device_names[rank],
+                deadlines=deadlines,
+            )
             for rank in range(degree)
         ]
         self._threads = ThreadPoolExecutor(degree, initializer=torch.set_num_threads, initargs=[1])
