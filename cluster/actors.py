@@ -275,9 +275,9 @@ class DriverActor(_Actor):
             self._driver.note_target(trouble)
 
     async def set_drafters(self, drafters: Mapping[str, str]) -> None:
-        """Use these from now on."""
-        assert self._driver is not None
-        await self._driver.set_drafters(drafters)
+        """Use these from now on. A driver that is only starting is told again."""
+        if self._driver is not None:
+            await self._driver.set_drafters(drafters)
 
 
 def _kv_bytes(config: Config) -> int | None:

@@ -273,7 +273,7 @@ class Controller:
                     await self._until_shards_serve()
                 await self._serve(worker, 0 if is_drafter else port)
                 worker.restarting = False
-                if worker.address != address:
+                if worker.address != address or worker is self._driver:
                     await self._tell_driver(worker)
             except PacelineError as error:
                 _log.warning("%s: cannot be started again yet: %s", worker.name, error)
@@ -288,17 +288,17 @@ class Controller:
     async def _tell_driver(self, revived: _Worker) -> None:
         """Tell where the worker is now: on another host perhaps, where its own is lost.
 
-        A driver that is lost as well learns it when it is started again.
+        A driver that is lost as well is told when it is started again; others may have moved while
+        it started.
         """
-        if revived.plan is None:
-            return
-        driver = self._driver.handle
-        if revived.plan.kind == "target":
-            call = driver.set_target.remote(self._target_addresses())
-        else:
-            call = driver.set_drafters.remote(self._drafter_addresses())
+        driver, calls = self._driver.handle, []
+        if revived.plan is None or revived.plan.kind == "target":
+            calls.append(driver.set_target.remote(self._target_addresses()))
+        if revived.plan is None or revived.plan.kind != "target":
+            calls.append(driver.set_drafters.remote(self._drafter_addresses()))
         with contextlib.suppress(WorkerLostError):
-            await outcome_of(call, _DRIVER)
+            for call in calls:
+                await outcome_of(call, _DRIVER)
 
     async def _tell_trouble(self, worker: _Worker, error: PacelineError) -> None:
         """Tell the driver, where it lives, why a shard stays away: requests that fail say so."""

@@ -24,7 +24,7 @@ from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
-from workers.engine.model import Progress
+from workers.engine.rank_parts import Progress
 from workers.server import RunningServer, start_server
 from workers.target_shard import TargetShard, TargetShardOptions
 
