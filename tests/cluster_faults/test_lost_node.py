@@ -162,12 +162,12 @@ def test_lost_shards(tmp_path: Path, there: SecondHost) -> None:
             nodes.add(host, num_cpus=1)
         with served(nodes, tmp_path, config) as address:
             port = address.rpartition(":")[2]
-            beside = next(h for h in spare[:2] if is_listening(f"{h.address}:{port}"))
-            with Client(f"{beside.address}:{port}") as client:
+            # All these hosts share interfaces, so that the driver is reached at any of them.
+            with Client(f"{spare[0].address}:{port}") as client:
                 plain = client.generate(PROMPT, options_of("off")).token_ids
-                assert host_of(worker_of(client, "shard-0")) == beside.address
+                beside = host_of(worker_of(client, "shard-0"))
                 shard = host_of(worker_of(client, "shard-1"))
-                assert shard != beside.address
+                assert shard != beside
 
                 def replace() -> None:
                     nodes.add(spare[2], num_cpus=1)
@@ -184,7 +184,7 @@ def test_lost_shards(tmp_path: Path, there: SecondHost) -> None:
 
                 nodes.add(spare[4], num_cpus=1)
                 with pytest.raises(PacelineError):
-                    stream_and_lose(client, nodes, beside.address)
+                    stream_and_lose(client, nodes, beside)
             eventually(lambda: serves(f"{spare[4].address}:{port}"))
             with Client(f"{spare[4].address}:{port}") as client:
                 assert client.generate(PROMPT, options_of("chain")).token_ids == plain

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from paceline.errors import CheckpointError
 from paceline.sampling import SamplingParams
 from paceline.text import one_line
+from workers.engine.quantisation import check_quantisation, is_quantised, plain_config
 from workers.engine.stored_tensors import StoredTensors
 
 
@@ -77,25 +78,18 @@ def read_config(folder: Path) -> PreTrainedConfig:
             "tokenizer.json, or a name that `paceline models list` shows"
         )
     raw = _read_json(folder / "config.json", required=True)
-    if "quantization_config" in raw:
-        method = dict(raw["quantization_config"] or {}).get("quant_method", "of an unknown kind")
-        raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantised ({method}), which is not "
-            "supported: use the checkpoint in float32, bfloat16 or float16"
-        )
+    check_quantisation(folder, raw)
     if "auto_map" in raw:
         raise CheckpointError(
             f"{folder / 'config.json'} wants code from the checkpoint to be run (auto_map), which "
             "Paceline never does: use a checkpoint of an architecture that transformers has"
         )
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return plain_config(folder)
     except Exception as error:  # transformers raises many kinds
         raise CheckpointError(
             f"{folder / 'config.json'} is not usable: {one_line(error)}"
         ) from error
-    assert isinstance(config, PreTrainedConfig)
-    return config
 
 
 def sliding_window_of(config: PreTrainedConfig) -> int | None:
@@ -123,7 +117,12 @@ def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _check_tensors(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> None:
-    """Compare names and shapes in the files with those of the model."""
+    """Compare names and shapes in the files with those of the model.
+
+    Quantised weights have names and shapes of their own: transformers checks them at load.
+    """
+    if is_quantised(config):
+        return
     for name, shape in whole_shapes(folder, config, stored).items():
         stored.check(name, shape)
 

@@ -22,6 +22,7 @@ from workers.engine.host_memory import check_room
 from workers.engine.invariance import replace_activations
 from workers.engine.linears import activation_dtype, replace_linears_of
 from workers.engine.mixtures import holds_experts, replace_experts_of
+from workers.engine.quantisation import DequantisedTensors, is_quantised, without_quantisation
 from workers.engine.rank_parts import Progress, RankParts
 from workers.engine.stored_tensors import StoredTensors
 from workers.engine.tensor_parallel.cuts import vocabulary_part
@@ -41,9 +42,11 @@ def load_model(
 
     Raises CheckpointError; ConfigError for more ranks than heads, or too little memory.
     """
-    model, parts, sharding = empty_part(folder, group)
+    # Weights of few bits are made from the most exact ones.
+    dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
+    model, parts, sharding = empty_part(folder, group, dtype)
     parts.tell(progress, activation_dtype(weights))
-    _Loading(model, parts, weights).run()
+    _Loading(model, parts, weights, dtype).run()
     parts.close()
     if group is not None and group.place.degree > 1:
         join_ranks(model, sharding, group)
@@ -53,14 +56,21 @@ def load_model(
 
 
 def empty_part(
-    folder: Path, group: Group | None, *, device: torch.device | None = None
+    folder: Path,
+    group: Group | None,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, RankParts, Sharding]:
     """A rank's model without weights, and what fills it, on `device` (None: the CPU).
 
-    Raises CheckpointError, and ConfigError for more ranks than heads.
+    `dtype`: into which quantised weights are turned. Raises CheckpointError, and ConfigError for
+    more ranks than heads, or too little memory.
     """
     config = read_config(folder)
     stored = StoredTensors(folder)
+    if is_quantised(config):
+        config, stored = without_quantisation(config), DequantisedTensors(folder, dtype)
     shapes = whole_shapes(folder, config, stored)
     place = Place() if group is None else group.place
     sharding = Sharding(config, _base_prefix(config), place)
@@ -81,13 +91,19 @@ def check_degree(folder: Path, degree: int) -> None:
 class _Loading:
     """Fills an empty model, linear by linear."""
 
-    def __init__(self, model: PreTrainedModel, parts: RankParts, weights: WeightForm) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        parts: RankParts,
+        weights: WeightForm,
+        dtype: torch.dtype,
+    ) -> None:
+        """`dtype`: of the weights from which linears are made."""
         self._model = model
         self._parts = parts
         self._weights = weights
         self._dtype = activation_dtype(weights)
-        # Weights of few bits are made from the most exact ones.
-        self._linear_dtype = self._dtype if weights == "bfloat16" else torch.float32
+        self._linear_dtype = dtype
 
     def run(self) -> None:
         """Fill all. Raises CheckpointError; ConfigError where the host has too little memory."""

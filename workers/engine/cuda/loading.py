@@ -13,6 +13,7 @@ from paceline.errors import CheckpointError, ConfigError
 from workers.engine import attention
 from workers.engine.checkpoint import CheckpointInfo, read_config, sliding_window_of
 from workers.engine.model import empty_part, join_ranks
+from workers.engine.quantisation import plain_config
 from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import Dtype
@@ -52,6 +53,7 @@ def load_on_device(folder: Path, device: torch.device, dtype: torch.dtype) -> Pr
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
+            config=plain_config(folder),
             dtype=dtype,
             attn_implementation=attention.NAME,
             local_files_only=True,
@@ -81,7 +83,7 @@ def load_part_on_device(
     Raises as load_on_device does, and ConfigError for more ranks than heads.
     """
     _check_attention(folder)
-    model, parts, sharding = empty_part(folder, group, device=device)
+    model, parts, sharding = empty_part(folder, group, dtype, device=device)
     parts.tell(progress, dtype)
     try:
         for module in list(model.modules()):

@@ -1,0 +1,131 @@
+"""Quantised checkpoints: transformers' own logits at every degree, or a refusal that says why."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from paceline.errors import CheckpointError
+from tests.tiny import make_tiny_checkpoint
+from tests.workers.engine.cuda.engines import make_engine
+from tests.workers.engine.tensor_parallel.ranks import Ranks
+from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.engine import Engine, Slice
+from workers.engine.quantisation import READABLE, REFUSED
+from workers.engine.tensor_parallel.group import Group
+
+BLOCK = 16
+LENGTH = 150
+TOKEN_IDS = torch.randint(384, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist()
+KV_BYTES = 1 << 21
+
+
+def config_with(folder: Path, quantisation: object) -> None:
+    path = folder / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantisation})
+    )
+
+
+def make_fp8(folder: Path) -> Path:
+    """Linears of the layers in blocks of float8, each with a scale, as DeepSeek's are stored."""
+    make_tiny_checkpoint(folder, hidden_size=64, num_attention_heads=8)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [one for one in tensors if one.endswith("_proj.weight")]:
+        blocks = tensors[name].unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        scales = blocks.abs().amax(dim=(1, 3)) / torch.finfo(torch.float8_e4m3fn).max
+        steps = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
+        tensors[name] = steps.reshape(tensors[name].shape)
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config_with(
+        folder,
+        {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_fp8(tmp_path_factory.mktemp("fp8"))
+
+
+@pytest.fixture(scope="module")
+def expected_TV(folder: Path) -> torch.Tensor:
+    return logits_of(folder)
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    """As transformers itself computes them."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        logits_TV: torch.Tensor = model(torch.tensor([TOKEN_IDS])).logits[0]
+    return logits_TV
+
+
+def near(found_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
+    return bool((found_TV - expected_TV).abs().max() < 1e-5 * expected_TV.abs().max() + 1e-5)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_logits_are_those_of_transformers(
+    folder: Path, expected_TV: torch.Tensor, degree: int
+) -> None:
+    piece = Slice([0, 1], 0, TOKEN_IDS, LENGTH)
+
+    def work(group: Group) -> torch.Tensor:
+        engine = Engine(folder, threads=1, kv_memory_bytes=KV_BYTES, group=group)
+        ranks.join(group)
+        engine.agree()
+        assert engine.batch_invariant
+        return engine.step([piece])
+
+    if degree == 1:
+        found_TV = Engine(folder, threads=1, kv_memory_bytes=KV_BYTES).step([piece])
+    else:
+        with Ranks(degree) as ranks:
+            found_TV = ranks.together(work)[0]
+    assert near(found_TV, expected_TV)
+
+
+def test_the_weights_are_in_fact_others_than_before(
+    folder: Path, expected_TV: torch.Tensor, tmp_path: Path
+) -> None:
+    before = make_tiny_checkpoint(tmp_path, hidden_size=64, num_attention_heads=8)
+    assert not near(logits_of(before), expected_TV)
+
+
+def test_the_engine_for_gpus_reads_them_too(folder: Path, expected_TV: torch.Tensor) -> None:
+    engine = make_engine(folder, "cpu")
+    assert near(engine.step([Slice([0], 0, TOKEN_IDS, LENGTH)]), expected_TV)
+
+
+def test_what_a_file_lacks_is_named(tmp_path: Path) -> None:
+    folder = make_fp8(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    del tensors[name], tensors[f"{name}_scale_inv"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"missing keys: model\.layers\.1\.mlp\.up_proj\.wei"):
+        Engine(folder, threads=1, kv_memory_bytes=KV_BYTES)
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "quip"])
+def test_other_kinds_are_refused_with_the_reason(tmp_path: Path, kind: str) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    config_with(folder, {"quant_method": kind})
+    with pytest.raises(CheckpointError) as caught:
+        inspect_checkpoint(folder)
+    message = str(caught.value)
+    assert f"the weights are quantised ({kind})" in message
+    assert REFUSED.get(kind, "a kind that is not known here") in message
+    assert all(readable in message for readable in READABLE)

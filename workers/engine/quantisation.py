@@ -1,0 +1,147 @@
+"""Checkpoints with quantised weights: read through transformers' own quantisers, or refused.
+
+Read are the kinds whose quantiser turns weights back into numbers while it loads them. What the
+engine then has is a model of plain weights, which it brings into its own form like any other: rows
+of logits stay bit-equal in any batch, and each rank cuts its part. The price is memory: every rank
+makes the whole model before it takes its part. Activations are not quantised, though the checkpoint
+may ask for it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from paceline.errors import CheckpointError
+from paceline.text import one_line
+from workers.engine.host_memory import check_room
+from workers.engine.stored_tensors import StoredTensors
+
+_KEY = "quantization_config"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """A kind that can be read. `package` is what transformers needs for it, besides itself."""
+
+    package: str | None = None
+
+
+READABLE: Mapping[str, _Kind] = {
+    "fp8": _Kind(),
+    "compressed-tensors": _Kind("compressed_tensors"),
+}
+"""By transformers' `quant_method`."""
+
+REFUSED: Mapping[str, str] = {
+    "bitsandbytes": "its weights are unpacked in its own modules at each step",
+    "torchao": "its quantiser does not turn weights back into numbers while it loads",
+    "gptq": "its weights are unpacked by kernels for GPUs at each step",
+    "awq": "its weights are unpacked by kernels for GPUs at each step",
+    "mxfp4": "the models that come so attend in a way that is not supported here",
+}
+"""Why these kinds are not read; the reason of others is that nobody has looked at them."""
+
+
+def check_quantisation(folder: Path, raw: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where `raw`, a config.json, tells of a kind that is not read."""
+    if _KEY not in raw:
+        return
+    kind = str(dict(raw[_KEY] or {}).get("quant_method", "of an unknown kind"))
+    known = READABLE.get(kind)
+    if known is None:
+        reason = REFUSED.get(kind, "a kind that is not known here")
+        raise CheckpointError(
+            f"{folder / 'config.json'}: the weights are quantised ({kind}), which is not read: "
+            f"{reason}. Use the checkpoint in float32, bfloat16 or float16 (target.dtype = "
+            f'"int8" makes it small on a CPU), or quantised as one of {", ".join(READABLE)}'
+        )
+    if known.package is not None and importlib.util.find_spec(known.package) is None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: the weights are quantised ({kind}), for which transformers "
+            f"needs the package {known.package}: pip install 'paceline[quantised]'"
+        )
+
+
+def plain_config(folder: Path) -> PreTrainedConfig:
+    """The configuration with which transformers loads plain weights, whatever the files hold.
+
+    Raises what AutoConfig raises.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    assert isinstance(config, PreTrainedConfig)
+    given = getattr(config, _KEY, None)
+    if given is not None:
+        setattr(config, _KEY, dict(given) | {"dequantize": True})
+    return config
+
+
+def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the model of plain weights. Changes and returns `config`."""
+    if hasattr(config, _KEY):
+        delattr(config, _KEY)
+    return config
+
+
+def is_quantised(config: PreTrainedConfig) -> bool:
+    """Whether the files hold quantised weights."""
+    return getattr(config, _KEY, None) is not None
+
+
+class DequantisedTensors(StoredTensors):
+    """The plain weights of a quantised checkpoint, all in memory until it is closed."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        """Raises CheckpointError; ConfigError where the host has too little memory."""
+        super().__init__(folder)
+        self._tensors: dict[str, Tensor] = dict(_load(folder, dtype))
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        self.files = dict.fromkeys(self._tensors, folder)
+
+    def close(self) -> None:
+        """Free the weights."""
+        self._tensors = {}
+
+    def _slice(self, path: Path, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
+    config = plain_config(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(without_quantisation(plain_config(folder)))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    check_room(
+        count * dtype.itemsize,
+        f"the quantised weights, turned into {dtype}, take",
+        "take a larger host, or a checkpoint that is not quantised",
+    )
+    transformers_logging.disable_progress_bar()  # Workers have no terminal.
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except Exception as error:  # transformers raises many kinds
+        raise CheckpointError(f"{folder} could not be loaded: {one_line(error)}") from error
+    for what in ("missing_keys", "mismatched_keys", "error_msgs"):
+        if report.get(what):
+            raise CheckpointError(
+                f"{folder} does not hold what its config.json says, {what.replace('_', ' ')}: "
+                f"{', '.join(sorted(map(str, report[what])))}; fetch it again"
+            )
+    tensors: Mapping[str, Tensor] = model.state_dict()
+    return tensors
