@@ -11,9 +11,8 @@ tests/cluster/decoding/test_run_ahead_laws.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,71 +21,25 @@ from numpy.typing import NDArray
 
 from cluster.decoding.sequence import Sequence as Decoded
 from cluster.decoding.verdicts import gives_up_bonus
-from paceline import Completion, GenerateOptions
-from paceline.sampling import SequenceSpec
+from tests.cluster.served_laws import (
+    AT_ONCE,
+    NUM_REQUESTS,
+    PROMPT,
+    Case,
+    Served,
+    draws_the_likeliest,
+    follows,
+    law_of,
+)
 from tests.cluster.system import Checkpoints, System, running_system
 from tests.tiny import make_tiny_checkpoint
-from tests.workers.verification import chi_square
-from workers.drafting import draw
-from workers.engine.engine import Engine, Slice
-from workers.verification.draft_probs import SparseProbs
 from workers.verification.kseq import KSeqNode
 from workers.verification.one_hot import OneHotNode
 from workers.verification.rejection import RecursiveNode
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-TOKENS = (10, 11, 12)
-PROMPT = (10, 11, 12, 10, 10, 12, 11, 10)
-TEMPERATURE = 3.0
-NUM_SEEN = 3
-NUM_REQUESTS = 624
-AT_ONCE = 48
 TARGET_RTT_MS = 30.0
-
-
-@dataclass(frozen=True)
-class Case:
-    """A rule, the drafter that fits it, how wide it drafts, and the policy."""
-
-    rule: str
-    drafter: str
-    branches: int
-    policy: str = "lockstep"
-
-    def __str__(self) -> str:
-        return f"{self.rule}-{self.drafter}-{self.branches}-{self.policy}"
-
-    def options(self, seed: int) -> GenerateOptions:
-        return GenerateOptions(
-            temperature=TEMPERATURE,
-            logit_bias=dict.fromkeys(TOKENS, 200.0),
-            seed=seed,
-            max_tokens=NUM_SEEN + (2 if self.policy == "chain" else 0),
-            policy=self.policy,
-            rule=self.rule,
-            branches=self.branches,
-            window=6,
-            drafter=self.drafter,
-        )
-
-
-@dataclass
-class Served:
-    """How often each triple came, and how many candidates came to what."""
-
-    counts: NDArray[np.int64] = field(
-        default_factory=lambda: np.zeros((len(TOKENS),) * NUM_SEEN, dtype=np.int64)
-    )
-    drafted: int = 0
-    accepted: int = 0
-
-    def add(self, completion: Completion) -> None:
-        seen = completion.token_ids[:NUM_SEEN]
-        self.counts[tuple(TOKENS.index(token) for token in seen)] += 1
-        self.drafted += completion.stats.drafted
-        self.accepted += completion.stats.accepted
-
 
 CASES = (
     Case("rejection", "model", 1),
@@ -110,23 +63,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.fixture(scope="module")
 def law(checkpoints: Checkpoints) -> NDArray[np.float64]:
-    """The probability of each triple, by the target's logits and a softmax written out here."""
-    engine = Engine(checkpoints.target, threads=1, kv_memory_bytes=1024 * 1024)
-
-    def next_token(tokens: Sequence[int]) -> NDArray[np.float64]:
-        (logits_V,) = engine.step([Slice((0,), 0, [*PROMPT, *tokens], 1)])
-        weights = np.exp(logits_V[list(TOKENS)].double().numpy() / TEMPERATURE)
-        return np.asarray(weights / weights.sum())
-
-    probs = np.ones(())
-    for number in range(NUM_SEEN):
-        rows = [next_token(tokens) for tokens in product(TOKENS, repeat=number)]
-        probs = probs[..., None] * np.array(rows).reshape((len(TOKENS),) * (number + 1))
-    return probs
-
-
-def follows(served: Served, law: NDArray[np.float64]) -> bool:
-    return chi_square.follows(served.counts.ravel(), law.ravel())
+    return law_of(checkpoints.target)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -182,32 +119,6 @@ async def test_the_served_law_is_the_targets_with_run_ahead(
 
 
 Break = Callable[[pytest.MonkeyPatch], None]
-
-
-def likeliest(kept: SparseProbs, num: int) -> tuple[int, ...]:
-    order = np.argsort(-kept.probs_M, kind="stable")
-    return tuple(kept.token_ids_M[order[:num]].tolist())
-
-
-def draws_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter sends its distribution, and candidates that it did not draw from it."""
-
-    def chain_token(kept: SparseProbs, spec: SequenceSpec, position: int) -> int:
-        return likeliest(kept, 1)[0]
-
-    def independent(
-        kept: SparseProbs, spec: SequenceSpec, position: int, numbers: Sequence[int]
-    ) -> tuple[int, ...]:
-        return likeliest(kept, 1) * len(numbers)
-
-    def without_replacement(
-        kept: SparseProbs, spec: SequenceSpec, position: int, num_children: int
-    ) -> tuple[int, ...]:
-        return likeliest(kept, num_children)
-
-    monkeypatch.setattr(draw, "draw_chain_token", chain_token)
-    monkeypatch.setattr(draw, "draw_independent", independent)
-    monkeypatch.setattr(draw, "draw_without_replacement", without_replacement)
 
 
 def forgets_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:

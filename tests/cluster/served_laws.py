@@ -1,0 +1,120 @@
+"""Requests whose whole text can be enumerated, and the law that it must have.
+
+A bias leaves a random checkpoint with three tokens. Many requests are served with the seeds 0, 1,
+..., and Pearson's test (chi_square.bound) tells whether their texts follow the target's law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from paceline import Completion, GenerateOptions
+from paceline.sampling import SequenceSpec
+from tests.workers.verification import chi_square
+from workers.drafting import draw
+from workers.engine.engine import Engine, Slice
+from workers.verification.draft_probs import SparseProbs
+
+TOKENS = (10, 11, 12)
+PROMPT = (10, 11, 12, 10, 10, 12, 11, 10)
+TEMPERATURE = 3.0
+NUM_SEEN = 3
+NUM_REQUESTS = 624
+AT_ONCE = 48
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rule, the drafter that fits it, how wide it drafts, and the policy."""
+
+    rule: str
+    drafter: str
+    branches: int
+    policy: str = "lockstep"
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{self.drafter}-{self.branches}-{self.policy}"
+
+    def options(self, seed: int) -> GenerateOptions:
+        return GenerateOptions(
+            temperature=TEMPERATURE,
+            logit_bias=dict.fromkeys(TOKENS, 200.0),
+            seed=seed,
+            max_tokens=NUM_SEEN + (2 if self.policy == "chain" else 0),
+            policy=self.policy,
+            rule=self.rule,
+            branches=self.branches,
+            window=6,
+            drafter=self.drafter,
+        )
+
+
+@dataclass
+class Served:
+    """How often each triple came, and how many candidates came to what."""
+
+    counts: NDArray[np.int64] = field(
+        default_factory=lambda: np.zeros((len(TOKENS),) * NUM_SEEN, dtype=np.int64)
+    )
+    drafted: int = 0
+    accepted: int = 0
+
+    def add(self, completion: Completion) -> None:
+        seen = completion.token_ids[:NUM_SEEN]
+        self.counts[tuple(TOKENS.index(token) for token in seen)] += 1
+        self.drafted += completion.stats.drafted
+        self.accepted += completion.stats.accepted
+
+
+def law_of(target: Path) -> NDArray[np.float64]:
+    """The probability of each triple, by the target's logits and a softmax written out here."""
+    engine = Engine(target, threads=1, kv_memory_bytes=1024 * 1024)
+
+    def next_token(tokens: Sequence[int]) -> NDArray[np.float64]:
+        (logits_V,) = engine.step([Slice((0,), 0, [*PROMPT, *tokens], 1)])
+        weights = np.exp(logits_V[list(TOKENS)].double().numpy() / TEMPERATURE)
+        return np.asarray(weights / weights.sum())
+
+    probs = np.ones(())
+    for number in range(NUM_SEEN):
+        rows = [next_token(tokens) for tokens in product(TOKENS, repeat=number)]
+        probs = probs[..., None] * np.array(rows).reshape((len(TOKENS),) * (number + 1))
+    return probs
+
+
+def follows(served: Served, law: NDArray[np.float64]) -> bool:
+    """Whether what was served is likely under the law. Wrongly False once in a million."""
+    return chi_square.follows(served.counts.ravel(), law.ravel())
+
+
+def likeliest(kept: SparseProbs, num: int) -> tuple[int, ...]:
+    order = np.argsort(-kept.probs_M, kind="stable")
+    return tuple(kept.token_ids_M[order[:num]].tolist())
+
+
+def draws_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The drafter sends its distribution, and candidates that it did not draw from it."""
+
+    def chain_token(kept: SparseProbs, spec: SequenceSpec, position: int) -> int:
+        return likeliest(kept, 1)[0]
+
+    def independent(
+        kept: SparseProbs, spec: SequenceSpec, position: int, numbers: Sequence[int]
+    ) -> tuple[int, ...]:
+        return likeliest(kept, 1) * len(numbers)
+
+    def without_replacement(
+        kept: SparseProbs, spec: SequenceSpec, position: int, num_children: int
+    ) -> tuple[int, ...]:
+        return likeliest(kept, num_children)
+
+    monkeypatch.setattr(draw, "draw_chain_token", chain_token)
+    monkeypatch.setattr(draw, "draw_independent", independent)
+    monkeypatch.setattr(draw, "draw_without_replacement", without_replacement)

@@ -1,0 +1,145 @@
+"""Rules that toss coins keep the law when the target is lost half-way, through all the parts.
+
+The target's server is stopped while requests run and started again at its port, once for every
+batch of them, at a time that no token has a say in. What enumeration can say of the same is in
+tests/cluster/decoding/test_failover_laws.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from numpy.typing import NDArray
+
+from cluster.decoding.sequence import Sequence as Decoded
+from paceline import Completion
+from tests.cluster.served_laws import (
+    AT_ONCE,
+    NUM_REQUESTS,
+    PROMPT,
+    Case,
+    Served,
+    draws_the_likeliest,
+    follows,
+    law_of,
+)
+from tests.cluster.system import Checkpoints, System, running_system, start_target
+from tests.tiny import make_tiny_checkpoint
+from workers.server import RunningServer
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+TARGET_RTT_MS = 30.0
+LOST_AFTER = 0.15
+"""Seconds: some steps."""
+REJECTION = Case("rejection", "model", 1)
+CASES = (
+    REJECTION,
+    replace(REJECTION, policy="chain"),
+    Case("kseq", "model", 3, policy="chain"),
+    Case("mcsd", "model", 2, policy="chain"),
+)
+
+
+@dataclass
+class Faulty:
+    """A system whose target is lost now and then. `again` counts sequences computed again."""
+
+    system: System
+    folder_of: Checkpoints
+    target: RunningServer
+    again: list[int] = field(default_factory=list)
+
+    async def lose_target(self) -> None:
+        """After a while; it is back at once."""
+        await asyncio.sleep(LOST_AFTER)
+        port = int(self.target.address.rpartition(":")[2])
+        await self.target.stop()
+        self.target = await start_target(self.folder_of.target, port=port)
+
+    async def batch(self, case: Case, first_seed: int, *, lose: bool = True) -> list[Completion]:
+        """AT_ONCE requests."""
+        requests = [
+            self.system.client.generate(PROMPT, case.options(seed))
+            for seed in range(first_seed, first_seed + AT_ONCE)
+        ]
+        losing = self.lose_target() if lose else asyncio.sleep(0)
+        *completions, _ = await asyncio.gather(*requests, losing)
+        return [one for one in completions if isinstance(one, Completion)]
+
+    async def serve(self, case: Case) -> Served:
+        """NUM_REQUESTS of them."""
+        served = Served()
+        for begin in range(0, NUM_REQUESTS, AT_ONCE):
+            for completion in await self.batch(case, begin):
+                served.add(completion)
+        await self.system.settle()
+        return served
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Two models that agree on nothing, so that there is much to refuse."""
+    folder = tmp_path_factory.mktemp("failover")
+    return Checkpoints(
+        make_tiny_checkpoint(folder / "target"), make_tiny_checkpoint(folder / "drafter", seed=1)
+    )
+
+
+@pytest.fixture(scope="module")
+def law(checkpoints: Checkpoints) -> NDArray[np.float64]:
+    return law_of(checkpoints.target)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def faulty(checkpoints: Checkpoints) -> AsyncIterator[Faulty]:
+    async with running_system(
+        checkpoints, drafters={"model": checkpoints.drafter}, target_rtt_ms=TARGET_RTT_MS
+    ) as system:
+        faulty = Faulty(system, checkpoints, system.target)
+        with pytest.MonkeyPatch.context() as patch:
+            forget = Decoded.forget_kv
+
+            def noting(sequence: Decoded) -> None:
+                if sequence.in_flight is not None:
+                    faulty.again.append(sequence.tree.num_committed - len(PROMPT))
+                forget(sequence)
+
+            patch.setattr(Decoded, "forget_kv", noting)
+            yield faulty
+        await faulty.target.stop()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+async def test_the_served_law_is_the_targets_though_the_target_is_lost(
+    faulty: Faulty, law: NDArray[np.float64], case: Case
+) -> None:
+    faulty.again.clear()
+    served = await faulty.serve(case)
+    half_way = sum(0 < committed < 3 for committed in faulty.again)
+    assert half_way > NUM_REQUESTS / 20, "it was lost between the tokens that are looked at"
+    assert 0 < served.accepted < served.drafted
+    assert follows(served, law)
+
+
+async def test_what_is_broken_does_not_pass(
+    faulty: Faulty, law: NDArray[np.float64], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draws_the_likeliest(monkeypatch)
+    assert not follows(await faulty.serve(REJECTION), law)
+
+
+async def test_with_a_seed_the_text_stays_under_the_coupled_rule_alone(faulty: Faulty) -> None:
+    texts: dict[str, list[list[tuple[int, ...]]]] = {}
+    for rule in ("coupled", "rejection"):
+        case = replace(REJECTION, rule=rule)
+        for lose in (False, True):
+            completions = await faulty.batch(case, 0, lose=lose)
+            texts.setdefault(rule, []).append([one.token_ids for one in completions])
+    assert texts["coupled"][0] == texts["coupled"][1]
+    assert texts["rejection"][0] != texts["rejection"][1]
