@@ -72,14 +72,8 @@ def logits_of(folder: Path) -> torch.Tensor:
     return logits_TV
 
 
-def near(found_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
-    return bool((found_TV - expected_TV).abs().max() < 1e-5 * expected_TV.abs().max() + 1e-5)
-
-
-@pytest.mark.parametrize("degree", [1, 2, 3])
-def test_logits_are_those_of_transformers(
-    folder: Path, expected_TV: torch.Tensor, degree: int
-) -> None:
+def logits_at(folder: Path, degree: int) -> torch.Tensor:
+    """As so many ranks of ours compute them."""
     piece = Slice([0, 1], 0, TOKEN_IDS, LENGTH)
 
     def work(group: Group) -> torch.Tensor:
@@ -90,11 +84,20 @@ def test_logits_are_those_of_transformers(
         return engine.step([piece])
 
     if degree == 1:
-        found_TV = Engine(folder, threads=1, kv_memory_bytes=KV_BYTES).step([piece])
-    else:
-        with Ranks(degree) as ranks:
-            found_TV = ranks.together(work)[0]
-    assert near(found_TV, expected_TV)
+        return Engine(folder, threads=1, kv_memory_bytes=KV_BYTES).step([piece])
+    with Ranks(degree) as ranks:
+        return ranks.together(work)[0]
+
+
+def near(found_TV: torch.Tensor, expected_TV: torch.Tensor) -> bool:
+    return bool((found_TV - expected_TV).abs().max() < 1e-5 * expected_TV.abs().max() + 1e-5)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_logits_are_those_of_transformers(
+    folder: Path, expected_TV: torch.Tensor, degree: int
+) -> None:
+    assert near(logits_at(folder, degree), expected_TV)
 
 
 def test_the_weights_are_in_fact_others_than_before(
@@ -129,3 +132,35 @@ def test_other_kinds_are_refused_with_the_reason(tmp_path: Path, kind: str) -> N
     assert f"the weights are quantised ({kind})" in message
     assert REFUSED.get(kind, "a kind that is not known here") in message
     assert all(readable in message for readable in READABLE)
+
+
+def make_compressed(folder: Path) -> Path:
+    """Linears of the layers as int8, with a scale for each row, as llm-compressor stores them."""
+    make_tiny_checkpoint(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [one for one in tensors if one.endswith("_proj.weight")]:
+        scales = tensors[name].abs().amax(dim=1, keepdim=True) / 127
+        tensors[f"{name}_scale"] = scales
+        tensors[name] = (tensors[name] / scales).round().to(torch.int8)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    config_with(
+        folder,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head"],
+        },
+    )
+    return folder
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_compressed_tensors(tmp_path: Path, degree: int) -> None:
+    folder = make_compressed(tmp_path / "int8")
+    before = make_tiny_checkpoint(tmp_path / "before")
+    found_TV = logits_at(folder, degree)
+    assert near(found_TV, logits_of(folder))
+    assert not near(found_TV, logits_of(before))
