@@ -8,9 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.config_model import Config
 from paceline import Chunk, Client, GenerateOptions, Stats, WorkerStats
+
+if TYPE_CHECKING:
+    from cluster.launch import ClusterHandle
 
 PROMPT = "The quick brown fox"
 NUM_TOKENS = 1500
@@ -19,18 +23,24 @@ RESTART_SECONDS = 90.0
 
 
 @contextmanager
-def client_of(config: Config, home: Path) -> Iterator[Client]:
-    """A client of a cluster that ends with the block."""
+def cluster_of(config: Config, home: Path) -> Iterator[ClusterHandle]:
+    """A cluster that ends with the block."""
     from cluster.launch import start_cluster
 
     cluster = start_cluster(
         config, home=home, progress=lambda line: None, detached=False, name=None
     )
     try:
-        with Client(cluster.address) as client:
-            yield client
+        yield cluster
     finally:
         cluster.stop()
+
+
+@contextmanager
+def client_of(config: Config, home: Path) -> Iterator[Client]:
+    """A client of such a cluster."""
+    with cluster_of(config, home) as cluster, Client(cluster.address) as client:
+        yield client
 
 
 def worker_of(stats: Stats, name: str) -> WorkerStats:

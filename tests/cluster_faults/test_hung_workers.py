@@ -8,14 +8,16 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from cluster.config_model import Config, DrafterConfig, ServerConfig, TargetConfig
 from paceline import Client
+from paceline.errors import PacelineError
 from tests.cluster_faults.killing import (
-    client_of,
+    PROMPT,
+    cluster_of,
     eventually,
     is_back,
     options_of,
@@ -25,13 +27,16 @@ from tests.cluster_faults.killing import (
 )
 from tests.tiny import make_tiny_checkpoint
 
+if TYPE_CHECKING:
+    from cluster.launch import ClusterHandle
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 HUNG_AFTER = 4.0
 
 
 @pytest.fixture(scope="module")
-def client(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+def cluster(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterHandle]:
     folder = tmp_path_factory.mktemp("hung")
     model = make_tiny_checkpoint(folder / "target", max_position_embeddings=2048)
     config = Config(
@@ -45,7 +50,13 @@ def client(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         drafters=(DrafterConfig(kind="ngram"),),
         server=ServerConfig(grpc_port=0),
     )
-    with client_of(config, folder) as client:
+    with cluster_of(config, folder) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def client(cluster: ClusterHandle) -> Iterator[Client]:
+    with Client(cluster.address) as client:
         yield client
 
 
@@ -62,6 +73,34 @@ def test_a_worker_that_hangs_is_ended_and_started_again(client: Client, name: st
     for other in pids.keys() - {name}:
         assert worker_of(client.stats(), other).pid == pids[other]
     assert client.generate("The fox", options_of("chain")).token_ids
+
+
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_driver_that_dies_or_hangs_is_started_again_where_it_was(
+    cluster: ClusterHandle, client: Client, by: signal.Signals
+) -> None:
+    """Its requests fail, for nobody else knows them; the workers stay."""
+    expected = plain_tokens(client)
+    before = {worker.name: worker for worker in cluster.workers()}
+    pid = before["driver"].pid
+    assert pid is not None
+    with pytest.raises(PacelineError):
+        stream_and_kill(client, pid, by=by)
+    eventually(lambda: serves(client))
+    assert client.generate(PROMPT, options_of("chain")).token_ids == expected
+    after = {worker.name: worker for worker in cluster.workers()}
+    assert after["driver"].address == before["driver"].address
+    assert after["driver"].restarts == before["driver"].restarts + 1
+    for name in before.keys() - {"driver"}:
+        assert after[name].pid == before[name].pid
+
+
+def serves(client: Client) -> bool:
+    try:
+        client.stats()
+    except PacelineError:
+        return False
+    return True
 
 
 def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: str) -> None:
