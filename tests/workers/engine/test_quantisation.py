@@ -100,11 +100,19 @@ def test_logits_are_those_of_transformers(
     assert near(logits_at(folder, degree), expected_TV)
 
 
-def test_the_weights_are_in_fact_others_than_before(
+def test_the_weights_are_steps_times_scales(
     folder: Path, expected_TV: torch.Tensor, tmp_path: Path
 ) -> None:
-    before = make_tiny_checkpoint(tmp_path, hidden_size=64, num_attention_heads=8)
-    assert not near(logits_of(before), expected_TV)
+    """Written out here, in a checkpoint of plain weights; which are others than before."""
+    plain = make_tiny_checkpoint(tmp_path, hidden_size=64, num_attention_heads=8)
+    assert not near(logits_of(plain), expected_TV)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [one for one in tensors if one.endswith("_scale_inv")]:
+        scales = tensors.pop(name).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        weight = name.removesuffix("_scale_inv")
+        tensors[weight] = tensors[weight].to(torch.float32) * scales
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    assert near(logits_of(plain), expected_TV)
 
 
 def test_the_engine_for_gpus_reads_them_too(folder: Path, expected_TV: torch.Tensor) -> None:
