@@ -1,7 +1,7 @@
 """Rules that toss coins keep the law when the target is lost half-way, through all the parts.
 
 The target's server is stopped while requests run and started again at its port, once for every
-batch of them, at a time that no token has a say in. What enumeration can say of the same is in
+batch of them, after so many steps, in which no token has a say. What enumeration can say of the same is in
 tests/cluster/decoding/test_failover_laws.py.
 """
 
@@ -28,15 +28,15 @@ from tests.cluster.served_laws import (
     follows,
     law_of,
 )
-from tests.cluster.system import Checkpoints, System, running_system, start_target
+from tests.cluster.system import Checkpoints, System, eventually, running_system, start_target
 from tests.tiny import make_tiny_checkpoint
 from workers.server import RunningServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 TARGET_RTT_MS = 30.0
-LOST_AFTER = 0.15
-"""Seconds: some steps."""
+LOST_AFTER = 2
+"""Steps of a batch: the prompts', and one more; of the next there is no answer."""
 REJECTION = Case("rejection", "model", 1)
 CASES = (
     REJECTION,
@@ -56,8 +56,9 @@ class Faulty:
     again: list[int] = field(default_factory=list)
 
     async def lose_target(self) -> None:
-        """After a while; it is back at once."""
-        await asyncio.sleep(LOST_AFTER)
+        """After some steps; it is back at once."""
+        before = self.system.driver.stats().steps
+        await eventually(lambda: self.system.driver.stats().steps >= before + LOST_AFTER)
         port = int(self.target.address.rpartition(":")[2])
         await self.target.stop()
         self.target = await start_target(self.folder_of.target, port=port)
