@@ -1,8 +1,8 @@
 """Rules that toss coins keep the law when the target is lost half-way, through all the parts.
 
 The target's server is stopped while requests run and started again at its port, once for every
-batch of them, after so many steps, in which no token has a say. What enumeration can say of the same is in
-tests/cluster/decoding/test_failover_laws.py.
+batch of them, after so many steps, in which no token has a say. What enumeration can say of the
+same is in tests/cluster/decoding/test_failover_laws.py.
 """
 
 from __future__ import annotations
