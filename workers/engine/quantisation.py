@@ -125,8 +125,9 @@ def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
         "take a larger host, or a checkpoint that is not quantised",
     )
     transformers_logging.disable_progress_bar()  # Workers have no terminal.
+    loader: Any = AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = loader.from_pretrained(
             folder,
             config=config,
             dtype=dtype,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -88,7 +89,7 @@ def load_part_on_device(
     try:
         for module in list(model.modules()):
             parts.fill(module, dtype)
-        model.to(device)  # What it computed for itself.
+        nn.Module.to(model, device)  # What it computed for itself.
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(folder, device, dtype) from error
     parts.close()

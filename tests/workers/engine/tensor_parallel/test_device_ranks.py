@@ -21,6 +21,7 @@ from workers.engine.slices import Slice
 from workers.engine.tensor_parallel.group import Group
 from workers.target_stepper import Stepper
 from workers.verdicts import verdicts_of
+from workers.worker_clock import WorkerClock
 
 VOCAB, LENGTH = 302, 300
 TOKEN_IDS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
@@ -81,7 +82,7 @@ FILTERED = SamplingParams(temperature=0.8, top_k=20, repetition_penalty=1.2)
 
 def decode(engine: CudaEngine, sampling: SamplingParams) -> list[int]:
     """Tokens as a shard's step stream decodes them; none at ranks other than 0."""
-    stepper = Stepper(engine, verdicts_of)
+    stepper = Stepper(engine, verdicts_of, WorkerClock())
     spec = SequenceSpec(sampling, seed=4, prompt_length=len(PROMPT))
     opened = target_pb2.TargetSequence(sequence_id=1, spec=spec_to_wire(spec))
     piece = target_pb2.Slice(sequence_id=1, token_ids=PROMPT, verdict=True, new_blocks=[0])
