@@ -7,14 +7,18 @@ A bias leaves a random checkpoint with three tokens. Many requests are served wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from cluster.decoding import answers
+from cluster.decoding.events import SequenceVerdict
+from cluster.decoding.sequence import Sequence as Decoded
 from paceline import Completion, GenerateOptions
 from paceline.sampling import SequenceSpec
 from tests.workers.verification import chi_square
@@ -118,3 +122,23 @@ def draws_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draw, "draw_chain_token", chain_token)
     monkeypatch.setattr(draw, "draw_independent", independent)
     monkeypatch.setattr(draw, "draw_without_replacement", without_replacement)
+
+
+def trusts_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
+    """The token after what was computed again is the draft's, where there is one."""
+    commit: Any = answers._commit
+
+    def trusting(*args: Any) -> None:
+        (sequence,) = (one for one in args if isinstance(one, Decoded))
+        ahead = sequence.tree.root.children
+        trusted = ahead[0].token_id if ahead and not sequence.tree.num_pinned else None
+        commit(
+            *(
+                replace(one, token_id=trusted)
+                if isinstance(one, SequenceVerdict) and trusted is not None
+                else one
+                for one in args
+            )
+        )
+
+    patch.setattr(answers, "_commit", trusting)

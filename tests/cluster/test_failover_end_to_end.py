@@ -24,9 +24,9 @@ from tests.cluster.served_laws import (
     PROMPT,
     Case,
     Served,
-    draws_the_likeliest,
     follows,
     law_of,
+    trusts_what_was_drafted,
 )
 from tests.cluster.system import Checkpoints, System, eventually, running_system, start_target
 from tests.tiny import make_tiny_checkpoint
@@ -131,7 +131,7 @@ async def test_the_served_law_is_the_targets_though_the_target_is_lost(
 async def test_what_is_broken_does_not_pass(
     faulty: Faulty, law: NDArray[np.float64], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draws_the_likeliest(monkeypatch)
+    trusts_what_was_drafted(monkeypatch)
     assert not follows(await faulty.serve(REJECTION), law)
 
 

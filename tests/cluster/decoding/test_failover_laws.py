@@ -9,14 +9,11 @@ and every coin is summed over; see law_world.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from cluster.decoding import answers
-from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
@@ -29,6 +26,7 @@ from tests.cluster.decoding.law_world import (
     request,
     served,
 )
+from tests.cluster.served_laws import trusts_what_was_drafted
 from tests.workers.verification.enumeration import is_exact
 
 
@@ -106,26 +104,6 @@ def test_candidates_of_before_are_verified_after() -> None:
 # Negative controls: each is wrong by more than rounding.
 
 
-def _trust_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
-    """The token after what was computed again is the draft's, where there is one."""
-    commit: Any = answers._commit
-
-    def trusting(*args: Any) -> None:
-        (sequence,) = (one for one in args if isinstance(one, Sequence))
-        ahead = sequence.tree.root.children
-        trusted = ahead[0].token_id if ahead and not sequence.tree.num_pinned else None
-        commit(
-            *(
-                replace(one, token_id=trusted)
-                if isinstance(one, SequenceVerdict) and trusted is not None
-                else one
-                for one in args
-            )
-        )
-
-    patch.setattr(answers, "_commit", trusting)
-
-
 def _forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
     """Of a window without a verdict, candidates are kept if they are of a certain token."""
     forget = Sequence.forget_kv
@@ -139,7 +117,7 @@ def _forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", [REJECTION, KSEQ, RECURSIVE], ids=str)
-@pytest.mark.parametrize("broken", [_trust_what_was_drafted, _forget_some_of_what_was_lost])
+@pytest.mark.parametrize("broken", [trusts_what_was_drafted, _forget_some_of_what_was_lost])
 def test_what_is_broken_is_noticed(
     case: Case, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

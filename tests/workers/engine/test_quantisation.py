@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ BLOCK = 16
 LENGTH = 150
 TOKEN_IDS = torch.randint(384, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist()
 KV_BYTES = 1 << 21
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    # Of a tied LM head transformers says that it is missing, and makes one up.
+    "tie_word_embeddings": False,
+}
 
 
 def config_with(folder: Path, quantisation: object) -> None:
@@ -34,7 +41,7 @@ def config_with(folder: Path, quantisation: object) -> None:
 
 def make_fp8(folder: Path) -> Path:
     """Linears of the layers in blocks of float8, each with a scale, as DeepSeek's are stored."""
-    make_tiny_checkpoint(folder, hidden_size=64, num_attention_heads=8)
+    make_tiny_checkpoint(folder, **SIZES)
     tensors = load_file(folder / "model.safetensors")
     for name in [one for one in tensors if one.endswith("_proj.weight")]:
         blocks = tensors[name].unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
@@ -49,6 +56,7 @@ def make_fp8(folder: Path) -> Path:
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": ["lm_head"],
         },
     )
     return folder
@@ -104,7 +112,7 @@ def test_the_weights_are_steps_times_scales(
     folder: Path, expected_TV: torch.Tensor, tmp_path: Path
 ) -> None:
     """Written out here, in a checkpoint of plain weights; which are others than before."""
-    plain = make_tiny_checkpoint(tmp_path, hidden_size=64, num_attention_heads=8)
+    plain = make_tiny_checkpoint(tmp_path, **SIZES)
     assert not near(logits_of(plain), expected_TV)
     tensors = load_file(folder / "model.safetensors")
     for name in [one for one in tensors if one.endswith("_scale_inv")]:
@@ -144,7 +152,7 @@ def test_other_kinds_are_refused_with_the_reason(tmp_path: Path, kind: str) -> N
 
 def make_compressed(folder: Path) -> Path:
     """Linears of the layers as int8, with a scale for each row, as llm-compressor stores them."""
-    make_tiny_checkpoint(folder)
+    make_tiny_checkpoint(folder, **SIZES)
     tensors = load_file(folder / "model.safetensors")
     for name in [one for one in tensors if one.endswith("_proj.weight")]:
         scales = tensors[name].abs().amax(dim=1, keepdim=True) / 127
@@ -168,7 +176,7 @@ def make_compressed(folder: Path) -> Path:
 @pytest.mark.parametrize("degree", [1, 2])
 def test_compressed_tensors(tmp_path: Path, degree: int) -> None:
     folder = make_compressed(tmp_path / "int8")
-    before = make_tiny_checkpoint(tmp_path / "before")
+    before = make_tiny_checkpoint(tmp_path / "before", **SIZES)
     found_TV = logits_at(folder, degree)
     assert near(found_TV, logits_of(folder))
     assert not near(found_TV, logits_of(before))
