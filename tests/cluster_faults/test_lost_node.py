@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from deploy.ray_head import is_listening
 from paceline import Chunk, Client, GenerateOptions, WorkerStats
 from paceline.errors import PacelineError
 from tests.cluster.two_hosts import HERE, CannotMakeHostsError, SecondHost
@@ -66,17 +65,6 @@ def served(nodes: RayNodes, folder: Path, config: str) -> Iterator[str]:
     finally:
         job.terminate()
         job.communicate(timeout=60)
-
-
-def serves(address: str) -> bool:
-    if not is_listening(address):
-        return False
-    with Client(address, timeout=5.0) as client:
-        try:
-            client.stats()
-        except PacelineError:
-            return False
-    return True
 
 
 def host_of(worker: WorkerStats) -> str:
@@ -141,7 +129,7 @@ def test_a_lost_drafter_is_placed_on_a_node_that_comes(tmp_path: Path, there: Se
 
 
 def test_lost_shards(tmp_path: Path, there: SecondHost) -> None:
-    """A shard's node, while another has room; the same where none has; and the driver's node."""
+    """A shard's node, while another joins; then while none has room."""
     model = make_tiny_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     config = f"""
         [target]
@@ -180,11 +168,4 @@ def test_lost_shards(tmp_path: Path, there: SecondHost) -> None:
                 assert "shard-1 has no place: its group needs 1 CPUs" in str(caught.value)
                 nodes.add(spare[3], num_cpus=1)
                 eventually(lambda: worker_of(client, "shard-1").connected)
-                assert client.generate(PROMPT, options_of("chain")).token_ids == plain
-
-                nodes.add(spare[4], num_cpus=1)
-                with pytest.raises(PacelineError):
-                    stream_and_lose(client, nodes, beside)
-            eventually(lambda: serves(f"{spare[4].address}:{port}"))
-            with Client(f"{spare[4].address}:{port}") as client:
                 assert client.generate(PROMPT, options_of("chain")).token_ids == plain

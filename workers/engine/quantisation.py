@@ -10,6 +10,7 @@ may ask for it.
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ from workers.engine.host_memory import check_room
 from workers.engine.stored_tensors import StoredTensors
 
 _KEY = "quantization_config"
+_one_at_a_time = threading.Lock()
+"""transformers' loader is not for several threads: beside another it finds tied weights missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +130,16 @@ def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
     transformers_logging.disable_progress_bar()  # Workers have no terminal.
     loader: Any = AutoModelForCausalLM
     try:
-        model, report = loader.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        with _one_at_a_time:
+            model, report = loader.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
     except Exception as error:  # transformers raises many kinds
         raise CheckpointError(f"{folder} could not be loaded: {one_line(error)}") from error
     for what in ("missing_keys", "mismatched_keys", "error_msgs"):

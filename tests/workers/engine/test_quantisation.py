@@ -24,12 +24,7 @@ BLOCK = 16
 LENGTH = 150
 TOKEN_IDS = torch.randint(384, (LENGTH,), generator=torch.Generator().manual_seed(6)).tolist()
 KV_BYTES = 1 << 21
-SIZES: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_attention_heads": 8,
-    # Of a tied LM head transformers says that it is missing, and makes one up.
-    "tie_word_embeddings": False,
-}
+SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8}
 
 
 def config_with(folder: Path, quantisation: object) -> None:
