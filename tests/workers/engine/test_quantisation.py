@@ -170,8 +170,15 @@ def make_compressed(folder: Path) -> Path:
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_compressed_tensors(tmp_path: Path, degree: int) -> None:
+    """Against plain weights, written out here: steps times scales."""
     folder = make_compressed(tmp_path / "int8")
-    before = make_tiny_checkpoint(tmp_path / "before", **SIZES)
+    plain = make_tiny_checkpoint(tmp_path / "plain", **SIZES)
     found_TV = logits_at(folder, degree)
-    assert near(found_TV, logits_of(folder))
-    assert not near(found_TV, logits_of(before))
+    assert not near(found_TV, logits_of(plain))
+    tensors = load_file(folder / "model.safetensors")
+    for name in [one for one in tensors if one.endswith("_scale")]:
+        scales = tensors.pop(name)
+        weight = name.removesuffix("_scale")
+        tensors[weight] = tensors[weight].to(torch.float32) * scales
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    assert near(found_TV, logits_of(plain))
