@@ -2,7 +2,8 @@
 
 A row a device. On a target group's: each step from its begin to the end of its pass, then its
 verdicts. On a drafter's: its passes. An arrow goes from the pass that proposed candidates to the
-verdict on them. On the rows of sequences: each window, from when it was sent to its verdict.
+verdict on them. On the rows of sequences, one a target group: each window, from when it was
+sent to its verdict.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from paceline.v1 import trace_pb2
 _DEVICES, _SEQUENCES = 1, 2
 _REPLICA_ROWS = 1000
 """Rows of target groups from the second on; that of the first is 0, drafters follow it."""
+_REPLICA_SEQUENCES = 1_000_000_000
+"""Rows of sequences on each further target group begin so much further on."""
 _LEAST_US = 1.0
 """The shortest slice: one of no length cannot be seen, nor hold an end of an arrow."""
 
@@ -33,7 +36,7 @@ class TraceFile:
         self._num_groups = 1
         self._busy_until: dict[int, float] = {}
         self._pass_ends: dict[int, tuple[int, float]] = {}
-        self._seen_sequences: set[int] = set()
+        self._sequence_rows: dict[int, str] = {}
         self.num_steps = 0
         self.num_passes = 0
         self.num_arrows = 0
@@ -63,8 +66,8 @@ class TraceFile:
             _name("thread_name", _DEVICES, row, name) for name, row in self._drafter_rows.items()
         ]
         names += [
-            _name("thread_name", _SEQUENCES, number, f"sequence {number}")
-            for number in sorted(self._seen_sequences)
+            _name("thread_name", _SEQUENCES, row, name)
+            for row, name in sorted(self._sequence_rows.items())
         ]
         return {
             "traceEvents": [*names, *self._events],
@@ -103,7 +106,7 @@ class TraceFile:
         self, step: trace_pb2.TracedStep, window: trace_pb2.TracedWindow, end: float
     ) -> None:
         sent = self._us(step.sent_at)
-        self._seen_sequences.add(window.sequence_id)
+        row = self._sequence_row(window.sequence_id, step.group)
         drafting = window.committed > 0
         kind = f"window {window.window}: {window.accepted} accepted" if drafting else "prefill"
         self._events.append(
@@ -111,7 +114,7 @@ class TraceFile:
                 "ph": "X",
                 "name": kind,
                 "pid": _SEQUENCES,
-                "tid": window.sequence_id,
+                "tid": row,
                 "ts": sent,
                 "dur": max(end - sent, _LEAST_US),
                 "args": {
@@ -125,6 +128,13 @@ class TraceFile:
                 },
             }
         )
+
+    def _sequence_row(self, sequence_id: int, group: int) -> int:
+        """Windows that several groups verify at a time are on rows of their own."""
+        row = group * _REPLICA_SEQUENCES + sequence_id
+        name = f"sequence {sequence_id}"
+        self._sequence_rows.setdefault(row, f"{name}, replica {group}" if group else name)
+        return row
 
     def _add_pass(self, one: trace_pb2.TracedPass) -> None:
         self.num_passes += 1

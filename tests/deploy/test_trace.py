@@ -121,6 +121,30 @@ def test_passes_that_arrive_late_do_not_overlap() -> None:
     assert verdict["args"] == {"accepted": 1, "committed": 2}
 
 
+def test_each_target_group_has_a_row() -> None:
+    """Steps of two groups overlap; each is numbered from 1 on in its group."""
+    drawn = TraceFile()
+    drawn.add(trace_pb2.TraceResponse(begun=trace_pb2.TraceBegun(now=10.0, model="x")))
+    for group in (0, 1):
+        window = trace_pb2.TracedWindow(sequence_id=1, start=3, fed=3, window=2, committed=1)
+        step = trace_pb2.TracedStep(
+            step=1,
+            group=group,
+            sent_at=10.0,
+            answered_at=10.020 + group / 100,
+            forward_seconds=0.018,
+            step_seconds=0.019,
+            windows=[window],
+        )
+        drawn.add(trace_pb2.TraceResponse(step=step))
+    document: dict[str, Any] = drawn.document()
+    check_drawn(document)
+    rows = [one["tid"] for one in slices(document, "step 1")]
+    assert len(set(rows)) == 2
+    names = [one["args"]["name"] for one in document["traceEvents"] if one["ph"] == "M"]
+    assert {"target x", "replica 1 of target x"} <= set(names)
+
+
 def test_the_command_writes_a_trace_of_a_files_rows(
     call: Call, served: Served, tmp_path: Path
 ) -> None:
