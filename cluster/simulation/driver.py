@@ -57,7 +57,7 @@ class HostCosts:
     hop_ms: float = 0.45
     event_ms: float = 0.05
     sequence_ms: float = 0.045
-    proposal_ms: float = 0.017
+    proposal_ms: float = 0.02
     tell_ms: float = 0.05
     pause_ms: float = 0.1
 
