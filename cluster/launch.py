@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.actor_calls import cause_of
 from cluster.actors import WorkerSetup
@@ -114,7 +113,9 @@ def start_cluster(
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_concurrency": 100,
-        "scheduling_strategy": _beside_head(),
+        # It lives with the head, without which Ray does not go on either. An affinity to that node
+        # is not kept for what needs no resource at all.
+        "resources": {_HEAD: 0.001},
     }
     if detached:
         options |= {"lifetime": "detached", "name": name}
@@ -169,14 +170,6 @@ def _free_nodes() -> list[Node]:
         Node(node["NodeManagerAddress"], total.get("CPU", 0.0), total.get("GPU", 0.0))
         for node, total in zip(alive, totals, strict=True)
     ]
-
-
-def _beside_head() -> NodeAffinitySchedulingStrategy | str:
-    """Where the controller lives: with the head, without which Ray does not go on either."""
-    for node in ray.nodes():
-        if node["Alive"] and _HEAD in node["Resources"]:
-            return NodeAffinitySchedulingStrategy(node["NodeID"], soft=True)
-    return "DEFAULT"
 
 
 def _follow(controller: Any, progress: Progress) -> str:
