@@ -14,7 +14,9 @@ from statistics import median
 MORE_SHARE = 0.04
 """Of the time, what trials of more threads than now may cost: others take a core for a while."""
 FEWER_SHARE = 0.005
-"""Of the time, what trials of fewer may cost: that more are disturbed shows without them."""
+"""Of the time, what trials of fewer may cost."""
+DISTURBED = 1.25
+"""How slow a step must be for fewer to be tried: a trial delays the tokens of all."""
 
 _RECENT = 3
 """Steps whose median says how disturbed a number of threads is: one slow step says nothing."""
@@ -48,9 +50,12 @@ class ThreadChoice:
         for count in self._counts:
             if count not in times:
                 return count
-            loss = times[count] * self._slowness[count][-1] - expected[self._now]
-            share = MORE_SHARE if count > self._now else FEWER_SHARE
-            if count != self._now and loss <= share * self._since_tried[count]:
+            # Steps may be slow for what they feed, too: then another number is as slow.
+            loss = max(
+                times[count] * self._slowness[count][-1] - expected[self._now],
+                times[count] - times[self._now],
+            )
+            if count != self._now and loss <= self._share(count) * self._since_tried[count]:
                 return count
         return self._now
 
@@ -64,6 +69,12 @@ class ThreadChoice:
         for count in self._counts:
             self._since_tried[count] += seconds
         self._since_tried[threads] = 0.0
+
+    def _share(self, count: int) -> float:
+        """Of the time, what trials of so many threads may cost."""
+        if count > self._now:
+            return MORE_SHARE
+        return FEWER_SHARE if self._slowness[self._now][-1] >= DISTURBED else 0.0
 
     def _quickest_times(self, own: dict[int, float]) -> dict[int, float]:
         """Those of a kind of steps, and what the reference says of numbers not tried with it."""
