@@ -140,9 +140,9 @@ def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any])
     ("field", "message"),
     [
         ("input", inference_pb2.GenerateRequest()),
-        ("policy", inference_pb2.GenerateRequest(prompt="x", policy=7)),  # type: ignore[arg-type]
-        ("rule", inference_pb2.GenerateRequest(prompt="x", rule=9)),  # type: ignore[arg-type]
-        ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=9)),  # type: ignore[arg-type]
+        ("policy", inference_pb2.GenerateRequest(prompt="x", policy=99)),  # type: ignore[arg-type]
+        ("rule", inference_pb2.GenerateRequest(prompt="x", rule=99)),  # type: ignore[arg-type]
+        ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=99)),  # type: ignore[arg-type]
     ],
 )
 def test_what_other_clients_may_send(field: str, message: inference_pb2.GenerateRequest) -> None:
