@@ -102,6 +102,7 @@ async def faulty(checkpoints: Checkpoints) -> AsyncIterator[Faulty]:
     async with running_system(
         checkpoints, drafters={"model": checkpoints.drafter}, target_rtt_ms=TARGET_RTT_MS
     ) as system:
+        await eventually(lambda: "model" in system.connected())
         faulty = Faulty(system, checkpoints, system.target)
         with pytest.MonkeyPatch.context() as patch:
             forget = Decoded.forget_kv

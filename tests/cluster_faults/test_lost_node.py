@@ -137,7 +137,6 @@ def test_lost_shards(tmp_path: Path, there: SecondHost) -> None:
         tensor_parallel = 2
         threads = 1
         kv_memory = "64MiB"
-        hung_after = 20
         [[drafters]]
         kind = "ngram"
         [server]
