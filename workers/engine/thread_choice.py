@@ -77,9 +77,16 @@ class ThreadChoice:
         return FEWER_SHARE if self._slowness[self._now][-1] >= DISTURBED else 0.0
 
     def _quickest_times(self, own: dict[int, float]) -> dict[int, float]:
-        """Those of a kind of steps, and what the reference says of numbers not tried with it."""
+        """Those of a kind of steps, and what the reference says of numbers not tried with it.
+
+        Fewer threads are taken to do no better than their share: wide steps are bound by arithmetic
+        where narrow ones are by memory.
+        """
         if not own or not self._reference:
             return own
         known = max(own)
         scale = own[known] / self._reference[known]
-        return {count: own.get(count, time * scale) for count, time in self._reference.items()}
+        return {
+            count: own.get(count, max(time * scale, own[known] * known / count))
+            for count, time in self._reference.items()
+        }
