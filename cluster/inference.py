@@ -97,12 +97,7 @@ async def serve_driver(
         await driver.stop()
         raise
     server.on_stop(driver.stop)
-    try:
-        await driver.start()
-        await server.report_serving()
-    except BaseException:
-        await server.stop()
-        raise
+    await server.serve_once(driver.start)
     return driver, server
 
 

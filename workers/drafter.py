@@ -87,6 +87,11 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self._handled = self._seen = 0
         self._drafting: asyncio.Task[None] | None = None
 
+    def add_to(self, server: grpc.aio.Server) -> tuple[str]:
+        """Have a server offer it; the names of its services."""
+        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(self, server)
+        return (SERVICE_NAME,)
+
     def begin(self, desk: DraftingDesk) -> None:
         """Start drafting."""
         self._desk = desk
@@ -251,19 +256,9 @@ async def serve_once_loaded(
     drafter: Drafter, load: Callable[[], Awaitable[None]], *, host: str, port: int
 ) -> RunningServer:
     """Listen, have `load` make the drafter begin, then report SERVING."""
-
-    def add(server: grpc.aio.Server) -> tuple[str]:
-        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(drafter, server)
-        return (SERVICE_NAME,)
-
-    server = await start_server(add, host=host, port=port, serving=False)
+    server = await start_server(drafter.add_to, host=host, port=port, serving=False)
     server.on_stop(drafter.end)
-    try:
-        await load()
-        await server.report_serving()
-    except BaseException:
-        await server.stop()
-        raise
+    await server.serve_once(load)
     return server
 
 

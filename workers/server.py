@@ -38,6 +38,15 @@ class RunningServer:
         """Let the health service answer SERVING from now on."""
         await self._report(health_pb2.HealthCheckResponse.SERVING)
 
+    async def serve_once(self, ready: Callable[[], Awaitable[None]]) -> None:
+        """Report SERVING after `ready`. Stops, and raises what that raised, where it fails."""
+        try:
+            await ready()
+            await self.report_serving()
+        except BaseException:
+            await self.stop()
+            raise
+
     def on_stop(self, closer: Callable[[], Awaitable[None]]) -> None:
         """Have `closer` awaited once the server has stopped."""
         self._closers.append(closer)

@@ -82,6 +82,11 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
 
+    def add_to(self, server: grpc.aio.Server) -> tuple[str]:
+        """Have a server offer it; the names of its services."""
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
+        return (SERVICE_NAME,)
+
     def begin(self, engine: StepEngine, verdicts_of: VerdictsOf = verdicts_of) -> None:
         """Start serving. `verdicts_of` takes what the engine's `step` returns."""
         self._engine, self._verdicts_of = engine, verdicts_of
@@ -220,18 +225,8 @@ async def serve_once_loaded(
     shard: TargetShard, load: Callable[[], Awaitable[None]], *, host: str, port: int
 ) -> RunningServer:
     """Listen, have `load` make the shard begin, then report SERVING."""
-
-    def add(server: grpc.aio.Server) -> tuple[str]:
-        target_pb2_grpc.add_TargetServiceServicer_to_server(shard, server)
-        return (SERVICE_NAME,)
-
-    server = await start_server(add, host=host, port=port, serving=False)
-    try:
-        await load()
-        await server.report_serving()
-    except BaseException:
-        await server.stop()
-        raise
+    server = await start_server(shard.add_to, host=host, port=port, serving=False)
+    await server.serve_once(load)
     return server
 
 

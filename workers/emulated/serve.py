@@ -7,9 +7,6 @@ import gc
 from collections.abc import Sequence
 from pathlib import Path
 
-import grpc
-
-from paceline.v1 import drafting_pb2_grpc, target_pb2_grpc
 from workers import drafter as real_drafter
 from workers import target_shard as real_target
 from workers.cores import pin_cores
@@ -42,12 +39,7 @@ async def serve_replay_target(
     engine = ReplayEngine(info, profile, text)
     shard = TargetShard(clock=engine.clock)
     shard.begin(engine, engine.verdicts)
-
-    def add(server: grpc.aio.Server) -> tuple[str]:
-        target_pb2_grpc.add_TargetServiceServicer_to_server(shard, server)
-        return (real_target.SERVICE_NAME,)
-
-    return await start_server(add, host=host, port=port)
+    return await start_server(shard.add_to, host=host, port=port)
 
 
 async def serve_dilated_target(
@@ -114,12 +106,7 @@ async def serve_replay_drafter(
     servers = []
     for guess in guesses:
         drafter = Drafter(clock)
-
-        def add(server: grpc.aio.Server, drafter: Drafter = drafter) -> tuple[str]:
-            drafting_pb2_grpc.add_DraftingServiceServicer_to_server(drafter, server)
-            return (real_drafter.SERVICE_NAME,)
-
-        server = await start_server(add, host=host)
+        server = await start_server(drafter.add_to, host=host)
         server.on_stop(drafter.end)
         proposer = ReplayProposer(
             info.max_model_len,
