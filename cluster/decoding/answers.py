@@ -29,12 +29,12 @@ def take_answer(
             batching.left(part.sequence_id)
             continue
         sequence = batching.running[part.sequence_id]
-        sequence.in_flight = None
+        sequence.kv.in_flight = None
         if sequence.cancelled:
             sequence.tree.unpin()
             state.finish(event.now, sequence, FinishReason.CANCELLED, out)
         elif verdict is None:
-            sequence.kv_length = part.start + len(part.token_ids)
+            sequence.kv.length = part.start + len(part.token_ids)
             sequence.tree.unpin()
             batching.kv.keep(sequence)
         elif sequence.policy.replicates:
@@ -71,15 +71,15 @@ def _commit(
     token_id = None if gives_up_bonus(sequence, accepted) else verdict.token_id
     foresight = tree.foresight(accepted, token_id)
     committed = tree.commit(accepted, token_id)
-    sequence.kv_length = tree.num_committed - 1
-    sequence.kv_moves = tuple(
+    sequence.kv.length = tree.num_committed - 1
+    sequence.kv.moves = tuple(
         (position + index, position + place)
         for place, index in enumerate(accepted)
         if index != place
     )
-    if sequence.kv_moves:
+    if sequence.kv.moves:
         # A node off its own position was summed in another order; so is what sees it.
-        sequence.plain_until = min(sequence.plain_until, position)
+        sequence.kv.plain_until = min(sequence.kv.plain_until, position)
     batching.kv.keep(sequence)
     kept, reason = cut_at_end(sequence, offset, committed)
     counted_verdict = counted(
@@ -115,7 +115,7 @@ def _commit_what_is_new(
     sequence = member.lead if isinstance(member, Replica) else member
     tree, offset, position = sequence.tree, sequence.counts.committed, sequence.tree.num_committed
     told = told_by(tree, part, verdict.num_accepted, verdict.token_id)
-    member.kv_length = told.kv_length
+    member.kv.length = told.kv_length
     foresight = Foresight.NOTHING
     if told.token_ids:
         tree.advance(told.token_ids[:-1])

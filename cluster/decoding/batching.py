@@ -133,7 +133,7 @@ class Batching(Residents):
         for sequence in self.running.values():
             if not sequence.prefilling:
                 continue
-            if not sequence.open_at_target:
+            if not sequence.kv.open_at_target:
                 kv.adopt(sequence)
                 if kv.next_key(sequence) in being_computed:
                     continue
@@ -146,7 +146,7 @@ class Batching(Residents):
         fed = sum(len(part.token_ids) for part in draft.slices)
         bearable = self._prefill_costs.chunk_beside(fed) if fed else draft.budget
         left = [one for one in sequences if one.sequence_id in self.running]
-        missing = [one.tree.num_committed - one.kv_length for one in left]
+        missing = [one.tree.num_committed - one.kv.length for one in left]
         shares = share_prefill(missing, min(draft.budget, bearable))
         for sequence, count in zip(left, shares, strict=True):
             if count:
@@ -154,34 +154,35 @@ class Batching(Residents):
 
     def _take(self, draft: _Draft, sequence: Sequence, count: int, window: int) -> bool:
         """Add a slice of `count` committed tokens and `window` candidates, if blocks allow."""
-        start = sequence.kv_length
+        held = sequence.kv
+        start = held.length
         if sequence.sequence_id not in self.running:
             return False  # It gave its blocks to an older one a moment ago.
         if not self.cover(sequence, start + count + window, but=draft.members):
             return False
-        if not sequence.open_at_target:
+        if not held.open_at_target:
             self._open(draft, sequence)
         tree = sequence.tree
         if sequence.policy.replicates:
             candidates = tree.chain_of(window)
         else:
             candidates = tree.pin(window, num_paths=sequence.num_paths)
-        sequence.in_flight = Slice(
+        held.in_flight = Slice(
             sequence_id=sequence.sequence_id,
             start=start,
             token_ids=(*tree.token_ids[start : start + count], *candidates.token_ids),
             window=len(candidates.token_ids),
             verdict=start + count == tree.num_committed,
-            new_blocks=tuple(sequence.block_table[sequence.blocks_sent :]),
+            new_blocks=tuple(held.block_table[held.blocks_sent :]),
             parents=candidates.parents,
-            kv_moves=sequence.kv_moves,
+            kv_moves=held.moves,
             multiplicities=candidates.multiplicities,
             distributions=candidates.distributions,
             top_tokens=sequence.wants_top_tokens,
         )
-        sequence.kv_moves = ()
-        sequence.blocks_sent = len(sequence.block_table)
-        draft.slices.append(sequence.in_flight)
+        held.moves = ()
+        held.blocks_sent = len(held.block_table)
+        draft.slices.append(held.in_flight)
         draft.members.add(sequence.sequence_id)
         draft.budget -= count + window
         return True
@@ -189,15 +190,16 @@ class Batching(Residents):
     def _open(self, draft: _Draft, sequence: Sequence) -> None:
         """Begin the sequence at the target, which is told where the KV of its first tokens is."""
         assert self.target is not None
-        start, kv = sequence.kv_length, self.target.kv
-        sequence.blocks_sent = start // kv.block_size
+        held = sequence.kv
+        start = held.length
+        held.blocks_sent = start // self.target.kv.block_size
         draft.opens.append(
             OpenAtTarget(
                 sequence.sequence_id,
                 sequence.request.spec,
-                shared_blocks=tuple(sequence.block_table[: sequence.blocks_sent]),
+                shared_blocks=tuple(held.block_table[: held.blocks_sent]),
                 token_ids=tuple(sequence.tree.token_ids[:start]),
             )
         )
-        sequence.open_at_target = True
+        held.open_at_target = True
         self.hit_tokens += start

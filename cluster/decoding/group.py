@@ -50,9 +50,9 @@ class Group:
         self.batching.check_integrity()
         in_flight = {part.sequence_id for part in self.step.slices} if self.step else set()
         running, leaving = self.batching.running, self.batching.leaving
-        stepping = {s.sequence_id for s in running.values() if s.in_flight is not None}
+        stepping = {s.sequence_id for s in running.values() if s.kv.in_flight is not None}
         assert in_flight == stepping | leaving.keys()
         assert not stepping & leaving.keys()
-        assert all(s.group == self.number for s in running.values())
+        assert all(s.kv.group == self.number for s in running.values())
         for one in running.values():
             assert not isinstance(one, Replica) or one in one.lead.replicas

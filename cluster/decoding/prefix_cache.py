@@ -46,7 +46,7 @@ class PrefixCache:
     def release(self, sequence: Sequence) -> None:
         """The sequence holds its blocks no more; the table itself is left as it is."""
         # A prefix is of use without what follows it, not the reverse: so it is the last to be idle.
-        for block in reversed(sequence.block_table):
+        for block in reversed(sequence.kv.block_table):
             self._pool.free([block])
             if block in self._key_of and self._pool.holders(block) == 1:
                 self._idle[block] = None
@@ -58,7 +58,7 @@ class PrefixCache:
         """
         if not self._enabled:
             return
-        table = sequence.block_table
+        table = sequence.kv.block_table
         for key in self._keys_to_prefill(sequence)[len(table) :]:
             block = self._block_of.get(key)
             if block is None:
@@ -66,30 +66,31 @@ class PrefixCache:
             self._idle.pop(block, None)
             self._pool.share(block)
             table.append(block)
-        sequence.kv_length = len(table) * self.block_size
+        sequence.kv.length = len(table) * self.block_size
 
     def keep(self, sequence: Sequence) -> None:
         """Remember the blocks of a sequence that have become full of verified tokens."""
         if not self._enabled:
             return
-        verified = int(min(sequence.kv_length, sequence.plain_until)) // self.block_size
-        if verified <= sequence.blocks_kept:
+        held = sequence.kv
+        verified = int(min(held.length, held.plain_until)) // self.block_size
+        if verified <= held.blocks_kept:
             return
         self._hash_blocks(sequence, verified)
-        for index in range(sequence.blocks_kept, verified):
-            key, block = sequence.block_keys[index], sequence.block_table[index]
+        for index in range(held.blocks_kept, verified):
+            key, block = sequence.block_keys[index], held.block_table[index]
             if key not in self._block_of:  # else another sequence computed the same meanwhile
                 self._pool.share(block)
                 self._block_of[key] = block
                 self._key_of[block] = key
-        sequence.blocks_kept = verified
+        held.blocks_kept = verified
 
     def wanted(self, sequence: Sequence, length: int) -> int:
         """How many of the available blocks a sequence takes until it has `length` positions."""
-        lacking = blocks_for(length, self.block_size) - len(sequence.block_table)
-        if not self._enabled or sequence.open_at_target:
+        lacking = blocks_for(length, self.block_size) - len(sequence.kv.block_table)
+        if not self._enabled or sequence.kv.open_at_target:
             return lacking
-        for key in self._keys_to_prefill(sequence)[len(sequence.block_table) :]:
+        for key in self._keys_to_prefill(sequence)[len(sequence.kv.block_table) :]:
             block = self._block_of.get(key)
             if block is None:
                 break
@@ -104,26 +105,27 @@ class PrefixCache:
     def next_key(self, sequence: Sequence) -> bytes | None:
         """What a sequence that has not begun computes first, if that is a block to be shared."""
         keys = self._keys_to_prefill(sequence) if self._enabled else []
-        return keys[len(sequence.block_table)] if len(keys) > len(sequence.block_table) else None
+        num_held = len(sequence.kv.block_table)
+        return keys[num_held] if len(keys) > num_held else None
 
     def keys_ahead(self, sequence: Sequence) -> Iterable[bytes]:
         """The blocks to be shared that a sequence is about to compute."""
         if not self._enabled:
             return ()
-        return self._keys_to_prefill(sequence)[sequence.kv_length // self.block_size :]
+        return self._keys_to_prefill(sequence)[sequence.kv.length // self.block_size :]
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that blocks are neither leaked nor written by one while others read them."""
         running = list(sequences)
-        tables = [sequence.block_table for sequence in running]
+        tables = [sequence.kv.block_table for sequence in running]
         self._pool.check_integrity([*tables, list(self._key_of)])
         assert {block: key for key, block in self._block_of.items()} == self._key_of
         held = {block for table in tables for block in table}
         assert set(self._idle) == set(self._key_of) - held
         for sequence in running:
-            writable = sequence.block_table[sequence.kv_length // self.block_size :]
-            assert all(self._pool.holders(block) == 1 for block in writable), "a shared block"
-            for block, key in zip(sequence.block_table, sequence.block_keys, strict=False):
+            table, num_full = sequence.kv.block_table, sequence.kv.length // self.block_size
+            assert all(self._pool.holders(block) == 1 for block in table[num_full:]), "shared"
+            for block, key in zip(table, sequence.block_keys, strict=False):
                 assert self._key_of.get(block, key) == key, "a block is known by another's key"
 
     def _keys_to_prefill(self, sequence: Sequence) -> list[bytes]:

@@ -100,7 +100,7 @@ class Residents:
 
     def let_in(self, sequence: Sequence) -> None:
         """Run a sequence that waits no more, or a replica, in its place among those who came."""
-        sequence.group = self._group
+        sequence.kv.group = self._group
         last = next(reversed(self.running.values()), None)
         self.running[sequence.sequence_id] = sequence
         if last is not None and last.order > sequence.order:
@@ -109,7 +109,7 @@ class Residents:
     def remove(self, sequence: Sequence) -> None:
         """The sequence ended here. Its blocks are free from the next step on that it is not in."""
         del self.running[sequence.sequence_id]
-        if sequence.in_flight is not None:
+        if sequence.kv.in_flight is not None:
             self.leaving[sequence.sequence_id] = sequence
         else:
             self._release(sequence)
@@ -125,7 +125,7 @@ class Residents:
         """
         assert self.target is not None
         kv = self.target.kv
-        wanted = blocks_for(length, kv.block_size) - len(sequence.block_table)
+        wanted = blocks_for(length, kv.block_size) - len(sequence.kv.block_table)
         while wanted > kv.num_available:
             youngest = self._youngest()
             if youngest is sequence or youngest.sequence_id in but:
@@ -137,7 +137,7 @@ class Residents:
             self._give_back(youngest)
             self.preemptions += 1
         if wanted > 0:
-            sequence.block_table.extend(kv.allocate(wanted))
+            sequence.kv.block_table.extend(kv.allocate(wanted))
         return True
 
     def check_integrity(self) -> None:
@@ -145,9 +145,9 @@ class Residents:
         for sequence in [*self.waiting, *self.running.values()]:
             sequence.tree.check_integrity()
         for sequence in self.waiting:
-            assert not sequence.block_table
-            assert sequence.in_flight is None
-            assert sequence.group is None
+            assert not sequence.kv.block_table
+            assert sequence.kv.in_flight is None
+            assert sequence.kv.group is None
         for one in (self.running.values(), self.waiting):
             order = [sequence.order for sequence in one]
             assert order == sorted(order), "a sequence lost its place"
@@ -155,8 +155,9 @@ class Residents:
             running, kv = self.running.values(), self.target.kv
             kv.check_integrity([*running, *self.leaving.values()])
             for sequence in running:
-                assert sequence.kv_length <= len(sequence.block_table) * kv.block_size
-                assert sequence.kv_length < sequence.tree.num_committed
+                held = sequence.kv
+                assert held.length <= len(held.block_table) * kv.block_size
+                assert held.length < sequence.tree.num_committed
 
     def _youngest(self) -> Sequence:
         """Who gives back first: replicas, then the youngest."""
@@ -175,6 +176,6 @@ class Residents:
     def _release(self, sequence: Sequence) -> None:
         if self.target is not None:
             self.target.kv.release(sequence)
-        if sequence.open_at_target:
+        if sequence.kv.open_at_target:
             self.closes.append(sequence.sequence_id)
         sequence.forget_kv()

@@ -223,7 +223,7 @@ class Scheduler:
         if sequence is None:
             return
         sequence.cancelled = True
-        if sequence.in_flight is None or sequence.policy.replicates:
+        if sequence.kv.in_flight is None or sequence.policy.replicates:
             self._state.finish(event.now, sequence, FinishReason.CANCELLED, out)
 
     def _decline(self, event: DraftDeclined, out: Outbox) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
+from cluster.decoding.held_kv import HeldKv
 from cluster.decoding.instructions import SequenceStats, Slice
 from cluster.decoding.lookahead import DraftView, LookaheadPolicy
 from cluster.decoding.pilot import Pilot
@@ -35,22 +36,11 @@ class Sequence:
     window: int
     # Of policy `auto`: what its controller keeps, and by which it changes policy and window.
     pilot: Pilot | None = None
-    # The target group where it runs; None: it waits.
-    group: int | None = None
-    # KV. Positions below kv_length are computed; blocks_sent of the table are known to the shards.
-    kv_length: int = 0
-    block_table: list[int] = field(default_factory=list)
-    blocks_sent: int = 0
-    open_at_target: bool = False
-    kv_moves: tuple[tuple[int, int], ...] = ()
-    in_flight: Slice | None = None
+    kv: HeldKv = field(default_factory=HeldKv)
     # Of policies that have several target groups verify it: where else it is.
     replicas: list[Replica] = field(default_factory=list)
-    # Sharing. Hashes of its full blocks of committed tokens, as many as were asked for; how many of
-    # its blocks were offered to others; from where on its KV is not what prefill makes, to the bit.
+    # Hashes of its full blocks of committed tokens, as many as were asked for.
     block_keys: list[bytes] = field(default_factory=list)
-    blocks_kept: int = 0
-    plain_until: float = math.inf
     cancelled: bool = False
     # Drafting.
     drafter: str | None = None
@@ -121,13 +111,13 @@ class Sequence:
     @property
     def lacking(self) -> int:
         """Committed tokens that have no KV, the last one among them."""
-        return len(self.tree.token_ids) - self.kv_length
+        return len(self.tree.token_ids) - self.kv.length
 
     @property
     def prefilling(self) -> bool:
         """It has not begun, or has no KV of more tokens than a decoding step feeds."""
         most = CATCH_UP if self.policy.replicates else 1
-        return not self.open_at_target or self.lacking > most
+        return not self.kv.open_at_target or self.lacking > most
 
     @property
     def num_paths(self) -> int:
@@ -169,7 +159,7 @@ class Sequence:
     @property
     def slices_in_flight(self) -> list[Slice]:
         """Of all groups that serve it."""
-        return [one.in_flight for one in (self, *self.replicas) if one.in_flight is not None]
+        return [one.kv.in_flight for one in (self, *self.replicas) if one.kv.in_flight is not None]
 
     @property
     def useful_candidates(self) -> int:
@@ -179,27 +169,8 @@ class Sequence:
 
     def forget_kv(self) -> None:
         """It runs nowhere, and its blocks are no longer its own: its next slice is the first."""
-        self.group = None
-        self.kv_length = 0
-        self.block_table = []
-        self.blocks_sent = 0
-        self.open_at_target = False
-        self.kv_moves = ()
-        self.in_flight = None
-        self.blocks_kept = 0
-        self.plain_until = math.inf
+        self.kv = HeldKv()
         self.tree.unpin()
-
-    def take_over(self, replica: Replica) -> None:
-        """Have the KV of a replica, and its step in flight, for one's own: that is no more."""
-        self.group = replica.group
-        self.kv_length = replica.kv_length
-        self.block_table = replica.block_table
-        self.blocks_sent = replica.blocks_sent
-        self.open_at_target = replica.open_at_target
-        self.in_flight = replica.in_flight
-        self.blocks_kept = replica.blocks_kept
-        self.plain_until = replica.plain_until
 
     def stats(self, now: float, utilisation: Utilisation) -> SequenceStats:
         """Its counts as of `now`, when it ends."""

@@ -86,9 +86,12 @@ class DecodingState:
                 break
         return len(self.waiting) < count
 
+    def _group_of(self, running: Sequence) -> Group:
+        assert running.kv.group is not None
+        return self.groups[running.kv.group]
+
     def _drop(self, replica: Replica) -> None:
-        assert replica.group is not None
-        self.groups[replica.group].drop(replica)
+        self._group_of(replica).drop(replica)
 
     def _drop_replicas(self) -> bool:
         dropped = [group.drop_replicas() for group in self.groups]
@@ -100,10 +103,8 @@ class DecodingState:
             return
         for sequence in [one for one in self.waiting if one.replicas]:
             self.waiting.remove(sequence)
-            replica = sequence.replicas.pop(0)
-            sequence.take_over(replica)
-            assert replica.group is not None
-            self.groups[replica.group].batching.running[sequence.sequence_id] = sequence
+            sequence.kv = sequence.replicas.pop(0).kv
+            self._group_of(sequence).batching.running[sequence.sequence_id] = sequence
 
     def share_groups(self, out: Outbox) -> None:
         """Give groups without sequences of their own to those that several may verify, in turn."""
@@ -139,10 +140,10 @@ class DecodingState:
         """Take it out of all batches, or out of the line."""
         for replica in list(sequence.replicas):
             self._drop(replica)
-        if sequence.group is None:
+        if sequence.kv.group is None:
             self.waiting.remove(sequence)
         else:
-            self.groups[sequence.group].batching.remove(sequence)
+            self._group_of(sequence).batching.remove(sequence)
 
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
         """The sequence ended."""

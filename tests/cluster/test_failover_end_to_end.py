@@ -108,7 +108,7 @@ async def faulty(checkpoints: Checkpoints) -> AsyncIterator[Faulty]:
             forget = Decoded.forget_kv
 
             def noting(sequence: Decoded) -> None:
-                if sequence.in_flight is not None:
+                if sequence.kv.in_flight is not None:
                     faulty.again.append(sequence.tree.num_committed - len(PROMPT))
                 forget(sequence)
 

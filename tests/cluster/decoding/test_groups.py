@@ -47,7 +47,7 @@ def test_requests_go_to_the_group_that_has_the_fewest() -> None:
     admit(world, 4)
     world.answer(2)
     (last,) = (one for one in world.scheduler._state.running if one.sequence_id == 4)
-    assert last.group == 2, "all have one; this one is free"
+    assert last.kv.group == 2, "all have one; this one is free"
     drain(world)
 
 
@@ -161,10 +161,10 @@ def test_kv_that_a_lost_group_had_is_noticed(monkeypatch: pytest.MonkeyPatch) ->
     right = Batching.lose_target
 
     def careless(batching: Batching) -> None:
-        lengths = {one.sequence_id: one.kv_length for one in batching.running.values()}
+        lengths = {one.sequence_id: one.kv.length for one in batching.running.values()}
         right(batching)
         for one in batching.waiting:
-            one.kv_length = lengths.get(one.sequence_id, 0)
+            one.kv.length = lengths.get(one.sequence_id, 0)
 
     monkeypatch.setattr(Batching, "lose_target", careless)
     with pytest.raises((AssertionError, KeyError, IndexError)):

@@ -14,9 +14,10 @@ def computed(cache: PrefixCache, prompt: tuple[int, ...], *, tenant: str = "") -
     sequence = Sequence.admitted(request(1, prompt, tenant=tenant), 0.0)
     cache.adopt(sequence)
     length = len(prompt)
-    sequence.block_table += cache.allocate(-(-length // SIZE) - len(sequence.block_table))
-    sequence.open_at_target = True
-    sequence.kv_length = length - 1
+    held = sequence.kv
+    held.block_table += cache.allocate(-(-length // SIZE) - len(held.block_table))
+    held.open_at_target = True
+    held.length = length - 1
     cache.keep(sequence)
     return sequence
 
@@ -26,7 +27,7 @@ def found(cache: PrefixCache, prompt: tuple[int, ...], *, tenant: str = "") -> i
     sequence = Sequence.admitted(request(2, prompt, tenant=tenant), 0.0)
     cache.adopt(sequence)
     cache.release(sequence)
-    return sequence.kv_length
+    return sequence.kv.length
 
 
 A = (*range(1, 9), 30)
@@ -61,7 +62,7 @@ def test_the_longest_unused_goes_first_and_of_a_prefix_its_end() -> None:
 def test_blocks_that_somebody_reads_are_not_to_be_had() -> None:
     cache = PrefixCache(6, SIZE)
     first, second = computed(cache, A), computed(cache, A)
-    assert second.block_table[:2] == first.block_table[:2]
+    assert second.kv.block_table[:2] == first.kv.block_table[:2]
     assert cache.num_available == 2
     cache.release(first)
     assert cache.num_available == 3, "its last block; the others are read by the second"
@@ -76,8 +77,8 @@ def test_what_two_computed_at_once_is_kept_once() -> None:
     cache = PrefixCache(8, SIZE)
     sequences = [Sequence.admitted(request(number, A), 0.0) for number in (1, 2)]
     for sequence in sequences:
-        sequence.block_table = cache.allocate(3)
-        sequence.kv_length = 8
+        sequence.kv.block_table = cache.allocate(3)
+        sequence.kv.length = 8
     for sequence in sequences:
         cache.keep(sequence)
         cache.check_integrity(sequences)
@@ -90,9 +91,9 @@ def test_what_two_computed_at_once_is_kept_once() -> None:
 def test_kv_of_an_accepted_path_that_was_moved_is_not_shared() -> None:
     cache = PrefixCache(8, SIZE)
     sequence = Sequence.admitted(request(1, A), 0.0)
-    sequence.block_table = cache.allocate(3)
-    sequence.kv_length = 8
-    sequence.plain_until = 6
+    sequence.kv.block_table = cache.allocate(3)
+    sequence.kv.length = 8
+    sequence.kv.plain_until = 6
     cache.keep(sequence)
     cache.release(sequence)
     assert found(cache, A) == 4

@@ -120,11 +120,11 @@ def test_a_request_that_comes_gets_a_group_of_its_own() -> None:
 def test_the_sequence_goes_on_at_once_where_another_group_has_it() -> None:
     world = drafting_world(2)
     (lead,) = world.scheduler._state.running
-    assert lead.group is not None
-    kv_length = lead.replicas[0].kv_length
-    world.lose_target(lead.group)
-    assert (lead.kv_length, lead.replicas) == (kv_length, [])
-    assert slice_of(world, lead.group).start == kv_length
+    assert lead.kv.group is not None
+    kv_length = lead.replicas[0].kv.length
+    world.lose_target(lead.kv.group)
+    assert (lead.kv.length, lead.replicas) == (kv_length, [])
+    assert slice_of(world, lead.kv.group).start == kv_length
     drain(world)
 
 

@@ -104,11 +104,12 @@ def test_the_soak_notices_blocks_that_are_shared_before_they_are_verified(
     """Negative control: what holds candidates, or waits for its moves, must not be shared."""
 
     def careless_keep(cache: PrefixCache, sequence: Sequence) -> None:
-        length, sequence.kv_length = sequence.kv_length, len(sequence.block_table) * 4
-        sequence.kv_length = min(sequence.kv_length, len(sequence.tree.token_ids) // 4 * 4)
-        plain, sequence.plain_until = sequence.plain_until, 10**9
+        held = sequence.kv
+        length, held.length = held.length, len(held.block_table) * 4
+        held.length = min(held.length, len(sequence.tree.token_ids) // 4 * 4)
+        plain, held.plain_until = held.plain_until, 10**9
         right_keep(cache, sequence)
-        sequence.kv_length, sequence.plain_until = length, plain
+        held.length, held.plain_until = length, plain
 
     right_keep = PrefixCache.keep
     monkeypatch.setattr(PrefixCache, "keep", careless_keep)
