@@ -12,6 +12,7 @@ excerpt.py    what of a tree a proposal shows
 
 Of the model drafter:
 growth.py     how a tree grows, rule by rule
+expansions.py what was drawn node by node, and which of it was sent
 allocation.py where nodes are spent
 chances.py    how likely candidates are to be accepted, learned from outcomes
 draw.py       the candidates under a node

@@ -7,7 +7,6 @@ coupled rule and of recursive rejection spend their nodes where acceptance is li
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,21 +15,11 @@ from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.allocation import Allocation, Place, allocate
 from workers.drafting.chances import RankChances
 from workers.drafting.draw import Children, draw_children, draw_one, draw_paths
+from workers.drafting.expansions import Expansion, Expansions
 from workers.drafting.fan_out import RANKS, candidates_to_send
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
-
-
-@dataclass(slots=True)
-class _Expansion:
-    """What the model gave for a node. `nodes[i]` is candidate i's number once it was sent."""
-
-    children: Children
-    chances: list[float]
-    nodes: list[int | None]
-    signals: Sequence[TokenSignal] = ()
-
 
 _NOTHING = NewNodes()
 
@@ -44,10 +33,7 @@ class Growth:
         self._chances = chances
         self._stopper = stopper
         self._draws_tokens = self._rule is Rule.COUPLED and not stopper.watches
-        self._expansions: dict[int, _Expansion] = {}
-        self._chance: dict[int, float] = {}
-        self._paths: dict[int, tuple[int, ...]] = {}
-        self._copies: set[int] = set()
+        self._drawn = Expansions()
         self._stopped: set[int] = set()
         self._longest = 0
         self._in_step = 0
@@ -65,7 +51,7 @@ class Growth:
         tree = self._tree
         leaf = tree.end
         self._longest = tree.room(ROOT)
-        self.as_chain = tree.may_go_on_as_chain and leaf not in self._expansions
+        self.as_chain = tree.may_go_on_as_chain and leaf not in self._drawn.of
         if self.as_chain:
             return [] if tree.chain_room == 0 or self._stop(leaf, pass_ms) else [leaf]
         if self._rule is Rule.KSEQ:
@@ -91,7 +77,7 @@ class Growth:
         """Take a token that was drawn elsewhere. Only where needs_token_alone."""
         assert self.needs_token_alone
         chance = self._chances.estimate(0, 0.0)
-        self._expansions[node] = _Expansion(Children((token_id,), (0.0,)), [chance], [None])
+        self._drawn.of[node] = Expansion(Children((token_id,), (0.0,)), [chance], [None])
 
     def expand(self, node: int, logits_V: torch.Tensor) -> None:
         """Draw the candidates under a node that was fed. The logits are on the CPU."""
@@ -117,7 +103,7 @@ class Growth:
     ) -> None:
         """Take the candidates under a node that was fed, as they were drawn elsewhere."""
         chances = [self._chances.estimate(rank, gap) for rank, gap in enumerate(children.gaps)]
-        self._expansions[node] = _Expansion(children, chances, [None] * len(chances), signals)
+        self._drawn.of[node] = Expansion(children, chances, [None] * len(chances), signals)
 
     def promise(self) -> float:
         """The chance that a pass now drafts a token that will be committed.
@@ -128,13 +114,9 @@ class Growth:
         tree, next_one = self._tree, self._chances.mean(0)
         if tree.is_chain:
             return float(next_one ** (tree.end + 1))
-        reached, has_child = [1.0] * (tree.end + 1), [False] * (tree.end + 1)
-        for node in range(1, tree.end + 1):
-            parent = tree.parents[node]
-            reached[node] = reached[parent] * self._chance[node]
-            has_child[parent] = True
-        leaves = zip(reached, has_child, strict=True)
-        return next_one * min(1.0, sum(chance for chance, inner in leaves if not inner))
+        inner = set(tree.parents[1:])
+        reached = enumerate(self._drawn.reached(tree))
+        return next_one * min(1.0, sum(chance for node, chance in reached if node not in inner))
 
     def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
         """The nodes to add now; the caller adds them. `fed` were expanded in this pass.
@@ -149,25 +131,28 @@ class Growth:
             chosen = [
                 (node, index)
                 for node in fed
-                for index in range(len(self._expansions[node].children.token_ids))
+                for index in range(len(self._drawn.of[node].children.token_ids))
             ]
         tokens: list[int] = []
         parents: list[int] = []
         multiplicities: list[int] = []
         for node, index in chosen:
             number = self._tree.end + 1 + len(tokens)
-            children = self._expansions[node].children
+            expansion = self._drawn.of[node]
+            children = expansion.children
             tokens.append(children.token_ids[index])
             parents.append(node)
             multiplicities.append(len(children.paths[index]) if children.paths else 1)
-            self._sent(node, index, number)
+            self._drawn.sent(node, index, number)
+            if expansion.signals:
+                self._stopper.note(number, expansion.signals[index])
             watches = self.as_chain and self._stopper.watches
             if watches and self._stops([*self._tree.path_to(node), number], pass_ms):
                 self._stopped.add(number)
         distributions = {
             node: kept
             for node in fed
-            if (kept := self._expansions[node].children.distribution) is not None
+            if (kept := self._drawn.of[node].children.distribution) is not None
         }
         return NewNodes(tokens, parents, distributions, multiplicities)
 
@@ -175,10 +160,8 @@ class Growth:
         """Go on with the token that was drawn for the leaf of a chain, if one was."""
         if leaf is None:
             return _NOTHING
-        number, expansion = self._tree.end + 1, self._expansions[leaf]
-        expansion.nodes[0] = number
-        self._chance[number] = expansion.chances[0]
-        return NewNodes(expansion.children.token_ids, (leaf,))
+        self._drawn.sent(leaf, 0, self._tree.end + 1)
+        return NewNodes(self._drawn.of[leaf].children.token_ids, (leaf,))
 
     def known(self) -> NewNodes:
         """Branches to begin that were drawn with what was fed before: after an outcome, many.
@@ -196,36 +179,11 @@ class Growth:
         self._was_cut = True
         self._stopped = set()
         self._in_step = len(kept.nodes)
-        if not kept.agreed:
-            for held in (self._expansions, self._chance, self._paths, self._copies):
-                held.clear()
-            return
-        number_of = {old: number for number, old in enumerate(kept.nodes, start=1)}
-        number_of[kept.path[-1]] = ROOT
-        self._expansions = {
-            number_of[old]: expansion
-            for old, expansion in self._expansions.items()
-            if old in number_of
-        }
-        for expansion in self._expansions.values():
-            expansion.nodes = [
-                number_of[old] if old is not None else None for old in expansion.nodes
-            ]
-        nodes = {old: number for old, number in number_of.items() if number != ROOT}
-        self._chance = {nodes[old]: value for old, value in self._chance.items() if old in nodes}
-        if self._paths:
-            self._paths = {nodes[old]: value for old, value in self._paths.items() if old in nodes}
-        if self._copies:
-            self._copies = {nodes[old] for old in self._copies if old in nodes}
+        self._drawn.cut(kept)
 
     def check_integrity(self) -> None:
         """Assert that what is kept is about nodes of the tree."""
-        tree = self._tree
-        for node, expansion in self._expansions.items():
-            assert node <= tree.end
-            sent = [number for number in expansion.nodes if number is not None]
-            assert sorted(sent) == list(tree.children(node)), "an expansion and its children differ"
-        assert self._chance.keys() == set(range(1, tree.end + 1))
+        self._drawn.check_integrity(self._tree)
 
     def _stop(self, leaf: int, pass_ms: float) -> bool:
         if not self._stopper.watches:
@@ -243,8 +201,8 @@ class Growth:
         return [
             node
             for node in range(tree.end + 1)
-            if node not in self._expansions
-            and node not in self._copies
+            if node not in self._drawn.of
+            and node not in self._drawn.copies
             and tree.room(node) > 0
             and not self._stop(node, pass_ms)
         ]
@@ -253,24 +211,21 @@ class Growth:
         """The numbers of k-SEQ's paths through a node; under the root they begin anew."""
         if node == ROOT:
             return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
-        return self._paths[node]
+        return self._drawn.paths[node]
 
     def _allocate(self, pass_ms: float) -> Allocation:
         tree = self._tree
-        branches = tree.grant.branches
-        reached = [1.0] * (tree.end + 1)
-        for node in range(1, tree.end + 1):
-            reached[node] = reached[tree.parents[node]] * self._chance[node]
+        branches, reached = tree.grant.branches, self._drawn.reached(tree)
         if tree.grant.fan_out:
             mean, exponent = self._chances.mean(0), self._chances.hits.exponent
-            send = candidates_to_send(tree, self._expansions, reached, mean=mean, exponent=exponent)
+            send = candidates_to_send(tree, self._drawn.of, reached, mean=mean, exponent=exponent)
             return Allocation([], send)
         means = [self._chances.mean(rank) for rank in range(branches)]
         places = [
             Place(leaf, 0, reached[leaf], tree.room(leaf), known=False)
             for leaf in self._leaves(pass_ms)
         ]
-        for node, expansion in self._expansions.items():
+        for node, expansion in self._drawn.of.items():
             room = tree.room(node)
             if room > 0:
                 places += [
@@ -289,23 +244,10 @@ class Growth:
             floor=floor,
         )
 
-    def _sent(self, parent: int, index: int, number: int) -> None:
-        expansion = self._expansions[parent]
-        token_id = expansion.children.token_ids[index]
-        expansion.nodes[index] = number
-        self._chance[number] = expansion.chances[index]
-        if expansion.children.paths:
-            self._paths[number] = expansion.children.paths[index]
-        if token_id in expansion.children.token_ids[:index]:
-            # Refused once, an equal token is refused for sure: nothing below it can matter.
-            self._copies.add(number)
-        if expansion.signals:
-            self._stopper.note(number, expansion.signals[index])
-
     def _learn(self, kept: Kept) -> None:
         above = [ROOT, *kept.path]
         for node, token_id in zip(above, kept.token_ids, strict=False):
-            expansion = self._expansions.get(node)
+            expansion = self._drawn.of.get(node)
             if expansion is None:
                 continue
             if len(expansion.chances) == 1:
@@ -317,12 +259,7 @@ class Growth:
                     self._chances.hits.observe(expansion.children.token_ids.index(token_id))
         if not self._stopper.watches:
             return
-        refused: list[int] = []
-        if not kept.agreed:
-            follower = self._first_child(above[-1])
-            while follower is not None:
-                refused.append(follower)
-                follower = self._first_child(follower)
+        refused = [] if kept.agreed else self._drawn.firsts_below(above[-1])
         if self._tree.grant.drafting_is_free:
             # The step began with what there was at the outcome before. What was drafted meanwhile
             # was in no window: the paper's acceptance rate is of what was verified.
@@ -337,9 +274,3 @@ class Growth:
             self._chances.observe(rank, gap, accepted=accepted)
             if accepted and self._rule is not Rule.COUPLED:
                 return  # Those after it were not tested.
-
-    def _first_child(self, node: int) -> int | None:
-        expansion = self._expansions.get(node)
-        if expansion is None:
-            return None
-        return next((number for number in expansion.nodes if number is not None), None)
