@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +31,8 @@ _one_at_a_time = threading.Lock()
 """transformers' loader is not for several threads: beside another it finds tied weights missing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """A kind that can be read. `package` is what transformers needs for it, besides itself."""
-
-    package: str | None = None
-
-
-READABLE: Mapping[str, _Kind] = {
-    "fp8": _Kind(),
-    "compressed-tensors": _Kind("compressed_tensors"),
-}
-"""By transformers' `quant_method`."""
+READABLE: Mapping[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
+"""What can be read, by transformers' `quant_method`, and the package needed besides, if any."""
 
 REFUSED: Mapping[str, str] = {
     "bitsandbytes": "its weights are unpacked in its own modules at each step",
@@ -59,18 +49,18 @@ def check_quantisation(folder: Path, raw: Mapping[str, Any]) -> None:
     if _KEY not in raw:
         return
     kind = str(dict(raw[_KEY] or {}).get("quant_method", "of an unknown kind"))
-    known = READABLE.get(kind)
-    if known is None:
+    if kind not in READABLE:
         reason = REFUSED.get(kind, "a kind that is not known here")
         raise CheckpointError(
             f"{folder / 'config.json'}: the weights are quantised ({kind}), which is not read: "
             f"{reason}. Use the checkpoint in float32, bfloat16 or float16 (target.dtype = "
             f'"int8" makes it small on a CPU), or quantised as one of {", ".join(READABLE)}'
         )
-    if known.package is not None and importlib.util.find_spec(known.package) is None:
+    package = READABLE[kind]
+    if package is not None and importlib.util.find_spec(package) is None:
         raise CheckpointError(
             f"{folder / 'config.json'}: the weights are quantised ({kind}), for which transformers "
-            f"needs the package {known.package}: pip install 'paceline[quantised]'"
+            f"needs the package {package}: pip install 'paceline[quantised]'"
         )
 
 
@@ -88,10 +78,11 @@ def plain_config(folder: Path) -> PreTrainedConfig:
 
 
 def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the model of plain weights. Changes and returns `config`."""
-    if hasattr(config, _KEY):
-        delattr(config, _KEY)
-    return config
+    """The configuration of the model of plain weights; `config` stays as it is."""
+    plain = deepcopy(config)
+    if hasattr(plain, _KEY):
+        delattr(plain, _KEY)
+    return plain
 
 
 def is_quantised(config: PreTrainedConfig) -> bool:
@@ -120,7 +111,7 @@ class DequantisedTensors(StoredTensors):
 def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
     config = plain_config(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(without_quantisation(plain_config(folder)))
+        model = AutoModelForCausalLM.from_config(without_quantisation(config))
     count = sum(parameter.numel() for parameter in model.parameters())
     check_room(
         count * dtype.itemsize,
