@@ -28,6 +28,22 @@ def slices(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
     ]
 
 
+def traced_step(
+    window: trace_pb2.TracedWindow, group: int = 0, *, sent_at: float, answered_at: float
+) -> trace_pb2.TraceResponse:
+    """A group's first step, of one window."""
+    step = trace_pb2.TracedStep(
+        step=1,
+        group=group,
+        sent_at=sent_at,
+        answered_at=answered_at,
+        forward_seconds=0.018,
+        step_seconds=0.019,
+        windows=[window],
+    )
+    return trace_pb2.TraceResponse(step=step)
+
+
 def check_drawn(document: dict[str, Any]) -> None:
     """No two slices of a row overlap half-way, and both ends of each arrow lie in a slice."""
     events = document["traceEvents"]
@@ -103,15 +119,7 @@ def test_passes_that_arrive_late_do_not_overlap() -> None:
     window = trace_pb2.TracedWindow(
         sequence_id=1, start=3, fed=3, window=2, accepted=1, committed=2, passes=[1, 3, 99]
     )
-    step = trace_pb2.TracedStep(
-        step=1,
-        sent_at=10.0201,
-        answered_at=10.040,
-        forward_seconds=0.018,
-        step_seconds=0.019,
-        windows=[window],
-    )
-    drawn.add(trace_pb2.TraceResponse(step=step))
+    drawn.add(traced_step(window, sent_at=10.0201, answered_at=10.040))
     document: dict[str, Any] = drawn.document()
     check_drawn(document)
     assert [one["ts"] for one in slices(document, "pass")] == pytest.approx([5e3, 1e4, 1.5e4])
@@ -127,16 +135,7 @@ def test_each_target_group_has_a_row() -> None:
     drawn.add(trace_pb2.TraceResponse(begun=trace_pb2.TraceBegun(now=10.0, model="x")))
     for group in (0, 1):
         window = trace_pb2.TracedWindow(sequence_id=1, start=3, fed=3, window=2, committed=1)
-        step = trace_pb2.TracedStep(
-            step=1,
-            group=group,
-            sent_at=10.0,
-            answered_at=10.020 + group / 100,
-            forward_seconds=0.018,
-            step_seconds=0.019,
-            windows=[window],
-        )
-        drawn.add(trace_pb2.TraceResponse(step=step))
+        drawn.add(traced_step(window, group, sent_at=10.0, answered_at=10.020 + group / 100))
     document: dict[str, Any] = drawn.document()
     check_drawn(document)
     rows = [one["tid"] for one in slices(document, "step 1")]
