@@ -14,6 +14,7 @@ import pytest
 from cluster.decoding.policies import PolicyName
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
+from tests.workers.emulated.scaled import scaled
 from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes, load_profile
 from workers.emulated.replay_text import Guess
 
@@ -32,14 +33,6 @@ FIXED_IN_LARGE_BATCHES = (
     (PolicyName.CHAIN, 8),
     (PolicyName.FANOUT, 2),
 )
-
-
-def scaled(profile: DeviceProfile, factor: float) -> DeviceProfile:
-    """The same device, so many times slower."""
-    times = profile.pass_ms
-    table = tuple(tuple(ms * factor for ms in row) for row in times.table)
-    slower = PassTimes(batch=times.batch, tokens=times.tokens, table=table)
-    return profile.model_copy(update={"pass_ms": slower})
 
 
 def compute_bound(profile: DeviceProfile) -> DeviceProfile:

@@ -13,6 +13,7 @@ import pytest
 from cluster.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
 from paceline.generation import Completion, CompletionBuilder, GenerateOptions
+from tests.workers.emulated.scaled import scaled
 from workers.emulated.drafter import parse_guess
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.relay import Relay
@@ -31,10 +32,7 @@ PROMPTS = [[100, 101, 102], list(range(200, 240)), [300]]
 
 def _fast(name: str) -> DeviceProfile:
     """A profile with a hundredth of its times: what is tested here is not how long it takes."""
-    profile = load_profile(name)
-    times = profile.pass_ms
-    table = tuple(tuple(ms / 100 for ms in row) for row in times.table)
-    return profile.model_copy(update={"pass_ms": times.model_copy(update={"table": table})})
+    return scaled(load_profile(name), 0.01)
 
 
 @pytest.fixture(scope="module")
