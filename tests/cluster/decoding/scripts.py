@@ -24,7 +24,7 @@ from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule
-from tests.cluster.decoding.world import request
+from tests.cluster.decoding.true_text import request
 
 PROMPT = (7, 8, 9)
 

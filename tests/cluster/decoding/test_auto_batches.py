@@ -13,7 +13,7 @@ from cluster.decoding.instructions import RunStep, Slice
 from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
-from tests.cluster.decoding.world import request
+from tests.cluster.decoding.true_text import request
 
 
 class Batch:

@@ -11,7 +11,7 @@ from cluster.decoding.instructions import RunStep, Slice
 from cluster.decoding.pilot import FIRST_PROBE, RESTING, Pilot
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
-from tests.cluster.decoding.world import request
+from tests.cluster.decoding.true_text import request
 
 PROPOSAL = Proposal(1, 3, 0, (5,))
 

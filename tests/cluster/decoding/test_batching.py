@@ -11,8 +11,10 @@ from cluster.decoding.events import Admitted, Cancelled, DrafterJoined
 from cluster.decoding.instructions import OpenAtTarget, Slice
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
+from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.scripts import PROMPT
-from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+from tests.cluster.decoding.true_text import request, true_token
+from tests.cluster.decoding.world import World
 
 
 def test_few_blocks_preempt_the_youngest_and_every_text_is_whole() -> None:

@@ -20,7 +20,7 @@ from tests.cluster.decoding.scripts import (
     tree_request,
     verdict,
 )
-from tests.cluster.decoding.world import END_TOKEN
+from tests.cluster.decoding.true_text import END_TOKEN
 
 
 def timed(event: Proposed | StepDone, now: float, seconds: float) -> Proposed | StepDone:

@@ -21,7 +21,7 @@ from tests.cluster.decoding.scripts import (
     tree_proposal,
     verdict,
 )
-from tests.cluster.decoding.world import request
+from tests.cluster.decoding.true_text import request
 
 
 def fanned_out(**options: object) -> Scheduler:

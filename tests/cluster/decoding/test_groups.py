@@ -9,7 +9,8 @@ from cluster.decoding.events import Admitted, Cancelled, StepDone
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.errors import PromptTooLongError, ProtocolError
-from tests.cluster.decoding.world import World, request
+from tests.cluster.decoding.true_text import request
+from tests.cluster.decoding.world import World
 
 
 def world_of(num_groups: int, *, max_num_seqs: int = 4, num_blocks: int = 64) -> World:

@@ -24,7 +24,7 @@ from paceline.errors import InvalidRequestError
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule
 from tests.cluster.decoding.scripts import PROMPT, the_step, verdict
-from tests.cluster.decoding.world import request
+from tests.cluster.decoding.true_text import request
 
 
 def started(

@@ -12,6 +12,7 @@ from cluster.decoding.instructions import Emit, Grant, Instruction, RunStep, Wak
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.rules import Rule
+from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.scripts import (
     PROMPT,
     proposal,
@@ -21,7 +22,8 @@ from tests.cluster.decoding.scripts import (
     tree_request,
     verdict,
 )
-from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+from tests.cluster.decoding.true_text import request, true_token
+from tests.cluster.decoding.world import World
 
 
 def steps(instructions: list[Instruction]) -> list[RunStep]:

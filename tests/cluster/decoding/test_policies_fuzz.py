@@ -31,7 +31,9 @@ from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutc
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
-from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+from tests.cluster.decoding.pretended_drafter import PretendedDrafter
+from tests.cluster.decoding.true_text import request, true_token
+from tests.cluster.decoding.world import World
 
 NAMES = ("a", "b", "c")
 JUMPS = (0.0, 0.001, 0.02, 3.0, 1000.0)

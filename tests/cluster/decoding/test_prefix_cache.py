@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
-from tests.cluster.decoding.world import request
+from tests.cluster.decoding.true_text import request
 
 SIZE = 4
 

@@ -10,8 +10,10 @@ from cluster.decoding.policies import PolicyName
 from cluster.decoding.sequence import Replica
 from cluster.fitting import check_layout
 from paceline.errors import InvalidRequestError
+from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.test_groups import drain, sequences, world_of
-from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+from tests.cluster.decoding.true_text import request, true_token
+from tests.cluster.decoding.world import World
 
 PROMPT = (1, 2, 3, 4, 5)
 

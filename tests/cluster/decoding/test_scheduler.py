@@ -35,7 +35,7 @@ from tests.cluster.decoding.scripts import (
     the_step,
     verdict,
 )
-from tests.cluster.decoding.world import END_TOKEN, request
+from tests.cluster.decoding.true_text import END_TOKEN, request
 
 
 def test_admission_prefills_and_opens_the_draft() -> None:

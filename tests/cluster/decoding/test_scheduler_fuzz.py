@@ -20,7 +20,9 @@ from cluster.decoding.events import (
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
-from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+from tests.cluster.decoding.pretended_drafter import PretendedDrafter
+from tests.cluster.decoding.true_text import request, true_token
+from tests.cluster.decoding.world import World
 
 DRAFTERS = ("drafter-0", "drafter-1")
 STEMS = (tuple(range(10, 20)), (*range(10, 14), *range(30, 36)))

@@ -11,7 +11,9 @@ from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.sequence import Sequence
-from tests.cluster.decoding.world import PretendedDrafter, World, request, true_token
+from tests.cluster.decoding.pretended_drafter import PretendedDrafter
+from tests.cluster.decoding.true_text import request, true_token
+from tests.cluster.decoding.world import World
 
 BLOCKS = (64, 48, 40, 32, 28, 24, 20, 18, 16, 15)
 """Of 4 positions each: at the end one request may need all but two of them."""

@@ -40,7 +40,7 @@ from tests.cluster.decoding.scripts import (
     tree_request,
     verdict,
 )
-from tests.cluster.decoding.world import request
+from tests.cluster.decoding.true_text import request
 
 
 def test_a_lost_drafter_leaves_the_sequence_to_another_and_its_drafts_stay_valid() -> None:

@@ -21,7 +21,7 @@ from cluster.fitting import check_layout
 from paceline.errors import InvalidRequestError
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.scripts import PROMPT, the_step
-from tests.cluster.decoding.world import request
+from tests.cluster.decoding.true_text import request
 
 
 class Script:

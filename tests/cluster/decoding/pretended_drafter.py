@@ -1,0 +1,85 @@
+"""A drafter that keeps sequences as a real one does and makes up tokens, for tests without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cluster.decoding.events import Proposal
+from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
+from paceline.prefix_hash import hash_prefix
+from tests.cluster.decoding.true_text import END_TOKEN
+
+
+@dataclass
+class DraftedSequence:
+    """What a drafter keeps: committed tokens, and every candidate as the tokens that lead to it."""
+
+    committed: list[int]
+    seed: int
+    candidates: list[tuple[int, ...]] = field(default_factory=list)
+    until_position: int = 0
+    nodes: int = 0
+    branches: int = 1
+
+
+@dataclass
+class PretendedDrafter:
+    """Keeps sequences as a real drafter does; `guess` makes tokens, `pick` chooses what grows."""
+
+    guess: Callable[[list[int], int], int]
+    pick: Callable[[int], int] = lambda count: count - 1
+    sequences: dict[int, DraftedSequence] = field(default_factory=dict)
+
+    def tell(self, message: OpenDraft | SendOutcome | Grant | CloseDraft) -> None:
+        """A message of the driver."""
+        match message:
+            case OpenDraft(_, sequence_id, spec, token_ids):
+                self.sequences[sequence_id] = DraftedSequence(list(token_ids), spec.seed)
+            case SendOutcome(_, sequence_id, position, token_ids):
+                drafted = self.sequences[sequence_id]
+                assert position == len(drafted.committed)
+                drafted.committed.extend(token_ids)
+                count = len(token_ids)
+                drafted.candidates = [
+                    c[count:]
+                    for c in drafted.candidates
+                    if len(c) > count and c[:count] == token_ids
+                ]
+            case Grant(_, sequence_id):
+                drafted = self.sequences[sequence_id]
+                drafted.until_position, drafted.nodes = message.until_position, message.nodes
+                # Where branches are wanted, some nodes get a second child.
+                drafted.branches = max(message.branches, 2 if message.fan_out else 1)
+            case CloseDraft(_, sequence_id):
+                del self.sequences[sequence_id]
+
+    def run_pass(self) -> tuple[Proposal, ...]:
+        """One node more, or the children of one, for each sequence that may have them."""
+        return tuple(
+            proposal
+            for sequence_id, drafted in self.sequences.items()
+            if (proposal := self._grow(sequence_id, drafted)) is not None
+        )
+
+    def _grow(self, sequence_id: int, drafted: DraftedSequence) -> Proposal | None:
+        inner = {c[:-1] for c in drafted.candidates}
+        leaves = [c for c in ((), *drafted.candidates) if c not in inner and c[-1:] != (END_TOKEN,)]
+        room = drafted.nodes - len(drafted.candidates)
+        if room <= 0 or not leaves:
+            return None
+        leaf = leaves[self.pick(len(leaves)) if drafted.branches > 1 else -1]
+        path = [*drafted.committed, *leaf]
+        if len(path) >= drafted.until_position:
+            return None
+        count = min(drafted.branches, room)
+        made = dict.fromkeys(self.guess(path, drafted.seed) for _ in range(count))
+        drafted.candidates.extend((*leaf, token_id) for token_id in made)
+        return Proposal(
+            sequence_id,
+            len(path),
+            hash_prefix(path),
+            tuple(made),
+            last=set(made) == {END_TOKEN},
+            parents=(0,) * len(made),
+        )

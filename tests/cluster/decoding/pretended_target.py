@@ -1,0 +1,84 @@
+"""A target that keeps token ids in its KV blocks, for tests of the scheduler without I/O.
+
+Beside each is a hash of all that its token was computed after, and it answers from what it reads
+there: a wrong rollback, a block shared by mistake or a lost prefix shows as wrong text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cluster.decoding.events import SequenceVerdict
+from cluster.decoding.instructions import RunStep, Slice
+from tests.cluster.decoding.true_text import true_token
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class PretendedTarget:
+    """Holds (token id, hash of the tokens up to it) where a real one holds keys and values."""
+
+    kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    tables: dict[int, list[int]] = field(default_factory=dict)
+    seeds: dict[int, int] = field(default_factory=dict)
+    max_slices: int = 0
+    num_trees: int = 0
+    num_shared: int = 0
+
+    def run(self, step: RunStep) -> tuple[SequenceVerdict, ...]:
+        """Apply a step and answer it."""
+        for sequence_id in step.close:
+            del self.tables[sequence_id]
+        for opened in step.open:
+            assert opened.sequence_id not in self.tables
+            self.tables[opened.sequence_id] = list(opened.shared_blocks)
+            self.seeds[opened.sequence_id] = opened.spec.seed
+            self.num_shared += len(opened.shared_blocks)
+        ids = [part.sequence_id for part in step.slices]
+        assert len(ids) == len(set(ids))
+        self.max_slices = max(self.max_slices, len(ids))
+        verdicts = [self._run_slice(part) for part in step.slices]
+        return tuple(verdict for verdict in verdicts if verdict is not None)
+
+    def _run_slice(self, part: Slice) -> SequenceVerdict | None:
+        table = self.tables[part.sequence_id]
+
+        def slot(position: int) -> tuple[int, int]:
+            return table[position // BLOCK_SIZE], position % BLOCK_SIZE
+
+        for source, to in part.kv_moves:
+            self.kv[slot(to)] = self.kv[slot(source)]
+        table.extend(part.new_blocks)
+        end = part.start + len(part.token_ids)
+        committed = end - part.window
+        parents = part.parents or tuple(range(part.window))
+        for position, token_id in zip(range(part.start, end), part.token_ids, strict=True):
+            before = position - 1
+            if position >= committed:
+                before = committed - 1 + parents[position - committed]
+            seen = self.kv[slot(before)][1] if before >= 0 else 0
+            self.kv[slot(position)] = token_id, hash((seen, token_id))
+        if not part.verdict:
+            return None
+        read = [self.kv[slot(position)] for position in range(end)]
+        path, seen = [], 0
+        for token_id, computed_after in read[:committed]:
+            path.append(token_id)
+            seen = hash((seen, token_id))
+            assert computed_after == seen, "KV that was computed after other tokens"
+        candidates = [token_id for token_id, _ in read[committed:]]
+        self.num_trees += bool(part.parents)
+        accepted, node = [], 0
+        while True:
+            chosen = true_token(path, self.seeds[part.sequence_id])
+            fitting = (i for i, t in enumerate(candidates) if parents[i] == node and t == chosen)
+            index = next(fitting, None)
+            if index is None:
+                break
+            accepted.append(index)
+            path.append(chosen)
+            node = index + 1
+        is_first = accepted == list(range(len(accepted)))
+        told = () if is_first and not part.parents else tuple(accepted)
+        return SequenceVerdict(part.sequence_id, len(accepted), chosen, told)
