@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from cluster.decoding.cohorts import Cohort
@@ -62,23 +61,26 @@ class Beliefs:
     def drafted(self, event: Proposed) -> None:
         """A pass of a drafter."""
         self.steps.heard(len(event.proposals))
-        told = Counter(one.sequence_id for one in event.proposals)
-        batch = len(told)
-        if batch and event.believable_seconds > 0:
-            times = self._drafters.setdefault(event.drafter, DraftTimes())
-            # A pass adds a level to a tree, which may be told in several proposals.
-            grown = {
-                one.sequence_id
-                for one in event.proposals
-                if one.parents or told[one.sequence_id] > 1
-            }
-            tokens = len(grown) + sum(
-                len(one.token_ids) for one in event.proposals if one.sequence_id not in grown
-            )
-            ms = event.believable_seconds * 1000
-            times.add_pass(batch=batch, tokens=tokens, ms=ms, branches=bool(grown))
-            if grown:
-                times.branch_messages.add(sum(told[one] - 1 for one in grown) / len(grown))
+        if not event.proposals or event.believable_seconds <= 0:
+            return
+        # A pass adds a level to a tree, which may be told in several proposals.
+        told: dict[int, int] = {}
+        grown: set[int] = set()
+        for one in event.proposals:
+            before = told.get(one.sequence_id, 0)
+            told[one.sequence_id] = before + 1
+            if before or one.parents:
+                grown.add(one.sequence_id)
+        tokens = len(grown) + sum(
+            [len(one.token_ids) for one in event.proposals if one.sequence_id not in grown]
+        )
+        times = self._drafters.get(event.drafter)
+        if times is None:
+            times = self._drafters[event.drafter] = DraftTimes()
+        ms = event.believable_seconds * 1000
+        times.add_pass(batch=len(told), tokens=tokens, ms=ms, branches=bool(grown))
+        if grown:
+            times.branch_messages.add(sum(told[one] - 1 for one in grown) / len(grown))
 
     def attached(self, pilot: Pilot, event: Proposed) -> None:
         """Candidates of the pass continue what is committed of this sequence."""

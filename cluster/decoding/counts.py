@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from cluster.decoding.instructions import Slice
 from paceline.generation import SpeculationStats
@@ -85,24 +86,26 @@ class Counts:
 
     def add(self, verdict: CountedVerdict) -> None:
         """Count one verdict."""
+        accepted, foresight = verdict.accepted, verdict.foresight
         self.verdicts += 1
         self.committed += verdict.committed
-        self.drafted += verdict.window
-        self.accepted += verdict.accepted
-        self.used += verdict.accepted
-        self.wasted += verdict.window > 0 and verdict.accepted == 0
-        match verdict.foresight:
-            case Foresight.FIRST:
-                self.used += 1
-            case Foresight.BRANCH:
-                self.used += 1
-                self.diverged += 1
-                self.branch_hits += 1
-            case Foresight.OTHERS:
-                self.diverged += 1
         self._depths[verdict.depth] += 1
         self._tried[verdict.tried] += 1
-        self._accepted[verdict.accepted] += 1
+        self._accepted[accepted] += 1
+        if verdict.window:
+            self.drafted += verdict.window
+            self.accepted += accepted
+            self.used += accepted
+            self.wasted += not accepted
+        if foresight is Foresight.NOTHING:
+            return
+        if foresight is Foresight.FIRST:
+            self.used += 1
+            return
+        self.diverged += 1
+        if foresight is Foresight.BRANCH:
+            self.used += 1
+            self.branch_hits += 1
 
     @property
     def acceptance(self) -> float | None:
@@ -136,10 +139,5 @@ def depth_of(window: int, parents: tuple[int, ...]) -> int:
 
 def _at_least(histogram: list[int]) -> tuple[int, ...]:
     """Of how many the number was at least 1, 2, ...; up to the last that there is."""
-    counts: list[int] = []
-    total = 0
-    for count in reversed(histogram[1:]):
-        total += count
-        if total:
-            counts.append(total)
-    return tuple(reversed(counts))
+    counts = list(accumulate(reversed(histogram[1:])))
+    return tuple(reversed(counts[counts.count(0) :]))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.decoding.policies import PolicyName
 from paceline.rules import Rule, Stopping
 from paceline.sampling import SequenceSpec
 from paceline.value import value_class
-from workers.verification.draft_probs import SparseProbs
+from workers.drafting.proposal import Proposal as Proposal
 
 
 class StopScanner(Protocol):
@@ -56,25 +56,6 @@ class Cancelled:
 
     now: float
     sequence_id: int
-
-
-@value_class(frozen=True, slots=True)
-class Proposal:
-    """Candidates under the first `base_length` tokens: a chain, or a tree where it has parents.
-
-    `parents`, `multiplicities` and the keys of `distributions` are those of drafting.proto. What
-    breaks that contract never gets here: it is a MalformedProposal.
-    """
-
-    sequence_id: int
-    base_length: int
-    base_hash: int
-    token_ids: tuple[int, ...]
-    last: bool = False
-    parents: tuple[int, ...] = ()
-    multiplicities: tuple[int, ...] = ()
-    distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
-    stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
 @value_class(frozen=True, slots=True)

@@ -10,27 +10,32 @@ from paceline.rules import Rule
 
 def take_proposals(state: DecodingState, event: Proposed) -> None:
     """A pass of a drafter, for all its sequences."""
-    state.utilisation.drafted(event.drafter, event.believable_seconds)
+    drafter, pass_seconds = event.drafter, event.believable_seconds
+    state.utilisation.drafted(drafter, pass_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
-    state.drafters.heard(event.now, event.drafter, event.believable_seconds, drafted=drafted)
+    state.drafters.heard(event.now, drafter, pass_seconds, drafted=drafted)
     state.auto.drafted(event)
+    vocab_size = state.vocab_size
+    total = 0
     for proposal in event.proposals:
         sequence = state.find(proposal.sequence_id)
         if sequence is None:
             continue
-        repeats = sequence.tree.repeats
-        if not _attach(state, event.drafter, sequence, proposal):
+        tree = sequence.tree
+        repeats = tree.repeats
+        if not _attach(drafter, sequence, proposal, vocab_size):
             state.totals.dropped_proposals += 1
-        elif sequence.pilot is not None and sequence.tree.num_candidates:
+        elif sequence.pilot is not None and tree.num_candidates:
             state.auto.beliefs.attached(sequence.pilot, event)
-        new = len(proposal.token_ids) - (sequence.tree.repeats - repeats)
-        sequence.drafted_by.add(event.drafter)
+        new = len(proposal.token_ids) - (tree.repeats - repeats)
+        sequence.drafted_by.add(drafter)
         sequence.counts.proposed += new
-        state.totals.counts.proposed += new
+        total += new
+    state.totals.counts.proposed += total
 
 
-def _attach(state: DecodingState, drafter: str, sequence: Sequence, proposal: Proposal) -> bool:
-    vocab_size, token_ids = state.vocab_size, proposal.token_ids
+def _attach(drafter: str, sequence: Sequence, proposal: Proposal, vocab_size: int | None) -> bool:
+    token_ids = proposal.token_ids
     if vocab_size is None:
         return False
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:

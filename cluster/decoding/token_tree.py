@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cluster.decoding.counts import Foresight
 from cluster.decoding.events import Proposal
@@ -108,21 +108,19 @@ class TokenTree:
         parents = proposal.parents
         if base is None or (self.chain and parents and parents != tuple(range(len(parents)))):
             return False
+        limits = until_position, max_nodes, leads
+        if len(proposal.token_ids) == 1 and not (proposal.multiplicities or proposal.distributions):
+            return self._after(base, proposal.token_ids[0], (), *limits) is not None
         places: list[_Place] = [base]
         used: set[int] = set()
         for index, token_id in enumerate(proposal.token_ids):
-            parent = places[parents[index] if parents else index]
-            if isinstance(parent, int):
-                places.append(self._committed_after(parent, token_id))
-                continue
-            node = None
-            if parent is not None and parent.length < until_position:
-                node = self._child(parent, token_id, used, max_nodes, leads=leads)
-            if node is not None:
-                used.add(id(node))
+            above = places[parents[index] if parents else index]
+            place = self._after(above, token_id, used, *limits)
+            if isinstance(place, Node):
+                used.add(id(place))
                 if proposal.multiplicities:
-                    node.multiplicity = proposal.multiplicities[index]
-            places.append(node)
+                    place.multiplicity = proposal.multiplicities[index]
+            places.append(place)
         for number, distribution in proposal.distributions.items():
             place = places[number]
             if isinstance(place, Node) and place.distribution is None:
@@ -229,25 +227,25 @@ class TokenTree:
 
     def _keep(self, nodes: Sequence[Node]) -> None:
         """Hold those of `nodes` that hang from the root, and nothing else."""
-        if not nodes:
-            self.root.children, self.root.distribution = [], None
-            self._nodes, self._by_hash = [], {self.root.prefix_hash: self.root}
+        root = self.root
+        if not nodes or not root.children:
+            root.children, root.distribution = [], None
+            self._nodes, self._by_hash = [], {root.prefix_hash: root}
             return
-        held = {id(self.root)}
+        held = {id(root)}
         kept = []
+        by_hash = {root.prefix_hash: root}
         for node in nodes:
             if id(node.parent) in held:
                 held.add(id(node))
                 kept.append(node)
-        for node in (self.root, *kept):
+                by_hash.setdefault(node.prefix_hash, node)
+        for node in (root, *kept):
             if node.children:
                 node.children = [child for child in node.children if id(child) in held]
             if not node.children:
                 node.distribution = None  # The next children may be another drafter's draws.
-        self._nodes = kept
-        self._by_hash = {self.root.prefix_hash: self.root}
-        for node in kept:
-            self._by_hash.setdefault(node.prefix_hash, node)
+        self._nodes, self._by_hash = kept, by_hash
 
     def _choose(self, limit: int) -> list[Node]:
         """The candidates that a step verifies, each after its parent."""
@@ -263,27 +261,39 @@ class TokenTree:
         node = self._by_hash.get(prefix_hash)
         return node if node is not None and node.length == length else None
 
-    def _committed_after(self, length: int, token_id: int) -> _Place:
-        """The place after `length` committed tokens and this one."""
-        if self.token_ids[length] != token_id:
-            return None
-        return self.root if length + 1 == len(self.token_ids) else length + 1
+    def _after(
+        self,
+        parent: _Place,
+        token_id: int,
+        used: Collection[int],
+        until_position: int,
+        max_nodes: int,
+        leads: bool,
+    ) -> _Place:
+        """The place of a token after another one: a committed token's, or a child's.
 
-    def _child(
-        self, parent: Node, token_id: int, used: set[int], max_nodes: int, *, leads: bool
-    ) -> Node | None:
-        """The child with this token that `used` lacks, made where there is none and room for it."""
-        for child in parent.children:
+        Not one that `used` holds the id of. A child is made where there is none and room for it.
+        """
+        if parent is None:
+            return None
+        if isinstance(parent, int):
+            if self.token_ids[parent] != token_id:
+                return None
+            return self.root if parent + 1 == len(self.token_ids) else parent + 1
+        if parent.length >= until_position:
+            return None
+        siblings = parent.children
+        for child in siblings:
             if child.token_id == token_id and id(child) not in used:
                 if leads and not child.leads:
-                    parent.children.remove(child)
+                    siblings.remove(child)
                     put_child(parent, child, leads=True)
                 self.repeats += 1
                 return child
-        if self.chain and parent.children:
+        if siblings and self.chain:
             if any(node.parent is parent for node in self._pinned):
                 return None
-            parent.children[0].parent = None
+            siblings[0].parent = None
             self._keep(self._nodes)
         if len(self._nodes) >= max_nodes:
             return None

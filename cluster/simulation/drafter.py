@@ -11,7 +11,7 @@ from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.simulation.clock import VirtualClock
 from paceline.value import value_class
-from workers.drafting import desk, tree
+from workers.drafting import tree
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
 from workers.drafting.proposer import DrafterInfo, TopTokens
 from workers.emulated.profiles import DeviceProfile
@@ -23,10 +23,8 @@ MAX_SEQUENCES = 4096
 DraftMessage = Sequence[OpenDraft | SendOutcome | Grant | CloseDraft]
 """What a driver sends at a time."""
 
-# Grants and proposals have two forms, one on each side of the wire, with the same fields.
+# Grants have two forms, one on each side of the wire, with the same fields.
 _grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
-_proposal_fields = attrgetter(*(one.name for one in fields(Proposal)))
-assert {one.name for one in fields(Proposal)} <= {one.name for one in fields(desk.Proposal)}
 
 
 @value_class(frozen=True, slots=True)
@@ -146,9 +144,9 @@ class SimulatedDrafter:
         self.meter.busy_seconds += seconds
         self.meter.passes += 1
         for one in news:
-            proposals = tuple(Proposal(*_proposal_fields(draft)) for draft in one.proposals)
-            self.meter.drafted += sum(len(draft.token_ids) for draft in proposals)
-            declined = tuple(sequence_id for sequence_id, _ in one.declined)
+            proposals = tuple(one.proposals)
+            self.meter.drafted += sum([len(draft.token_ids) for draft in proposals])
+            declined = tuple([sequence_id for sequence_id, _ in one.declined])
             self._listeners[one.session](DraftAnswer(proposals, declined, seconds))
         self._clock.at(self._clock.now + self._pause, self._go_on)
 

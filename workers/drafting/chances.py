@@ -50,7 +50,7 @@ class RankChances:
 
     def estimate(self, rank: int, gap: float) -> float:
         """For a candidate that is known."""
-        rank, bin_ = min(rank, NUM_RANKS - 1), _bin(gap)
+        rank, bin_ = rank if rank < NUM_RANKS else NUM_RANKS - 1, bisect_left(_GAP_EDGES, gap)
         return self._accepted[rank][bin_] / self._tested[rank][bin_]
 
     def mean(self, rank: int) -> float:

@@ -6,7 +6,7 @@ of whichever session, so no stream waits for another's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import field
 
 from paceline.errors import OverloadedError, ProtocolError
@@ -15,29 +15,13 @@ from paceline.sampling import SequenceSpec
 from paceline.value import value_class
 from workers.drafting.excerpt import excerpt_of, excerpts_of
 from workers.drafting.nodes import NewNodes
+from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
 from workers.drafting.rhythm import Rhythm
 from workers.drafting.tree import DraftTree, Grant
-from workers.verification.draft_probs import SparseProbs
-from workers.verification.rules import FACTS
 
 _SLOW_CHANGE = 0.8
 """Of the duration of a pass, so much is remembered from one to the next."""
-
-
-@value_class(frozen=True, slots=True)
-class Proposal:
-    """Candidates under the first `base_length` tokens of a sequence (drafting.proto, Proposal)."""
-
-    sequence_id: int
-    base_length: int
-    base_hash: int
-    token_ids: tuple[int, ...]
-    last: bool
-    parents: tuple[int, ...] = ()
-    multiplicities: tuple[int, ...] = ()
-    distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
-    stopping_state: Mapping[str, float] = field(default_factory=dict)
 
 
 @value_class(frozen=True, slots=True)
@@ -75,6 +59,7 @@ class DraftingSession:
     ) -> str | None:
         """Begin a sequence, replacing an open one. Returns why it is declined, or None."""
         self.close(sequence_id)
+        self._desk.changed()
         if not 1 <= spec.prompt_length <= len(token_ids):
             raise ProtocolError(
                 f"open.spec.prompt_length: expected 1 to {len(token_ids)}, the number of tokens, "
@@ -112,6 +97,7 @@ class DraftingSession:
         tree = self.trees.get(sequence_id)
         if tree is not None:
             self._had_outcome = True
+            self._desk.changed()
             kept = tree.outcome(position, token_ids)
             self._desk.proposer.committed(tree, kept, top_tokens)
 
@@ -125,12 +111,13 @@ class DraftingSession:
             )
         tree = self.trees.get(sequence_id)
         if tree is not None:
-            if grant.fan_out and FACTS[tree.spec.rule].needs_draft_probs:
+            if grant.fan_out and tree.needs_draft_probs:
                 raise ProtocolError(
                     f"grant.fan_out: expected 0 for the rule {tree.spec.rule.value!r}, whose "
                     f"outcomes a drafter cannot foresee, got {grant.fan_out}"
                 )
             tree.set_grant(grant)
+            self._desk.changed()
 
     def handled(self, now: float) -> None:
         """A message was handled, all that it said: if outcomes were in it, they came now."""
@@ -143,6 +130,7 @@ class DraftingSession:
         tree = self.trees.pop(sequence_id, None)
         if tree is not None:
             self._desk.proposer.close(tree)
+            self._desk.changed()
 
 
 class DraftingDesk:
@@ -155,6 +143,12 @@ class DraftingDesk:
         self._sessions: list[DraftingSession] = []
         self._pass_ms = 0.0
         self._drafted_only = False
+        # Asked for several times a pass; None: something has changed.
+        self._ready: list[tuple[DraftingSession, DraftTree]] | None = None
+
+    def changed(self) -> None:
+        """Something came for a sequence, or a sequence came or went."""
+        self._ready = None
 
     def open_session(self) -> DraftingSession:
         """A session for a stream."""
@@ -167,11 +161,12 @@ class DraftingDesk:
         for sequence_id in list(session.trees):
             session.close(sequence_id)
         self._sessions.remove(session)
+        self.changed()
 
     @property
     def has_work(self) -> bool:
         """Whether a pass would give something."""
-        return any(tree.ready or tree.wants_last for _, _, tree in self._all_trees())
+        return bool(self._ready_trees()) or any(tree.wants_last for _, _, tree in self._all_trees())
 
     @property
     def num_open(self) -> int:
@@ -199,7 +194,7 @@ class DraftingDesk:
         is of use where what it drafts is right, and what it does after them is lost where it is
         not. So it is held back where the chance of being right is below the share that lies after.
         """
-        ready = [(session, tree) for session, _, tree in self._all_trees() if tree.ready]
+        ready = self._ready_trees()
         sessions = {session for session, _ in ready}
         if len(sessions) != 1:
             return None  # drivers have no beat in common
@@ -214,10 +209,10 @@ class DraftingDesk:
     def run_pass(self) -> list[SessionNews]:
         """Draft once for every sequence that has room."""
         everyone = list(self._all_trees())
-        ready = [tree for _, _, tree in everyone if tree.ready]
-        first_new = {}
+        first_new = {tree: len(tree.tokens) for _, tree in self._ready_trees()}
+        ready = list(first_new)
+        self.changed()
         for tree in ready:
-            first_new[tree] = tree.end + 1
             known = self.proposer.known(tree)
             if known.token_ids:
                 tree.extend(known)
@@ -229,20 +224,21 @@ class DraftingDesk:
         news: dict[DraftingSession, SessionNews] = {}
         for session, sequence_id, tree in everyone:
             draft = drafts.get(tree)
-            first = first_new.get(tree, tree.end + 1)
+            first = first_new.get(tree)
             if draft is None:
-                if first <= tree.end or tree.wants_last:
+                if (first is not None and first < len(tree.tokens)) or tree.wants_last:
                     draft = Draft(tree, NewNodes())
                 elif tree not in took_part and tree not in declined:
                     continue
             mine = news.get(session)
             if mine is None:
                 mine = news[session] = SessionNews(session, result.tokens_fed)
-            if tree in declined:
+            if declined and tree in declined:
                 mine.declined.append((sequence_id, declined[tree]))
                 session.close(sequence_id)
             elif draft is not None:
-                mine.proposals.extend(_propose(sequence_id, draft, first))
+                first = len(tree.tokens) if first is None else first
+                _propose(sequence_id, draft, first, mine.proposals)
         return list(news.values())
 
     def pass_took(self, milliseconds: float) -> None:
@@ -258,13 +254,23 @@ class DraftingDesk:
             tree.check_integrity()
         self.proposer.check_integrity(trees)
 
+    def _ready_trees(self) -> list[tuple[DraftingSession, DraftTree]]:
+        if self._ready is None:
+            self._ready = [
+                (session, tree)
+                for session in self._sessions
+                for tree in session.trees.values()
+                if tree.ready
+            ]
+        return self._ready
+
     def _all_trees(self) -> Iterator[tuple[DraftingSession, int, DraftTree]]:
         for session in self._sessions:
             for sequence_id, tree in session.trees.items():
                 yield session, sequence_id, tree
 
 
-def _propose(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
+def _propose(sequence_id: int, draft: Draft, first: int, proposals: list[Proposal]) -> None:
     """Add what was drafted; the nodes from `first` on are told."""
     tree = draft.tree
     tree.extend(draft.new)
@@ -274,19 +280,21 @@ def _propose(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
         tree.tell_last(until_grant=not final)
     # Of branches in many places only what is new is told, each under its own base.
     excerpts = excerpts_of(tree, first) if tree.grant.fan_out else [excerpt_of(tree, first)]
-    return [
-        Proposal(
-            sequence_id,
-            *tree.base(excerpt.base),
-            excerpt.token_ids,
-            last=last and excerpt is excerpts[-1],
-            parents=excerpt.parents,
-            multiplicities=excerpt.multiplicities,
-            distributions=excerpt.distributions,
-            stopping_state=draft.stopping_state,
+    for excerpt in excerpts:
+        base_length, base_hash = tree.base(excerpt.base)
+        proposals.append(
+            Proposal(
+                sequence_id,
+                base_length,
+                base_hash,
+                excerpt.token_ids,
+                last and excerpt is excerpts[-1],
+                excerpt.parents,
+                excerpt.multiplicities,
+                excerpt.distributions,
+                draft.stopping_state,
+            )
         )
-        for excerpt in excerpts
-    ]
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int], info: DrafterInfo) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from paceline.value import value_class
 from workers.drafting.tree import DraftTree
 from workers.verification.draft_probs import SparseProbs
-from workers.verification.rules import FACTS
 
 
 @value_class(frozen=True, slots=True)
@@ -30,7 +29,7 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
     """
     if first_new > tree.end:
         return Excerpt(tree.end if tree.is_chain else 0, (), (), (), {})
-    needs_probs = FACTS[tree.spec.rule].needs_draft_probs
+    needs_probs = tree.needs_draft_probs
     if first_new == tree.end and not needs_probs and tree.multiplicities[first_new] == 1:
         return Excerpt(tree.parents[first_new], (tree.tokens[first_new],), (), (), {})
     attached_to = {

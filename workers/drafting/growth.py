@@ -22,6 +22,7 @@ from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
 
 _NOTHING = NewNodes()
+_GAP_UNKNOWN = (0.0,)
 
 
 class Growth:
@@ -32,7 +33,8 @@ class Growth:
         self._rule = tree.spec.rule
         self._chances = chances
         self._stopper = stopper
-        self._draws_tokens = self._rule is Rule.COUPLED and not stopper.watches
+        self._watches = stopper.watches
+        self._draws_tokens = self._rule is Rule.COUPLED and not self._watches
         self._drawn = Expansions()
         self._stopped: set[int] = set()
         self._longest = 0
@@ -50,10 +52,11 @@ class Growth:
         """The nodes whose logits the next pass needs; the root where nothing is drafted yet."""
         tree = self._tree
         leaf = tree.end
-        self._longest = tree.room(ROOT)
         self.as_chain = tree.may_go_on_as_chain and leaf not in self._drawn.of
+        if self._watches:
+            self._longest = tree.room(ROOT)
         if self.as_chain:
-            return [] if tree.chain_room == 0 or self._stop(leaf, pass_ms) else [leaf]
+            return [leaf] if tree.ready and not self._stop(leaf, pass_ms) else []
         if self._rule is Rule.KSEQ:
             leaves = self._leaves(pass_ms)
             needed = sum(len(self._numbers(leaf)) for leaf in leaves)
@@ -77,7 +80,12 @@ class Growth:
         """Take a token that was drawn elsewhere. Only where needs_token_alone."""
         assert self.needs_token_alone
         chance = self._chances.estimate(0, 0.0)
-        self._drawn.of[node] = Expansion(Children((token_id,), (0.0,)), [chance], [None])
+        self._drawn.of[node] = Expansion(Children((token_id,), _GAP_UNKNOWN), [chance], [None])
+
+    def lengthen(self, leaf: int, token_id: int) -> NewNodes:
+        """`expand_chain` and `harvest` at once, of the leaf that `to_feed` gave."""
+        self.expand_chain(leaf, token_id)
+        return self._lengthen(leaf)
 
     def expand(self, node: int, logits_V: torch.Tensor) -> None:
         """Draw the candidates under a node that was fed. The logits are on the CPU."""
@@ -94,7 +102,7 @@ class Growth:
                 logits_V, tree.spec, prefix, self.width, prefix_hash=prefix_hash
             )
         signals: Sequence[TokenSignal] = ()
-        if self._stopper.watches:
+        if self._watches:
             signals = self._stopper.signals(logits_V, children.token_ids)
         self.expand_drawn(node, children, signals)
 
@@ -124,7 +132,7 @@ class Growth:
         Candidates of the coupled rule may wait; those that were drawn by a coin are all sent.
         """
         if self.needs_token_alone:
-            return self._lengthen(*fed)
+            return self._lengthen(fed[0]) if fed else _NOTHING
         if self._rule is Rule.COUPLED and not self.as_chain:
             chosen = self._allocate(pass_ms).send
         else:
@@ -146,7 +154,7 @@ class Growth:
             self._drawn.sent(node, index, number)
             if expansion.signals:
                 self._stopper.note(number, expansion.signals[index])
-            watches = self.as_chain and self._stopper.watches
+            watches = self.as_chain and self._watches
             if watches and self._stops([*self._tree.path_to(node), number], pass_ms):
                 self._stopped.add(number)
         distributions = {
@@ -156,11 +164,9 @@ class Growth:
         }
         return NewNodes(tokens, parents, distributions, multiplicities)
 
-    def _lengthen(self, leaf: int | None = None) -> NewNodes:
-        """Go on with the token that was drawn for the leaf of a chain, if one was."""
-        if leaf is None:
-            return _NOTHING
-        self._drawn.sent(leaf, 0, self._tree.end + 1)
+    def _lengthen(self, leaf: int) -> NewNodes:
+        """Go on with the token that was drawn for the leaf of a chain."""
+        self._drawn.sent(leaf, 0, leaf + 1)
         return NewNodes(self._drawn.of[leaf].children.token_ids, (leaf,))
 
     def known(self) -> NewNodes:
@@ -186,7 +192,7 @@ class Growth:
         self._drawn.check_integrity(self._tree)
 
     def _stop(self, leaf: int, pass_ms: float) -> bool:
-        if not self._stopper.watches:
+        if not self._watches:
             return False
         if leaf not in self._stopped and self._stops(self._tree.path_to(leaf), pass_ms):
             self._stopped.add(leaf)

@@ -118,17 +118,19 @@ class NodeTree:
 
     def extend(self, new: NewNodes) -> None:
         """Add drafted nodes."""
-        first = len(self.tokens)
-        for number, token_id in enumerate(new.token_ids, start=first):
-            parent = new.parents[number - first] if new.parents is not None else number - 1
+        parents, count = new.parents, len(new.token_ids)
+        if parents is None:
+            parents = range(len(self.tokens) - 1, len(self.tokens) - 1 + count)
+        for token_id, parent in zip(new.token_ids, parents, strict=True):
+            number = len(self.tokens)
             assert 0 <= parent < number, "a child before its parent"
+            self.tokens.append(token_id)
             self._children[parent].append(number)
             self._children.append([])
-            self.tokens.append(token_id)
-            self.parents.append(parent)
             self._depths.append(self._depths[parent] + 1)
             self._hashes.append(extend_hash(self._hashes[parent], token_id))
-        self.multiplicities.extend(new.multiplicities or (1,) * len(new.token_ids))
+        self.parents += parents
+        self.multiplicities += new.multiplicities or (1,) * count
         if new.distributions:
             self.distributions.update(new.distributions)
 

@@ -9,6 +9,7 @@ from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from paceline.value import value_class
 from workers.drafting.nodes import ROOT, Kept, NewNodes, NodeTree
+from workers.verification.rules import FACTS
 
 
 @value_class(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class DraftTree(NodeTree):
         self.stopping = stopping
         self.tenant = tenant
         self.max_position = max_position
+        self.needs_draft_probs = FACTS[spec.rule].needs_draft_probs
+        # Asked for several times a pass; None: something has changed.
+        self._is_ready: bool | None = None
         self._take_grant(Grant())
         self._told_last = self._told_until_grant = False
 
@@ -64,7 +68,7 @@ class DraftTree(NodeTree):
 
     def room(self, node: int) -> int:
         """How many tokens may follow a node, one after another, by position alone."""
-        left = self._until - len(self.committed) - self._depths[node]
+        left = self._deepest - self._depths[node]
         if left <= 0 or (self.spec.end_token_ids and self.ends(node)):
             return 0
         return left
@@ -72,9 +76,7 @@ class DraftTree(NodeTree):
     @property
     def nodes_left(self) -> int:
         """How many more nodes the grant allows."""
-        grant = self.grant
-        most = grant.nodes or grant.until_position - len(self.committed)
-        left = most - len(self.tokens) + 1
+        left = self._most_nodes - len(self.tokens) + 1
         return left if left > 0 else 0
 
     @property
@@ -86,14 +88,17 @@ class DraftTree(NodeTree):
     @property
     def ready(self) -> bool:
         """Whether a pass should look for more to draft."""
-        if self._told_last or self.nodes_left == 0:
-            return False
-        return self.room(len(self.tokens) - 1 if self.may_go_on_as_chain else ROOT) > 0
+        is_ready = self._is_ready
+        if is_ready is None:
+            leaf = self.end if self.may_go_on_as_chain else ROOT
+            is_ready = not self._told_last and self.nodes_left > 0 and self.room(leaf) > 0
+            self._is_ready = is_ready
+        return is_ready
 
     @property
     def may_go_on_as_chain(self) -> bool:
         """Whether it is a chain, and the grant is for one candidate a position."""
-        return self._grows_as_chain and self._depths[-1] == len(self._depths) - 1
+        return self._grows_as_chain and self.is_chain
 
     @property
     def used_up(self) -> bool:
@@ -103,9 +108,10 @@ class DraftTree(NodeTree):
     @property
     def finished(self) -> bool:
         """Whether nothing can follow, whatever is granted, as far as that is plain to see."""
-        if self.ends(ROOT):
-            return True
-        return self.is_chain and self.grant.fan_out == 0 and self.ends(self.end)
+        ends_as_chain = self.grant.fan_out == 0 and self.is_chain
+        if not self.spec.end_token_ids:
+            return self.ends(self.end if ends_as_chain else ROOT)
+        return self.ends(ROOT) or (ends_as_chain and self.ends(self.end))
 
     @property
     def wants_last(self) -> bool:
@@ -136,6 +142,7 @@ class DraftTree(NodeTree):
         `until_grant`: unless a larger grant comes before it.
         """
         self._told_last, self._told_until_grant = True, until_grant
+        self._is_ready = None
 
     def extend(self, new: NewNodes) -> None:
         """Add drafted nodes. The grant must allow them, and none may follow an end token."""
@@ -144,8 +151,10 @@ class DraftTree(NodeTree):
         assert len(new.token_ids) <= self.nodes_left, "drafted more nodes than granted"
         first = len(self.tokens)
         super().extend(new)
-        for parent in self.parents[first:]:
-            assert self.room(parent) > 0, "drafted beyond the grant or an end"
+        self._is_ready = None
+        assert max(self._depths[first:]) <= self._deepest, "drafted beyond the grant"
+        if self.spec.end_token_ids:
+            assert not any(map(self.ends, self.parents[first:])), "drafted beyond an end"
 
     def outcome(self, position: int, token_ids: Sequence[int]) -> Kept:
         """Commit tokens; the driver knows nothing of what follows them yet.
@@ -158,9 +167,15 @@ class DraftTree(NodeTree):
                 f"got {position}"
             )
         self._told_last = self._told_until_grant = False
-        return self.commit(token_ids)
+        kept = self.commit(token_ids)
+        self._take_grant(self.grant)
+        return kept
 
     def _take_grant(self, grant: Grant) -> None:
+        """What it comes to now: the deepest node, and the most nodes, that there may be."""
         self.grant = grant
-        self._until = min(grant.until_position, self.max_position)
         self._grows_as_chain = grant.branches == 1 and grant.fan_out == 0
+        committed = len(self.committed)
+        self._deepest = min(grant.until_position, self.max_position) - committed
+        self._most_nodes = grant.nodes or grant.until_position - committed
+        self._is_ready = None

@@ -6,7 +6,8 @@ from paceline.convert import ANY_VOCABULARY, spec_from_wire, stopping_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.v1 import drafting_pb2, types_pb2
 from workers.draft_probs_wire import distributions_to_wire
-from workers.drafting.desk import DraftingSession, Proposal, SessionNews
+from workers.drafting.desk import DraftingSession, SessionNews
+from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import TopTokens
 from workers.drafting.tree import Grant
 

@@ -124,18 +124,24 @@ class ReplayProposer:
         batch = 0
         for tree in trees:
             held = self._held[tree]
-            nodes = held.growth.to_feed(pass_ms=pass_ms)
-            for node in nodes:
-                self._expand(tree, held, node)
+            growth = held.growth
+            nodes = growth.to_feed(pass_ms=pass_ms)
             if nodes:
                 batch += 1
-                fed = max(held.num_unfed, len(nodes))
-                result.tokens_fed += fed
-                held.num_unfed = 0
-            new = held.growth.harvest(nodes, pass_ms=pass_ms)
-            over = not nodes and not new.token_ids
-            if new.token_ids or over:
-                result.drafts.append(Draft(tree, new, grant_used=over))
+                fed, held.num_unfed = held.num_unfed, 0
+                result.tokens_fed += fed if fed > len(nodes) else len(nodes)
+            if nodes and growth.needs_token_alone:
+                digest = self._leaf_reader(tree, held, nodes[0]).digest()
+                token_id = self._text.first_guess(digest, tree.spec, self._guess)
+                new = growth.lengthen(nodes[0], token_id)
+            else:
+                for node in nodes:
+                    self._expand(tree, held, node)
+                new = growth.harvest(nodes, pass_ms=pass_ms)
+            if new.token_ids:
+                result.drafts.append(Draft(tree, new))
+            elif not nodes:
+                result.drafts.append(Draft(tree, new, grant_used=True))
         if batch:
             seconds = self._profile.pass_ms.ms(batch, result.tokens_fed) / 1000
             self._clock.finish(begin, seconds)
@@ -149,11 +155,6 @@ class ReplayProposer:
     def _expand(self, tree: DraftTree, held: _Held, node: int) -> None:
         """Draw the candidates under a node."""
         growth = held.growth
-        if growth.needs_token_alone:
-            digest = self._leaf_reader(tree, held, node).digest()
-            (token_id,) = self._text.guesses(digest, tree.spec, self._guess, 1)
-            growth.expand_chain(node, token_id)
-            return
         digest = self._reader(tree, held, node).digest()
         count = growth.width
         guesses = self._text.guesses(digest, tree.spec, self._guess, count)
@@ -163,11 +164,11 @@ class ReplayProposer:
         """What has read all up to the end of a chain: its parent's, which reads on."""
         if leaf == ROOT:
             return self._reader(tree, held, leaf)
-        length, prefix_hash = tree.base(leaf)
         _, hash_above = tree.base(tree.parents[leaf])
         reader = held.readers.pop(hash_above, None)
         if reader is None:
             return self._reader(tree, held, leaf)
+        length, prefix_hash = tree.base(leaf)
         held.readers[prefix_hash] = reader
         return reader.read_one(tree.tokens[leaf], length - 1)
 

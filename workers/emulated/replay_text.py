@@ -106,19 +106,26 @@ class ReplayText:
         recorded = self._recorded.get(key)
         truth = self._truth(key, recorded)
         rank = _rank_of(recorded, _mix(key ^ guess.luck_key), guess)
-        if count == 1 and rank == 0:
-            return (truth,)
-        first = truth - NUM_RESERVED
-        # Wrong guesses follow the truth at odd distances that the prefix decides.
-        stride = 1 + _mix(digest + 1) % 97
+        stride = _stride(digest)
         return tuple(
             [
-                truth
-                if place == rank
-                else NUM_RESERVED + (first + stride * (place + 1)) % self._num_tokens
+                truth if place == rank else self._wrong(truth, stride, place)
                 for place in range(count)
             ]
         )
+
+    def first_guess(self, digest: int, spec: SequenceSpec, guess: Guess) -> int:
+        """A drafter's best guess alone."""
+        key = prefix_key(digest, spec)
+        recorded = self._recorded.get(key)
+        truth = self._truth(key, recorded)
+        if _rank_of(recorded, _mix(key ^ guess.luck_key), guess) == 0:
+            return truth
+        return self._wrong(truth, _stride(digest), 0)
+
+    def _wrong(self, truth: int, stride: int, place: int) -> int:
+        """Wrong guesses follow the truth at odd distances that the prefix decides."""
+        return NUM_RESERVED + (truth - NUM_RESERVED + stride * (place + 1)) % self._num_tokens
 
     def _truth(self, key: int, recorded: RecordedToken | None) -> int:
         return NUM_RESERVED + key % self._num_tokens if recorded is None else recorded.token_id
@@ -135,6 +142,10 @@ def _rank_of(recorded: RecordedToken | None, luck: int, guess: Guess) -> int | N
     if guess.hit_rate is None:
         return recorded.rank if recorded is not None and recorded.rank > 0 else None
     return 1 if (luck >> 32) < guess.hit_rate * 2**32 else None
+
+
+def _stride(digest: int) -> int:
+    return 1 + _mix(digest + 1) % 97
 
 
 def prefix_key(digest: int, spec: SequenceSpec) -> int:

@@ -10,7 +10,7 @@ import torch
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
-from workers.drafting.desk import Proposal
+from workers.drafting.proposal import Proposal
 from workers.drafting.tree import Grant
 from workers.engine.engine import Engine, Slice
 from workers.verification.candidates import CandidateTree

@@ -11,9 +11,10 @@ from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import FreshDrafter
-from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
+from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.fan_out import RANKS, Fork, HitCurve, spread_over
 from workers.drafting.model import ModelProposer
+from workers.drafting.proposal import Proposal
 from workers.drafting.tree import Grant
 from workers.engine.engine import Engine
 from workers.verification.draws import top_children

@@ -8,7 +8,8 @@ import pytest
 
 from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
+from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import TopTokens
 from workers.drafting.recycled_rows import MAX_PAIRS, RowKey, RowTable
 from workers.drafting.recycling import MAX_TABLES, RecyclingProposer

@@ -11,9 +11,10 @@ from tests.workers.drafting.mirror import (
     VOCAB_SIZE,
     FreshDrafter,
 )
-from workers.drafting.desk import DraftingDesk, DraftingSession, Proposal
+from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.model import ModelProposer
 from workers.drafting.nodes import ROOT
+from workers.drafting.proposal import Proposal
 from workers.drafting.stopping import AdaEdl
 from workers.drafting.tree import Grant
 from workers.engine.engine import Engine
