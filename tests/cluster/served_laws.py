@@ -6,7 +6,8 @@ A bias leaves a random checkpoint with three tokens. Many requests are served wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -21,6 +22,8 @@ from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.sequence import Sequence as Decoded
 from paceline import Completion, GenerateOptions
 from paceline.sampling import SequenceSpec
+from tests.cluster.system import Checkpoints, System
+from tests.tiny import make_tiny_checkpoint
 from tests.workers.verification import chi_square
 from workers.drafting import draw
 from workers.engine.engine import Engine, Slice
@@ -75,6 +78,32 @@ class Served:
         self.counts[tuple(TOKENS.index(token) for token in seen)] += 1
         self.drafted += completion.stats.drafted
         self.accepted += completion.stats.accepted
+
+
+def disagreeing_models(folder: Path) -> Checkpoints:
+    """Two models that agree on nothing, so that there is much to refuse."""
+    return Checkpoints(
+        make_tiny_checkpoint(folder / "target"), make_tiny_checkpoint(folder / "drafter", seed=1)
+    )
+
+
+async def ask(system: System, case: Case, first_seed: int) -> list[Completion]:
+    """AT_ONCE requests, with so many seeds from `first_seed` on."""
+    seeds = range(first_seed, first_seed + AT_ONCE)
+    requests = (system.client.generate(PROMPT, case.options(seed)) for seed in seeds)
+    return list(await asyncio.gather(*requests))
+
+
+async def serve(
+    system: System, case: Case, batch: Callable[[Case, int], Awaitable[list[Completion]]]
+) -> Served:
+    """NUM_REQUESTS requests in batches; `batch` serves AT_ONCE of them, as `ask` does."""
+    served = Served()
+    for first_seed in range(0, NUM_REQUESTS, AT_ONCE):
+        for completion in await batch(case, first_seed):
+            served.add(completion)
+    await system.settle()
+    return served
 
 
 def law_of(target: Path) -> NDArray[np.float64]:

@@ -19,17 +19,18 @@ from numpy.typing import NDArray
 from cluster.decoding.sequence import Sequence as Decoded
 from paceline import Completion
 from tests.cluster.served_laws import (
-    AT_ONCE,
     NUM_REQUESTS,
     PROMPT,
     Case,
     Served,
+    ask,
+    disagreeing_models,
     follows,
     law_of,
+    serve,
     trusts_what_was_drafted,
 )
 from tests.cluster.system import Checkpoints, System, eventually, running_system, start_target
-from tests.tiny import make_tiny_checkpoint
 from workers.server import RunningServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
@@ -65,31 +66,18 @@ class Faulty:
 
     async def batch(self, case: Case, first_seed: int, *, lose: bool = True) -> list[Completion]:
         """AT_ONCE requests."""
-        requests = [
-            self.system.client.generate(PROMPT, case.options(seed))
-            for seed in range(first_seed, first_seed + AT_ONCE)
-        ]
         losing = self.lose_target() if lose else asyncio.sleep(0)
-        *completions, _ = await asyncio.gather(*requests, losing)
-        return [one for one in completions if isinstance(one, Completion)]
+        completions, _ = await asyncio.gather(ask(self.system, case, first_seed), losing)
+        return completions
 
     async def serve(self, case: Case) -> Served:
         """NUM_REQUESTS of them."""
-        served = Served()
-        for begin in range(0, NUM_REQUESTS, AT_ONCE):
-            for completion in await self.batch(case, begin):
-                served.add(completion)
-        await self.system.settle()
-        return served
+        return await serve(self.system, case, self.batch)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Two models that agree on nothing, so that there is much to refuse."""
-    folder = tmp_path_factory.mktemp("failover")
-    return Checkpoints(
-        make_tiny_checkpoint(folder / "target"), make_tiny_checkpoint(folder / "drafter", seed=1)
-    )
+    return disagreeing_models(tmp_path_factory.mktemp("failover"))
 
 
 @pytest.fixture(scope="module")

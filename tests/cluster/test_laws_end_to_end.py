@@ -10,9 +10,9 @@ tests/cluster/decoding/test_run_ahead_laws.py.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,17 +22,15 @@ from numpy.typing import NDArray
 from cluster.decoding.sequence import Sequence as Decoded
 from cluster.decoding.verdicts import gives_up_bonus
 from tests.cluster.served_laws import (
-    AT_ONCE,
-    NUM_REQUESTS,
-    PROMPT,
     Case,
-    Served,
+    ask,
+    disagreeing_models,
     draws_the_likeliest,
     follows,
     law_of,
+    serve,
 )
 from tests.cluster.system import Checkpoints, System, running_system
-from tests.tiny import make_tiny_checkpoint
 from workers.verification.kseq import KSeqNode
 from workers.verification.one_hot import OneHotNode
 from workers.verification.rejection import RecursiveNode
@@ -54,11 +52,7 @@ RUN_AHEAD = tuple(replace(one, policy="chain") for one in CASES if one.policy ==
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """Two models that agree on nothing, so that there is much to refuse."""
-    folder = tmp_path_factory.mktemp("laws")
-    return Checkpoints(
-        make_tiny_checkpoint(folder / "target"), make_tiny_checkpoint(folder / "drafter", seed=1)
-    )
+    return disagreeing_models(tmp_path_factory.mktemp("laws"))
 
 
 @pytest.fixture(scope="module")
@@ -77,25 +71,11 @@ async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
         yield system
 
 
-async def serve(system: System, case: Case) -> Served:
-    """NUM_REQUESTS requests, AT_ONCE at a time."""
-    served = Served()
-    for begin in range(0, NUM_REQUESTS, AT_ONCE):
-        requests = [
-            system.client.generate(PROMPT, case.options(seed))
-            for seed in range(begin, begin + AT_ONCE)
-        ]
-        for completion in await asyncio.gather(*requests):
-            served.add(completion)
-    await system.settle()
-    return served
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 async def test_the_served_law_is_the_targets(
     system: System, law: NDArray[np.float64], case: Case
 ) -> None:
-    served = await serve(system, case)
+    served = await serve(system, case, partial(ask, system))
     assert 0 < served.accepted < served.drafted
     assert follows(served, law)
 
@@ -112,7 +92,7 @@ async def test_the_served_law_is_the_targets_with_run_ahead(
         return given_up[-1]
 
     monkeypatch.setattr("cluster.decoding.answers.gives_up_bonus", noting)
-    served = await serve(system, case)
+    served = await serve(system, case, partial(ask, system))
     assert 0 < served.accepted < served.drafted
     assert any(given_up) or case.drafter == "ngram"
     assert follows(served, law)
@@ -151,4 +131,4 @@ async def test_what_is_broken_does_not_pass(
 ) -> None:
     """The same check, with one part broken on purpose."""
     broken(monkeypatch)
-    assert not follows(await serve(system, case), law)
+    assert not follows(await serve(system, case, partial(ask, system)), law)

@@ -9,62 +9,16 @@ and every coin is summed over; see law_world.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
 from paceline.rules import Rule
-from tests.cluster.decoding.law_drafter import BegunModels
-from tests.cluster.decoding.law_world import (
-    Fault,
-    Served,
-    Timing,
-    request,
-    served,
-)
+from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, PEARL, Case
+from tests.cluster.decoding.law_world import Fault, Timing
 from tests.cluster.served_laws import trusts_what_was_drafted
-from tests.workers.verification.enumeration import is_exact
 
-
-@dataclass(frozen=True)
-class Case:
-    """How a rule is served, and when the target is lost. `length`: the tokens looked at."""
-
-    rule: Rule
-    policy: PolicyName
-    branches: int
-    window: int
-    timing: Timing
-    vocab_size: int
-    fault: Fault
-    length: int = 3
-
-    def __str__(self) -> str:
-        too = "-drafter-too" if self.fault.drafter_too else ""
-        lost = f"lost{self.fault.step}away{self.fault.away}{too}"
-        return f"{self.rule.value}-{self.policy.value}-{self.branches}x{self.window}-{lost}"
-
-    @property
-    def models(self) -> BegunModels:
-        return BegunModels(self.vocab_size, "random")
-
-    def serve(self, *, faulty: bool = True) -> Served:
-        asked = request(
-            self.rule,
-            policy=self.policy,
-            branches=self.branches,
-            window=self.window,
-            max_tokens=self.length + 1,
-        )
-        fault = self.fault if faulty else None
-        return served(self.models, asked, self.timing, self.length, fault=fault)
-
-
-LOCKSTEP, PEARL, CHAIN = PolicyName.LOCKSTEP, PolicyName.PEARL, PolicyName.CHAIN
 REJECTION = Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3, Fault(2))
 KSEQ = Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, Fault(2))
 RECURSIVE = Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, Fault(2))
@@ -88,10 +42,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_law_is_the_targets_though_the_target_is_lost(case: Case) -> None:
-    found = case.serve()
-    assert is_exact(case.models, found.law)
-    # What was lost, and what was verified of run-ahead after it.
-    assert max(part.window for part in found.windows) > 0
+    case.check_exact()
 
 
 def test_candidates_of_before_are_verified_after() -> None:
@@ -122,7 +73,4 @@ def test_what_is_broken_is_noticed(
     case: Case, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    law = case.serve().law
-    assert not is_exact(case.models, law)
-    assert law.sum() == pytest.approx(1)
-    assert np.abs(law - case.models.law((), case.length)).max() > 1e-4
+    case.check_noticed()

@@ -8,7 +8,7 @@ accepted, late, or given up for the token that was to follow them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,22 +17,16 @@ from numpy.typing import NDArray
 
 from cluster.decoding import answers
 from cluster.decoding.events import Proposal, Request, SequenceVerdict
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.verdicts import gives_up_bonus
 from cluster.decoding.windows import Window
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule
+from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, PEARL, Case
 from tests.cluster.decoding.law_coins import NamedCoins
-from tests.cluster.decoding.law_drafter import PROMPT, BegunModels
-from tests.cluster.decoding.law_world import (
-    Served,
-    Timing,
-    request,
-    served,
-    verdict_of,
-)
+from tests.cluster.decoding.law_drafter import PROMPT
+from tests.cluster.decoding.law_world import Timing, request, verdict_of
 from tests.workers.verification.enumeration import (
     Coins,
     TinyModels,
@@ -45,39 +39,6 @@ from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
 from workers.verification.kseq import KSeqNode
 
-
-@dataclass(frozen=True)
-class Case:
-    """How a rule is served. `length` counts the tokens looked at, the first of which is certain."""
-
-    rule: Rule
-    policy: PolicyName
-    branches: int
-    window: int
-    timing: Timing
-    vocab_size: int
-    length: int = 3
-
-    def __str__(self) -> str:
-        shape = f"{self.branches}x{self.window}of{self.vocab_size}"
-        when = f"{self.timing.during}late{self.timing.late}"
-        return f"{self.rule.value}-{self.policy.value}-{shape}-{when}"
-
-    def models(self, kind: str) -> BegunModels:
-        return BegunModels(self.vocab_size, kind)
-
-    def serve(self, kind: str) -> Served:
-        asked = request(
-            self.rule,
-            policy=self.policy,
-            branches=self.branches,
-            window=self.window,
-            max_tokens=self.length + 1,
-        )
-        return served(self.models(kind), asked, self.timing, self.length)
-
-
-LOCKSTEP, PEARL, CHAIN = PolicyName.LOCKSTEP, PolicyName.PEARL, PolicyName.CHAIN
 CASES = (
     Case(Rule.REJECTION, LOCKSTEP, 1, 2, Timing(0), 3),
     Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3),
@@ -102,14 +63,12 @@ KSEQ = next(case for case in CASES if case.rule is Rule.KSEQ and case.policy is 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_law_is_the_targets(case: Case) -> None:
-    found = case.serve("random")
-    assert is_exact(case.models("random"), found.law)
-    assert max(part.window for part in found.windows) > 0
+    case.check_exact()
 
 
 def test_what_is_served_begins_with_run_ahead_of_all_shapes() -> None:
     """So the test above is about what it says: windows of fewer paths than were drawn."""
-    windows = KSEQ.serve("random").windows
+    windows = KSEQ.serve().windows
     assert {part.multiplicities for part in windows} >= {(2,), (1, 1), (1,)}
 
 
@@ -293,7 +252,4 @@ def test_what_is_broken_is_noticed(
     case: Case, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    law = case.serve("random").law
-    assert not is_exact(case.models("random"), law)
-    assert law.sum() == pytest.approx(1)
-    assert np.abs(law - case.models("random").law((), case.length)).max() > 1e-4
+    case.check_noticed()
