@@ -140,9 +140,8 @@ class Dispatch:
         for other, known in self._groups.items():
             if other != group and known.made_of != description.made_of:
                 raise CheckpointError(
-                    f"target group {group} serves {description.model!r}, "
-                    f"{description.vocab_size} tokens, but group {other} {known.model!r}, "
-                    f"{known.vocab_size} tokens; start all groups with the same checkpoint"
+                    f"target group {group} serves {description.checkpoint}, but group {other} "
+                    f"{known.checkpoint}; start all groups with the same checkpoint"
                 )
         if self._impatience is not None:
             self._impatience.cancel()

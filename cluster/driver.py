@@ -18,6 +18,7 @@ from cluster.dispatch import Dispatch
 from cluster.drafter_link import TargetVocabulary
 from cluster.drafter_pool import DrafterPool
 from cluster.driver_clock import DriverClock
+from cluster.fitting import can_have
 from cluster.generation import Generation
 from cluster.requests import RequestResolver, Speculation
 from cluster.round_tap import RoundTap
@@ -188,15 +189,17 @@ class Driver:
 
     def describe(self) -> ModelDescription:
         """What is served. Raises UnavailableError before the start."""
-        checkpoint, target = self._started().checkpoint, self._dispatch.target
+        running, target = self._started(), self._dispatch.target
+        checkpoint = running.checkpoint
         assert target is not None
+        layout = len(running.drafters.meters), self._options.target_groups
         return ModelDescription(
             model=target.model,
             vocab_size=checkpoint.vocab_size,
             max_model_len=target.room,
             end_token_ids=checkpoint.end_token_ids,
             default_sampling=checkpoint.default_sampling,
-            policies=tuple(policy.value for policy in PolicyName),
+            policies=tuple(policy.value for policy in PolicyName if can_have(policy, *layout)),
             default_policy=self._options.speculation.policy.value,
             default_window=self._options.speculation.window,
         )

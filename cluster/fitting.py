@@ -103,6 +103,12 @@ def check_layout(policy: PolicyName, num_drafters: int, num_groups: int) -> None
         )
 
 
+def can_have(policy: PolicyName, num_drafters: int, num_groups: int) -> bool:
+    """Whether the layout has what the policy needs."""
+    needs = policy_named(policy).needs
+    return num_drafters >= needs.drafters and num_groups >= needs.groups
+
+
 MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
 """Those under which candidates of several drafters may stand side by side."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ import grpc
 
 from cluster.driver import Driver
 from cluster.generation import Generation
-from paceline.errors import PacelineError
+from paceline.errors import InternalError, PacelineError
 from paceline.generation import Chunk, GenerateEvent, Started
 from paceline.inference_wire import failure_to_wire, fill_response, request_from_wire
 from paceline.v1 import inference_pb2
@@ -19,6 +20,7 @@ from paceline.v1 import inference_pb2
 MAX_TOKEN_IDS = 100_000
 """Of a message, all answers in it together, unless a single answer has more."""
 
+_log = logging.getLogger(__name__)
 _Answer = tuple[int, GenerateEvent | PacelineError]
 
 
@@ -69,6 +71,10 @@ class ManyRequests:
             generation = await self._driver.submit(*request_from_wire(request))
         except PacelineError as error:
             self._tell(number, error)
+            return
+        except Exception as error:  # else its caller would wait for ever
+            _log.exception("a defect kept a request from being begun")
+            self._tell(number, InternalError(f"the request could not be begun: {error!r}"))
             return
         self._generations[number] = generation
         generation.pass_to(partial(self._tell, number))

@@ -42,18 +42,28 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TargetDescription:
-    """What all shards of the target have in common. `model`: as they call it."""
+    """What all shards of the target have in common. `model`: as they call it.
+
+    `checkpoint_digest`: of its files (target.proto).
+    """
 
     model: str
     vocab_size: int
     max_model_len: int
     block_size: int
     num_blocks: int
+    checkpoint_digest: bytes = b""
 
     @property
-    def made_of(self) -> tuple[str, int]:
-        """What all groups of a target have in common: the checkpoint's name, its vocabulary."""
-        return self.model, self.vocab_size
+    def made_of(self) -> tuple[str, int, bytes]:
+        """What all groups of a target have in common: the checkpoint's name, vocabulary, files."""
+        return self.model, self.vocab_size, self.checkpoint_digest
+
+    @property
+    def checkpoint(self) -> str:
+        """The same in words."""
+        files = self.checkpoint_digest.hex()[:8]
+        return f"{self.model!r}, {self.vocab_size} tokens, files {files or 'unknown'}"
 
     @property
     def room(self) -> int:
@@ -285,4 +295,5 @@ def _agree(descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> TargetD
         max_model_len=min(shard.max_model_len for shard in descriptions),
         block_size=descriptions[0].block_size,
         num_blocks=min(shard.num_blocks for shard in descriptions),
+        checkpoint_digest=descriptions[0].checkpoint_digest,
     )

@@ -32,7 +32,8 @@ class GenerateOptions:
     Ranges are those of `SamplingParams` and of inference.proto, GenerateRequest. `policy` is "off",
     "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto"; `rule` and `stopping`
     are the names of paceline.rules; `drafter` is "model", "ngram" or "recycling"; `merge`: one of
-    each kind drafts, in one tree. Requests of one `tenant` share what drafters learn from text.
+    each kind drafts, in one tree. Requests of one `tenant` share the KV of equal prefixes and what
+    drafters learn from text.
     """
 
     temperature: float | None = None

@@ -169,6 +169,7 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
         pid=os.getpid(),
         batch_invariant=bool(engine.batch_invariant),
         rendezvous=rendezvous or "",
+        checkpoint_digest=engine.info.digest,
     )
 
 

@@ -143,6 +143,7 @@ def _go_on(now: float, sequence: Sequence) -> None:
 
 
 def _count(state: DecodingState, now: float, sequence: Sequence, verdict: CountedVerdict) -> None:
+    sequence.lost_steps = 0
     sequence.counts.add(verdict)
     state.totals.counts.add(verdict)
     if sequence.first_token_at is None:

@@ -61,10 +61,9 @@ class Drafters:
         if not sequence.policy.drafts:
             return
         if sequence.drafter is not None:
-            if sequence.request.merge:
-                added = self._add_kinds(sequence, out)
-                if added or not sequence.granted_until:  # one that took another's place has none
-                    self.grant(sequence, out)
+            added = sequence.request.merge and self._add_kinds(sequence, out)
+            if added or not sequence.granted_until:  # one that took another's place has none
+                self.grant(sequence, out)
             return
         chosen = self._drafters.best_for(sequence)
         if chosen is None:
@@ -168,10 +167,15 @@ class Drafters:
             sequence.helpers.remove(drafter)
         elif sequence.drafter == drafter:
             helpers = sequence.helpers
+            ever_granted = sequence.ever_granted_until, sequence.ever_granted_nodes
             _forget(sequence)
             if helpers:
                 sequence.drafter, *sequence.helpers = helpers
-                sequence.draft_limit = self._drafters[sequence.drafter].joined.max_position
+                team = [self._drafters[name].joined for name in helpers]
+                sequence.draft_limit = team[0].max_position
+                sequence.wants_top_tokens = any(one.wants_top_tokens for one in team)
+                # Helpers were granted the same, and say nothing twice that they have on the way.
+                sequence.ever_granted_until, sequence.ever_granted_nodes = ever_granted
         sequence.granted_shares = 0  # whoever is left has another share
 
     def grant(self, sequence: Sequence, out: list[Instruction]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.decoding.events import TopTokens
-from paceline.errors import PromptTooLongError
+from paceline.errors import PacelineError
 from paceline.generation import SpeculationStats
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
@@ -157,10 +157,11 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A sequence can never be held by the target that there is; nothing more will be said of it."""
+    """A sequence can never be held by the target that there is, or the target is lost at each of
+    its steps; nothing more will be said of it."""
 
     sequence_id: int
-    error: PromptTooLongError
+    error: PacelineError
 
 
 @dataclass(frozen=True, slots=True)

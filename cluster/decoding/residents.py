@@ -64,6 +64,7 @@ class Residents:
         self.closes.clear()
         self.leaving.clear()
         for sequence in self.running.values():
+            sequence.lost_steps += sequence.kv.in_flight is not None
             sequence.forget_kv()
             self._give_back(sequence)
         self.running.clear()

@@ -34,8 +34,16 @@ from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import check_verdicts
 from cluster.decoding.waiting import WaitingLine
-from paceline.errors import PromptTooLongError, ProtocolError
+from paceline.errors import (
+    PacelineError,
+    PromptTooLongError,
+    ProtocolError,
+    WorkerLostError,
+)
 from paceline.generation import SpeculationStats
+
+MOST_LOST_STEPS = 5
+"""A request in whose steps the target was lost so often, without a verdict between, fails."""
 
 
 class Scheduler:
@@ -208,15 +216,25 @@ class Scheduler:
             try:
                 self.check_fits(len(request.prompt_token_ids), request.max_tokens)
             except PromptTooLongError as error:
-                self._state.remove(sequence)
-                self._state.drafters.release(sequence, out.drafters)
-                out.callers.append(Refuse(sequence.sequence_id, error))
+                self._refuse(sequence, error, out)
+
+    def _refuse(self, sequence: Sequence, error: PacelineError, out: Outbox) -> None:
+        self._state.remove(sequence)
+        self._state.drafters.release(sequence, out.drafters)
+        out.callers.append(Refuse(sequence.sequence_id, error))
 
     def _lose_target(self, now: float, group: Group, out: Outbox) -> None:
         group.step = None
         group.batching.lose_target()
         for sequence in [s for s in self._state.waiting if s.cancelled]:
             self._state.finish(now, sequence, FinishReason.CANCELLED, out)
+        for sequence in [s for s in self._state.waiting if s.lost_steps >= MOST_LOST_STEPS]:
+            # It may be what ends the target. Tried for ever, it would take all others with it.
+            error = WorkerLostError(
+                f"the target was lost {sequence.lost_steps} times in a row in the midst of a step "
+                "of this request, which is not tried again: the shards' logs tell why they ended"
+            )
+            self._refuse(sequence, error, out)
 
     def _cancel(self, event: Cancelled, out: Outbox) -> None:
         sequence = self._state.find(event.sequence_id)

@@ -145,7 +145,9 @@ class GenerateRequest(_message.Message):
     drafter: _builtins.str
     """Kind of drafter: "model", "ngram" or "recycling". Empty: any that fits the rule."""
     tenant: _builtins.str
-    """Whose requests share what drafters learn from text. At most 128 characters."""
+    """Whose requests share the KV of equal prefixes and what drafters learn from text; those of
+    different tenants share neither. At most 128 characters.
+    """
     merge: _builtins.bool
     """One drafter of each kind that fits drafts for it, and a step verifies the candidates of all of
     them in one tree. For the rules coupled and one-hot. Missing: the server's.
@@ -935,7 +937,7 @@ class DescribeModelResponse(_message.Message):
 
     @_builtins.property
     def policies(self) -> _containers.RepeatedScalarFieldContainer[Global___LookaheadPolicy.ValueType]:
-        """Policies that this deployment can run."""
+        """Policies that this deployment can run: it has the drafters and target groups that they need."""
 
     def __init__(
         self,
@@ -1068,7 +1070,7 @@ class WorkerStats(_message.Message):
     name: _builtins.str
     """"shard-0", "drafter-0", ..."""
     kind: _builtins.str
-    """"target", "model", "ngram"."""
+    """"target", or a drafter's: "model", "ngram", "recycling", or "emulated"."""
     address: _builtins.str
     pid: _builtins.int
     connected: _builtins.bool

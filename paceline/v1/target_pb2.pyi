@@ -50,6 +50,7 @@ class DescribeTargetResponse(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The checkpoint's folder name."""
     vocab_size: _builtins.int
@@ -76,6 +77,10 @@ class DescribeTargetResponse(_message.Message):
     """"host:port" at which the shards of its group meet; of rank 0 alone, empty for others and for a
     shard that is a group of its own.
     """
+    checkpoint_digest: _builtins.bytes
+    """SHA-256 over config.json, the names and shapes of all tensors, and sizes and samples of their
+    files. The groups of a target must have the same; empty from a shard that does not tell.
+    """
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The checkpoint's end tokens."""
@@ -95,10 +100,11 @@ class DescribeTargetResponse(_message.Message):
         pid: _builtins.int = ...,
         batch_invariant: _builtins.bool = ...,
         rendezvous: _builtins.str = ...,
+        checkpoint_digest: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "checkpoint_digest", b"checkpoint_digest", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

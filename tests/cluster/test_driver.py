@@ -235,4 +235,4 @@ async def test_description(system: System) -> None:
     assert description.end_token_ids == (2, 0)
     assert description.default_sampling.greedy
     assert description.default_policy == "chain"
-    assert description.policies == ("off", *POLICIES[:-1], "spread", "replicas", "auto")
+    assert description.policies == ("off", *POLICIES[:-1], "auto"), "no 2 drafters, no 2 groups"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.driver import Driver, DriverOptions
+from cluster.generation import Generation
 from cluster.inference import serve_driver
 from cluster.target_link import StepTimeout
 from paceline import (
@@ -101,9 +102,16 @@ async def test_a_caller_that_is_silent_for_seconds_keeps_its_request(
             await wire.close()
 
 
+async def _to_its_end(generation: Generation) -> None:
+    async for _ in generation:
+        pass
+
+
 @pytest.mark.parametrize("kind", [HungTarget, LyingTarget])
 async def test_a_false_target_is_left(checkpoints: Checkpoints, kind: type[HungTarget]) -> None:
-    """It is taken for lost at each step, and requests fail once patience is at its end."""
+    """It is taken for lost at each step, and there again at once: the request is not tried for
+    ever.
+    """
     false = kind(inspect_checkpoint(checkpoints.target).vocabulary_digest)
     target = await serve_false_target(false)
     options = DriverOptions(
@@ -115,8 +123,9 @@ async def test_a_false_target_is_left(checkpoints: Checkpoints, kind: type[HungT
     try:
         await driver.start()
         generation = await driver.submit(PROMPT, OPTIONS)
-        await eventually(lambda: driver.stats().workers[0].reconnects >= 2)
-        generation.cancel()
+        with pytest.raises(WorkerLostError, match="lost 5 times in a row"):
+            await asyncio.wait_for(_to_its_end(generation), 30)
+        assert driver.stats().workers[0].reconnects >= 4
         await eventually(lambda: driver.scheduler.num_running == 0)
         driver.scheduler.check_integrity()
     finally:

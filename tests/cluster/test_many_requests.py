@@ -11,7 +11,16 @@ import pytest
 import pytest_asyncio
 
 from cluster import many_requests
-from paceline import AsyncClient, GenerateOptions, InvalidRequestError
+from cluster.driver import Driver
+from cluster.generation import Generation
+from paceline import (
+    AsyncClient,
+    Completion,
+    GenerateInput,
+    GenerateOptions,
+    InternalError,
+    InvalidRequestError,
+)
 from paceline.inference_wire import request_to_wire
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster.system import System, eventually, make_checkpoints, running_system
@@ -75,6 +84,28 @@ async def test_an_error_of_one_is_its_own(system: System) -> None:
     assert caught.value.field == "temperature"
     assert len((await good).token_ids) == 200
     await system.settle()
+
+
+async def test_a_defect_is_told_and_leaves_the_others(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer to each: a caller of one stream has no other way to learn that it broke."""
+    submit = Driver.submit
+
+    async def breaks_at_the_second(
+        driver: Driver, prompt: GenerateInput, options: GenerateOptions
+    ) -> Generation:
+        if prompt == PROMPTS[1]:
+            raise RuntimeError("made to break")
+        return await submit(driver, prompt, options)
+
+    monkeypatch.setattr(Driver, "submit", breaks_at_the_second)
+    asked = [system.client.generate(prompt, LONG) for prompt in PROMPTS]
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(answers[1], InternalError)
+    assert "made to break" in str(answers[1])
+    assert sum(isinstance(answer, Completion) for answer in answers) == len(PROMPTS) - 1
 
 
 async def test_cancelling_one_leaves_the_others(system: System) -> None:

@@ -114,8 +114,12 @@ async def test_a_group_that_ends_half_way_and_comes_back(
                 await server.stop()
 
 
-async def test_groups_of_different_checkpoints(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    other = make_tiny_checkpoint(tmp_path / "other")
+@pytest.mark.parametrize(("name", "seed"), [("other", 0), ("target", 1)])
+async def test_groups_of_different_checkpoints(
+    checkpoints: Checkpoints, tmp_path: Path, name: str, seed: int
+) -> None:
+    """By name, or by their weights alone: two trainings of one model, in folders of one name."""
+    other = make_tiny_checkpoint(tmp_path / name, seed=seed)
     shards = [await start_target(folder) for folder in (checkpoints.target, other)]
     addresses = tuple(shard.address for shard in shards)
     options = DriverOptions(folder=checkpoints.target, target_addresses=addresses, target_groups=2)

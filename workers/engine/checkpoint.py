@@ -41,8 +41,8 @@ class CheckpointInfo:
     dtype: str
     """In which the weights are stored, such as "float32"."""
     digest: bytes
-    """SHA-256 over config.json and the names, shapes and file sizes of all tensors: ranks must have
-    the same."""
+    """SHA-256 over config.json, the names and shapes of all tensors, and sizes and samples of their
+    files: ranks and groups must have the same."""
 
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:

@@ -7,6 +7,7 @@ expert and projection.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -33,6 +34,11 @@ _EXPERT_NAMES = {
 }
 """Stored names of an expert's projections, by the parameter that holds those of all experts."""
 _RENAMED = (".mlp.", ".block_sparse_moe.")
+_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+"""Of stored weights that are not quantised, as safetensors calls them."""
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""So many pieces of each file are compared between ranks: the files of two trainings of one model
+differ nearly everywhere, and in nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +57,18 @@ class StoredTensors:
     """What a checkpoint folder holds."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads headers alone. Raises CheckpointError for absent or broken files."""
+        """Reads headers alone. Raises CheckpointError for absent or broken files.
+
+        Of a tensor that is in several files the one in the file that the index names counts.
+        """
         self._folder = folder
         self.files = _find_files(folder)
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: dict[str, str] = {}
         for path in sorted(set(self.files.values())):
-            self._shapes.update(_read_shapes(path))
+            for name, (shape, dtype) in _read_header(path).items():
+                if self.files.setdefault(name, path) == path:
+                    self._shapes[name], self._dtypes[name] = shape, dtype
         self._open_path: Path | None = None
         self._open_file: Any = None
         self._mapped_bytes = 0
@@ -66,16 +78,16 @@ class StoredTensors:
         return bool(self._parts(name, num_experts=1))
 
     def summary(self) -> str:
-        """Names and shapes of the tensors, and the sizes of their files."""
+        """Names and shapes of the tensors, and the sizes of their files with samples of each."""
         tensors = [f"{name} {shape}" for name, shape in sorted(self._shapes.items())]
-        files = [f"{path.name} {path.stat().st_size}" for path in sorted(set(self.files.values()))]
+        files = [_sample(path) for path in sorted(set(self.files.values()))]
         return "\n".join([*tensors, *files])
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
         """Raise CheckpointError unless the parameter is there in this shape."""
         parts = self._parts(name, num_experts=shape[0])
         if not parts:
-            where = self.files.get(name, self._folder / WEIGHTS)
+            where = self._folder / (INDEX if (self._folder / INDEX).is_file() else WEIGHTS)
             raise CheckpointError(
                 f"tensor {name} {shape} is missing in {where}: the checkpoint is "
                 "incomplete or of another architecture than its config.json says"
@@ -87,13 +99,20 @@ class StoredTensors:
             found = self._shapes.get(part.name)
             where = self.files.get(part.name, self._folder)
             if found is None:
+                named = f", the file that {INDEX} names for it" if part.name in self.files else ""
                 raise CheckpointError(
-                    f"tensor {part.name} {expected} is missing in {where}: fetch it again"
+                    f"tensor {part.name} {expected} is missing in {where}{named}: fetch it again"
                 )
             if found != expected:
                 raise CheckpointError(
                     f"tensor {part.name} in {where} has shape {found}, but config.json asks for "
                     f"{expected}"
+                )
+            if (dtype := self._dtypes[part.name]) not in _PLAIN_DTYPES:
+                raise CheckpointError(
+                    f"tensor {part.name} in {where} holds {dtype}, expected one of "
+                    f"{', '.join(_PLAIN_DTYPES)}: its config.json tells of no quantisation; fetch "
+                    "it again, or take the checkpoint from which it was made"
                 )
 
     def read(
@@ -213,12 +232,24 @@ def _find_files(folder: Path) -> dict[str, Path]:
                 "run code when read: convert them to safetensors"
             )
         raise CheckpointError(f"{folder} has no weights: expected {WEIGHTS} or {INDEX}")
-    return dict.fromkeys(_read_shapes(path), path)
+    return dict.fromkeys(_read_header(path), path)
 
 
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each tensor of a file."""
     file = _open(path)
-    return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    slices = ((name, file.get_slice(name)) for name in file.keys())  # noqa: SIM118
+    return {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices}
+
+
+def _sample(path: Path) -> str:
+    """A file's name and size, and a hash of pieces from its begin to its end."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return f"{path.name} {size} {digest.hexdigest()}"
 
 
 def _open(path: Path) -> Any:

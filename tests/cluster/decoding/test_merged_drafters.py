@@ -87,6 +87,15 @@ def test_a_kind_that_joins_later_is_taken_in_and_one_that_is_lost_leaves() -> No
     assert step.slices[0].token_ids == (10, 30), "the other goes on alone"
 
 
+def test_a_drafter_that_learns_from_the_target_goes_on_learning_without_the_first() -> None:
+    scheduler, _ = started("model")
+    joined = DrafterJoined(1, "recycling", 1000, kind="recycling", wants_top_tokens=True)
+    scheduler.handle(joined)
+    assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].top_tokens
+    scheduler.handle(DrafterLost(2, "model"))
+    assert the_step(scheduler.handle(verdict(2, 0, 11))).slices[0].top_tokens
+
+
 @pytest.mark.parametrize(
     ("policy", "rule", "kinds", "said"),
     [

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cluster.decoding import policies
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
@@ -28,6 +30,7 @@ from cluster.decoding.events import (
     Tick,
 )
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
+from cluster.decoding.lookahead import DraftView, Wait
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
@@ -90,6 +93,8 @@ class Schedule:
         self.world = World(scheduler, num_groups=self.num_groups)
         self.far: dict[str, FarDrafter] = {}
         self.sent: list[tuple[str, tuple[Proposal, ...]]] = []
+        self.seen: Counter[str] = Counter()
+        """What happened, so that a test can tell whether schedules reach what they are for."""
         for group in range(self.num_groups):
             self.world.join_target(group)
         for _ in range(1 + tape.choose(3)):
@@ -118,42 +123,53 @@ class Schedule:
     def act(self) -> None:
         """Whatever the tape says happens next."""
         world, tape = self.world, self.tape
-        name = NAMES[tape.choose(3)]
+        there = sorted(self.far) or NAMES
+        name = there[tape.choose(len(there))]
         drafter = self.far.get(name)
         match tape.choose(16):
             case 0 | 1 | 2:
                 steps = list(world.steps)  # of several groups, any may be the next to answer
                 if steps:
                     world.answer(steps[tape.choose(len(steps))])
-            case 3 | 4 | 5 | 6 if drafter is not None:
+            case 3 | 4 | 5 if drafter is not None:
                 drafter.hear(len(drafter.to_drafter))
                 drafter.to_driver.append(drafter.run_pass())
                 self.deliver(name, 0)
-            case 7 if drafter is not None:
+            case 6 | 7 if drafter is not None:
                 drafter.hear(1 + tape.choose(4))  # it lags behind
-                drafter.to_driver.append(drafter.run_pass())
+                for _ in range(1 + tape.choose(3)):
+                    if proposals := drafter.run_pass():
+                        drafter.to_driver.append(proposals)
+                        self.seen["lag"] += bool(drafter.to_drafter)
             case 8 if drafter is not None:
-                while drafter.to_driver:  # a burst, the latest first or the oldest
+                self.seen["burst"] += len(drafter.to_driver) > 2
+                while drafter.to_driver:  # the latest first or the oldest
                     self.deliver(name, -1 if tape.choose(2) else 0)
             case 9 if self.sent:
                 late_name, late = self.sent[tape.choose(len(self.sent))]
+                self.seen["repeat"] += bool(late)
                 world.send(Proposed(world.now, late_name, late))
             case 10:
                 self.send_garbage(name)
             case 11:
-                self.come_or_go(name)
+                self.come_or_go(NAMES[tape.choose(3)])
             case 12:
-                world.now += JUMPS[tape.choose(len(JUMPS))]
+                jump = JUMPS[tape.choose(len(JUMPS))]
+                self.seen["jump while a step runs"] += jump > 100 and bool(world.steps)
+                self.seen["jump while one waits"] += jump > 100 and world.wake_at is not None
+                world.now += jump
                 world.send(Tick(world.now))
             case 13 if tape.choose(4) == 0:
                 group = tape.choose(self.num_groups)
                 if world.scheduler._state.groups[group].joined:
+                    self.seen["target lost in a step"] += group in world.steps
                     world.lose_target(group)
                 if not world.target_joined or tape.choose(2):
                     world.join_target(group)
             case 14:
                 victim = 1 + tape.choose(len(world.requests))
                 if tape.choose(3) == 0:
+                    self.seen["cancelled in a step"] += self.in_a_step(victim)
                     world.send(Cancelled(world.now, victim))
                 elif drafter is not None:
                     world.send(DraftDeclined(world.now, name, victim))
@@ -164,6 +180,7 @@ class Schedule:
     def deliver(self, name: str, index: int) -> None:
         """One message of a drafter arrives, after others that were sent later perhaps."""
         proposals = self.far[name].to_driver.pop(index)
+        self.seen["reorder"] += bool(proposals and index and any(self.far[name].to_driver))
         self.sent.append((name, proposals))
         told = 0.003 if self.tape.choose(2) else DURATIONS[self.tape.choose(len(DURATIONS))]
         self.world.send(Proposed(self.world.now, name, proposals, pass_seconds=told))
@@ -178,11 +195,20 @@ class Schedule:
             _, proposals = self.sent[tape.choose(len(self.sent))]
             for one in proposals[:1]:
                 wrong = replace(one, token_ids=tokens, parents=parents, last=True)
+        before = world.scheduler.totals.dropped_proposals
         world.send(Proposed(world.now, name, (wrong,)))
+        dropped = world.scheduler.totals.dropped_proposals > before
+        self.seen["garbage dropped" if dropped else "garbage taken in"] += bool(tokens)
+
+    def in_a_step(self, sequence_id: int) -> bool:
+        steps = self.world.steps.values()
+        return any(part.sequence_id == sequence_id for step in steps for part in step.slices)
 
     def come_or_go(self, name: str) -> None:
         world = self.world
         if name in self.far:
+            drafting = [one for one in world.scheduler._state.running if one.drafter == name]
+            self.seen["drafter lost"] += any(one.tree.num_candidates for one in drafting)
             del self.far[name], world.drafters[name]
             world.send(DrafterLost(world.now, name))
         else:
@@ -194,8 +220,9 @@ class Schedule:
         """No drafter says anything more; everything comes to its end all the same."""
         world = self.world
         for _ in range(500):
-            if world.finished.keys() == world.requests.keys():
+            if world.ended == world.requests.keys():
                 return
+            self.seen["silence"] += any(self.far) and world.step is None  # a step waits for it
             if world.step is not None:
                 world.answer()
             else:
@@ -239,7 +266,26 @@ def test_the_fuzzer_notices_a_branch_that_was_picked_wrongly(
         _run_many(300)
 
 
-def _run_many(count: int) -> None:
-    draw = random.Random(3)
+def test_the_fuzzer_notices_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a policy that waits for a drafter that went silent, and sets no time."""
+
+    def for_ever(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
+        return min(full, view.num_candidates) if view.num_candidates >= full else Wait()
+
+    monkeypatch.setattr(policies, "_await_candidates", for_ever)
+    with pytest.raises(AssertionError, match="nothing to wait for"):
+        _run_many(100)
+
+
+def test_schedules_reach_what_they_are_for() -> None:
+    """Every trouble that the module's docstring names does happen, and where it can do harm."""
+    seen = _run_many(300)
+    assert len(seen) == 12, seen
+    assert min(seen.values()) >= 5, seen
+
+
+def _run_many(count: int) -> Counter[str]:
+    draw, seen = random.Random(3), Counter[str]()
     for _ in range(count):
-        run(draw.randbytes(120))
+        seen += run(draw.randbytes(120)).seen
+    return seen

@@ -127,13 +127,13 @@ class Fuzz:
                 world.draft(name)
             if world.step is not None:
                 world.answer()
-            elif world.wake_at is not None and world.requests.keys() != world.finished.keys():
+            elif world.wake_at is not None and world.requests.keys() != world.ended:
                 world.now = max(world.now, world.wake_at)
                 world.wake_at = None
                 world.send(Tick(world.now))
             else:
                 break
-        assert world.finished.keys() == world.requests.keys()
+        assert world.ended == world.requests.keys()
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))

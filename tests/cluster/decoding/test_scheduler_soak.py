@@ -43,10 +43,11 @@ class Soak:
             world.num_blocks = num_blocks
             world.lose_target()
             world.join_target()
-            for _ in range(STEPS_A_SIZE):
+            until = self.steps + STEPS_A_SIZE
+            while self.steps < until:
                 self._come_and_go()
                 self._step()
-        while world.finished.keys() | world.refused.keys() != world.requests.keys():
+        while world.ended != world.requests.keys():
             self._step()
 
     def _guess(self, path: list[int], seed: int) -> int:
@@ -92,7 +93,7 @@ def test_ten_thousand_steps_in_shrinking_memory_keep_text_and_invariants() -> No
     soak = Soak(7)
     soak.run()
     scheduler = soak.world.scheduler
-    assert soak.steps > 9_000, "steps, not waiting for drafts"
+    assert soak.steps >= 10_000, "steps, not waiting for drafts"
     assert len(soak.world.finished) > 1000
     assert scheduler.num_preemptions > 100, "memory was not short enough to test anything"
     assert scheduler.prefix_hit_tokens > 1000

@@ -105,6 +105,24 @@ def test_a_helper_takes_the_place_of_a_lost_drafter_with_what_it_has() -> None:
     assert shares(script, 1) | {"a": (0, 0)} == {"a": (0, 0), "b": (0, 0)}
 
 
+def test_what_a_helper_has_on_the_way_when_it_takes_a_place_is_taken() -> None:
+    """It says nothing twice, so all that it drafts later would hang on what was dropped."""
+    script = Script("ab")
+    out = script.send(DrafterLost(script.now, "a"))
+    assert [one.drafter for one in out if isinstance(one, Grant)] == ["b"], "at once"
+    script = Script("ab")
+    before = script.grants["b", 1]
+    script.send(DrafterLost(script.now, "a"))
+    assert script.grants["b", 1].nodes < before.nodes, "alone it has fewer branches"
+    prefix = (*PROMPT, *range(10, 10 + before.until_position - len(PROMPT)))
+    script.say("b", *prefix[len(PROMPT) :])
+    for other in range(15, 15 + before.nodes - len(prefix) + len(PROMPT)):
+        script.say("b", other)
+    (sequence,) = script.scheduler._state.running
+    assert sequence.tree.num_candidates == before.nodes, "all that it had leave for"
+    assert script.scheduler.totals.dropped_proposals == 0
+
+
 def test_the_chain_of_the_sequences_own_drafter_is_verified_whoever_comes_first() -> None:
     script = Script("ab")
     script.say("b", 20, 21)

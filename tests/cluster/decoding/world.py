@@ -23,7 +23,8 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.policies import policy_named
-from cluster.decoding.scheduler import Scheduler
+from cluster.decoding.scheduler import MOST_LOST_STEPS, Scheduler
+from paceline.errors import WorkerLostError
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.pretended_target import BLOCK_SIZE, PretendedTarget
 from tests.cluster.decoding.true_text import VOCAB_SIZE, plain_text
@@ -51,6 +52,8 @@ class World:
         self.emitted: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
         self.refused: dict[int, Refuse] = {}
+        self.losses = 0
+        """How often a group of the target was lost."""
 
     def send(self, event: Event) -> None:
         """Hand in an event and carry out what comes back."""
@@ -75,6 +78,8 @@ class World:
                 case Refuse(sequence_id):
                     assert sequence_id not in self.finished
                     self.refused[sequence_id] = instruction
+                    if isinstance(instruction.error, WorkerLostError):
+                        assert self.losses >= MOST_LOST_STEPS
                 case WakeAt(time):
                     self.wake_at = time
                 case Suspect(drafter):
@@ -100,6 +105,11 @@ class World:
             for part in parts
             if policy_named(self.requests[part.sequence_id].policy).replicates
         }
+
+    @property
+    def ended(self) -> set[int]:
+        """Requests that were answered in full, cancelled or refused."""
+        return {*self.finished, *self.refused}
 
     @property
     def target(self) -> PretendedTarget:
@@ -134,6 +144,7 @@ class World:
 
     def lose_target(self, group: int = 0) -> None:
         """A target group is gone, with its step in flight."""
+        self.losses += 1
         self.steps.pop(group, None)
         self.send(TargetLost(self.now, group=group))
 

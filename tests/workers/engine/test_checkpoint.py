@@ -15,8 +15,10 @@ from paceline.errors import CheckpointError, ConfigError
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.engine import Engine
+from workers.engine.slices import Slice
 
 WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,71 @@ def test_a_broken_folder_is_refused_in_one_line(
     for word in words:
         assert word in message
     assert str(folder) in message or message.startswith("tensor")
+
+
+def shard(folder: Path, *, index: dict[str, int], hold: Callable[[str], tuple[int, ...]]) -> None:
+    """Cut the weights into two files: those with the numbers `hold` have a tensor, `index` says
+    where, and the first file for all that it does not name.
+    """
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    files = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for number, file in enumerate(files):
+        held = {name: tensor for name, tensor in tensors.items() if number in hold(name)}
+        save_file(held, folder / file, metadata={"format": "pt"})
+    weight_map = {name: files[index.get(name, 0)] for name in tensors}
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+
+
+NORM = "model.norm.weight"
+
+
+def in_the_other(name: str) -> tuple[int, ...]:
+    return (1,) if name == NORM else (0,)
+
+
+def test_an_index_and_its_files_that_disagree(folder: Path) -> None:
+    shard(folder, index={}, hold=in_the_other)
+    with pytest.raises(CheckpointError, match=rf"{NORM} \(48,\) is missing in .*00001.*{INDEX}"):
+        inspect_checkpoint(folder)
+
+
+def test_a_tensor_in_two_files_is_that_of_the_file_in_the_index(folder: Path, whole: Path) -> None:
+    shard(folder, index={NORM: 0}, hold=lambda name: (0, 1) if name == NORM else (0,))
+    second = folder / "model-00002-of-00002.safetensors"
+    save_file({NORM: torch.full((47,), 3.0)}, second, metadata={"format": "pt"})
+    assert inspect_checkpoint(folder).vocab_size == 384
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"]["model.layers.0.mlp.up_proj.weight"]  # it is in a file all the same
+    (folder / INDEX).write_text(json.dumps(index))
+    engines = [Engine(one, threads=1, kv_memory_bytes=1 << 20) for one in (whole, folder)]
+    rows = [engine.step([Slice([0], 0, [5, 6, 7], 3)]) for engine in engines]
+    assert torch.equal(*rows)
+
+
+def test_a_tensor_that_neither_index_nor_files_have(folder: Path) -> None:
+    drop_tensor(folder)
+    shard(folder, index={}, hold=lambda name: (0,))
+    with pytest.raises(CheckpointError, match=rf"{NORM} \(48,\) is missing in .*{INDEX}"):
+        inspect_checkpoint(folder)
+
+
+def test_numbers_of_a_kind_that_nothing_tells_of(folder: Path) -> None:
+    """Weights in float8 with scales that config.json does not tell of would be silently wrong."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+
+    edit_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=r"up_proj.* holds F8_E4M3, expected one of .*BF16"):
+        inspect_checkpoint(folder)
+
+
+def test_trainings_of_one_model_are_told_apart(whole: Path, tmp_path: Path) -> None:
+    same, other = (make_tiny_checkpoint(tmp_path / f"{seed}", seed=seed) for seed in (0, 1))
+    assert inspect_checkpoint(same).digest == inspect_checkpoint(whole).digest
+    assert inspect_checkpoint(other).digest != inspect_checkpoint(whole).digest
 
 
 def test_a_long_cause_is_cut(folder: Path) -> None:
