@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.config_model import Config, DrafterConfig
+from cluster.config_model import Config
 from cluster.placement import WorkerPlan
+from cluster.worker_options import drafter_options, files_of, shard_options
+from workers.emulated.profiles import load_profile
 
 if TYPE_CHECKING:
     from cluster.driver import Driver
@@ -80,54 +82,33 @@ class ShardActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_target_shard and resolve_model raise."""
-        from workers.engine.tensor_parallel.group import Deadlines
-        from workers.engine.tensor_parallel.sharding import Place
-        from workers.models import resolve_model
-        from workers.target_shard import TargetShardOptions, serve_target_shard
-
-        def note(done: int, total: int) -> None:
-            self._loaded = done, total
+        from workers.target_shard import serve_target_shard
 
         assert plan.model is not None
-        files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
+        files = await files_of(setup.home, plan.model)
         target, host = setup.config.target, _worker_host(setup)
-        if target.emulated is not None and target.dilation is None:
-            from workers.emulated.profiles import load_profile
-            from workers.emulated.serve import serve_replay_target
+        if target.emulated is None:
+            options = shard_options(setup.config, plan, files)
+            server = await serve_target_shard(options, host=host, port=port, progress=self._note)
+            return self._serving(server)
+        from workers.emulated.serve import serve_dilated_target, serve_replay_target
 
-            profile = load_profile(target.emulated, role="target")
-            return self._serving(
-                await serve_replay_target(files.folder, profile, host=host, port=port)
-            )
-        options = TargetShardOptions(
-            folder=files.folder,
-            weights=files.weights,
-            threads=plan.threads,
-            kv_memory_bytes=_kv_bytes(setup.config),
-            max_model_len=None if target.max_model_len == "auto" else target.max_model_len,
-            cores=plan.cores,
-            device="cuda" if plan.reserved_gpus else "cpu",
-            dtype=target.dtype,
-            batch_invariant=target.batch_invariant,
-            place=Place(plan.rank, plan.degree),
-            # A rank that waits for a hung one must be there again before it seems to hang itself.
-            deadlines=Deadlines(collective=target.hung_after / 2),
-        )
-        if target.emulated is not None and target.dilation is not None:
-            from workers.emulated.profiles import load_profile
-            from workers.emulated.serve import serve_dilated_target
-
+        profile = load_profile(target.emulated, role="target")
+        if target.dilation is None:
+            server = await serve_replay_target(files.folder, profile, host=host, port=port)
+        else:
             server = await serve_dilated_target(
-                options,
-                load_profile(target.emulated, role="target"),
+                shard_options(setup.config, plan, files),
+                profile,
                 target.dilation,
                 host=host,
                 port=port,
-                progress=note,
+                progress=self._note,
             )
-        else:
-            server = await serve_target_shard(options, host=host, port=port, progress=note)
         return self._serving(server)
+
+    def _note(self, done: int, total: int) -> None:
+        self._loaded = done, total
 
 
 class DrafterActor(_Actor):
@@ -135,58 +116,31 @@ class DrafterActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_drafter and resolve_model raise."""
-        from workers.drafter import DrafterOptions, serve_drafter
-        from workers.models import resolve_model
+        from workers.drafter import serve_drafter
 
         assert plan.kind != "target"
-        dilation, emulated = setup.config.target.dilation, None
-        if plan.drafter is not None:
-            emulated = plan.drafter.emulated
-        if plan.drafter is not None and emulated is not None and dilation is None:
-            return self._serving(await self._replay(setup, plan, plan.drafter))
-        options = DrafterOptions(kind=plan.kind, threads=plan.threads, cores=plan.cores)
-        if plan.model is not None:
-            files = await asyncio.to_thread(resolve_model, plan.model, home=setup.home)
-            options = DrafterOptions(
-                kind=plan.kind,
-                folder=files.folder,
-                weights=files.weights,
-                threads=plan.threads,
-                kv_memory_bytes=_kv_bytes(setup.config),
-                max_sequences=setup.config.target.max_num_seqs,
-                cores=plan.cores,
-                device="cuda" if plan.reserved_gpus else "cpu",
-            )
-        host = _worker_host(setup)
-        if emulated is not None and dilation is not None:
-            from workers.emulated.profiles import load_profile
-            from workers.emulated.serve import serve_dilated_drafter
-
-            profile = load_profile(emulated, role="drafter")
-            return self._serving(
-                await serve_dilated_drafter(options, profile, dilation, host=host, port=port)
-            )
-        return self._serving(await serve_drafter(options, host=host, port=port))
-
-    async def _replay(
-        self, setup: WorkerSetup, plan: WorkerPlan, drafter: DrafterConfig
-    ) -> RunningServer:
-        from workers.emulated.profiles import load_profile
+        files = None if plan.model is None else await files_of(setup.home, plan.model)
+        host, dilation = _worker_host(setup), setup.config.target.dilation
+        if plan.drafter is None or plan.drafter.emulated is None:
+            options = drafter_options(setup.config, plan, files)
+            return self._serving(await serve_drafter(options, host=host, port=port))
         from workers.emulated.replay_text import Guess
-        from workers.emulated.serve import serve_replay_drafter
-        from workers.models import resolve_model
+        from workers.emulated.serve import serve_dilated_drafter, serve_replay_drafter
 
-        assert drafter.emulated is not None
-        assert drafter.model is not None
-        files = await asyncio.to_thread(resolve_model, drafter.model, home=setup.home)
-        (server,) = await serve_replay_drafter(
-            files.folder,
-            load_profile(drafter.emulated, role="drafter"),
-            [Guess(drafter.acceptance, drafter.hit_rate, seed=plan.bundle)],
-            max_sequences=setup.config.target.max_num_seqs,
-            host=_worker_host(setup),
-        )
-        return server
+        profile = load_profile(plan.drafter.emulated, role="drafter")
+        if dilation is None:
+            assert files is not None
+            (server,) = await serve_replay_drafter(
+                files.folder,
+                profile,
+                [Guess(plan.drafter.acceptance, plan.drafter.hit_rate, seed=plan.bundle)],
+                max_sequences=setup.config.target.max_num_seqs,
+                host=host,
+            )
+        else:
+            options = drafter_options(setup.config, plan, files)
+            server = await serve_dilated_drafter(options, profile, dilation, host=host, port=port)
+        return self._serving(server)
 
 
 class DriverActor(_Actor):
@@ -200,9 +154,8 @@ class DriverActor(_Actor):
         """Import what is slow to import, while the workers load. Raises CheckpointError."""
         import cluster.inference  # noqa: F401
         from workers.engine.checkpoint import inspect_checkpoint
-        from workers.models import resolve_model
 
-        files = await asyncio.to_thread(resolve_model, setup.config.target.model, home=setup.home)
+        files = await files_of(setup.home, setup.config.target.model)
         await asyncio.to_thread(inspect_checkpoint, files.folder)
 
     async def serve(
@@ -224,10 +177,9 @@ class DriverActor(_Actor):
         from cluster.requests import Speculation
         from cluster.target_link import MEET_SECONDS, StepTimeout
         from paceline.rules import Rule, Stopping
-        from workers.models import resolve_model
 
         config, chosen = setup.config, setup.config.speculation
-        files = await asyncio.to_thread(resolve_model, config.target.model, home=setup.home)
+        files = await files_of(setup.home, config.target.model)
         options = DriverOptions(
             folder=files.folder,
             target_addresses=tuple(target_addresses),
@@ -278,11 +230,6 @@ class DriverActor(_Actor):
         """Use these from now on. A driver that is only starting is told again."""
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
-
-
-def _kv_bytes(config: Config) -> int | None:
-    """None: the worker chooses, by what its device has."""
-    return None if config.target.kv_memory == "auto" else config.target.kv_memory
 
 
 def _worker_host(setup: WorkerSetup) -> str:

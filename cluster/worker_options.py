@@ -1,0 +1,72 @@
+"""What a worker is told to load, by the configuration and its place in the plan.
+
+What is heavy to import is imported where it is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.config_model import Config
+from cluster.placement import WorkerPlan
+
+if TYPE_CHECKING:
+    from workers.drafter import DrafterOptions
+    from workers.models import ModelFiles
+    from workers.target_shard import TargetShardOptions
+
+
+async def files_of(home: Path, model: str) -> ModelFiles:
+    """A model's files on this host. Raises what resolve_model raises."""
+    from workers.models import resolve_model
+
+    return await asyncio.to_thread(resolve_model, model, home=home)
+
+
+def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
+    """Of a shard that computes."""
+    from workers.engine.tensor_parallel.group import Deadlines
+    from workers.engine.tensor_parallel.sharding import Place
+    from workers.target_shard import TargetShardOptions
+
+    target = config.target
+    return TargetShardOptions(
+        folder=files.folder,
+        weights=files.weights,
+        threads=plan.threads,
+        kv_memory_bytes=_kv_bytes(config),
+        max_model_len=None if target.max_model_len == "auto" else target.max_model_len,
+        cores=plan.cores,
+        device="cuda" if plan.reserved_gpus else "cpu",
+        dtype=target.dtype,
+        batch_invariant=target.batch_invariant,
+        place=Place(plan.rank, plan.degree),
+        # A rank that waits for a hung one must be there again before it seems to hang itself.
+        deadlines=Deadlines(collective=target.hung_after / 2),
+    )
+
+
+def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) -> DrafterOptions:
+    """Of a drafter that computes. `files`: of one that is a model."""
+    from workers.drafter import DrafterOptions
+
+    assert plan.kind != "target"
+    if files is None:
+        return DrafterOptions(kind=plan.kind, threads=plan.threads, cores=plan.cores)
+    return DrafterOptions(
+        kind=plan.kind,
+        folder=files.folder,
+        weights=files.weights,
+        threads=plan.threads,
+        kv_memory_bytes=_kv_bytes(config),
+        max_sequences=config.target.max_num_seqs,
+        cores=plan.cores,
+        device="cuda" if plan.reserved_gpus else "cpu",
+    )
+
+
+def _kv_bytes(config: Config) -> int | None:
+    """None: the worker chooses, by what its device has."""
+    return None if config.target.kv_memory == "auto" else config.target.kv_memory
