@@ -54,7 +54,12 @@ def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) 
 
     assert plan.kind != "target"
     if files is None:
-        return DrafterOptions(kind=plan.kind, threads=plan.threads, cores=plan.cores)
+        return DrafterOptions(
+            kind=plan.kind,
+            threads=plan.threads,
+            max_sequences=config.target.max_num_seqs,
+            cores=plan.cores,
+        )
     return DrafterOptions(
         kind=plan.kind,
         folder=files.folder,

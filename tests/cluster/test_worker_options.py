@@ -1,0 +1,33 @@
+"""What workers are told to load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cluster.placement import Node, plan_placement
+from cluster.worker_options import drafter_options, shard_options
+from tests.cluster.test_config import config_of
+from workers.models import ModelFiles
+
+TEXT = """
+[target]
+max_num_seqs = 96
+kv_memory = 4194304
+hung_after = 40
+[[drafters]]
+kind = "ngram"
+[[drafters]]
+"""
+
+
+def test_workers_get_what_the_configuration_says(tmp_path: Path) -> None:
+    config, files = config_of(tmp_path, TEXT), ModelFiles(tmp_path, "int8")
+    shard, ngram, model = plan_placement(config, [Node("here", 4)]).workers
+    target = shard_options(config, shard, files)
+    assert (target.folder, target.weights, target.kv_memory_bytes) == (tmp_path, "int8", 4194304)
+    assert target.deadlines.collective < 40, "a rank waits less long than it may seem to hang"
+    drafter = drafter_options(config, model, files)
+    assert (drafter.folder, drafter.weights, drafter.kv_memory_bytes) == (tmp_path, "int8", 4194304)
+    tables = drafter_options(config, ngram, None)
+    assert (tables.kind, tables.folder) == ("ngram", None)
+    assert tables.max_sequences == drafter.max_sequences == 96, "as many as the target decodes"
