@@ -121,7 +121,7 @@ class TargetConfig(_Closed):
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     # Target groups: so many times the whole model, each on devices of its own.
     groups: Annotated[int, Field(ge=1, le=64)] = 1
-    # "auto": float32 on a CPU, the checkpoint's on a GPU. float16 is for GPUs, int8 for CPUs.
+    # "auto": float32 on a CPU, the checkpoint's on a GPU. int8 is for CPUs.
     dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
     # What each shard and each model drafter gets.
     resources: Annotated[Literal["auto", "cpu", "gpu"], _choice("auto", "cpu", "gpu")] = "auto"

@@ -53,7 +53,7 @@ class ModelBytes:
 
 
 def model_bytes(folder: Path, weights: str) -> ModelBytes:
-    """Sizes of a checkpoint, its weights in a form; KV is bfloat16 unless they are float32."""
+    """Sizes of a checkpoint, its weights in a form; KV has 16 bits unless activations have 32."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -64,7 +64,7 @@ def model_bytes(folder: Path, weights: str) -> ModelBytes:
     head_size = (
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
-    kv_bytes = 4 if weights == "float32" else 2
+    kv_bytes = 4 if weights in ("float32", "float16") else 2
     return ModelBytes(
         weights=int(sum(one.numel() for one in model.parameters()) * each),
         read_a_step=int(in_linears * each),

@@ -2,6 +2,7 @@
 
 float32, bfloat16  PackedLinear: laid out once for oneDNN's kernels, over twice as fast as nn.Linear
                    for few rows; with two rows or more a row's bits do not depend on the other rows.
+float16            half of the memory with float32 arithmetic (half_linear.py).
 int8, int4         fewer bits for drafters, bfloat16 activations (quantised_linears.py).
 
 Shapes: T rows, N input features, M output features.
@@ -12,10 +13,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from workers.engine.half_linear import HalfLinear
 from workers.engine.quantised_linears import Int4Linear, Int8Linear, fits_int4
 from workers.engine.weight_form import WeightForm
 
-MIN_ROWS: dict[WeightForm, int] = {"float32": 2, "bfloat16": 2, "int8": 1, "int4": 1}
+MIN_ROWS: dict[WeightForm, int] = {
+    "float32": 2,
+    "bfloat16": 2,
+    "float16": 1,
+    "int8": 1,
+    "int4": 1,
+}
 """Rows that a step's linears should get at least. For a single row oneDNN takes another kernel,
 with other rounding."""
 _PACKED_ROWS = 2
@@ -53,7 +61,7 @@ class PackedLinear(nn.Module):
 
 def activation_dtype(form: WeightForm) -> torch.dtype:
     """Of everything but the weights of linears."""
-    return torch.float32 if form == "float32" else torch.bfloat16
+    return torch.float32 if form in ("float32", "float16") else torch.bfloat16
 
 
 def replace_linears(model: nn.Module, form: WeightForm) -> None:
@@ -79,11 +87,13 @@ def packed_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False)
         return Int4Linear(source)
     if form in ("int4", "int8"):
         return Int8Linear(source)
+    if form == "float16":
+        return HalfLinear(source)
     return PackedLinear(source, activation_dtype(form))
 
 
 def convert_weights(model: nn.Module, form: WeightForm) -> None:
-    """Turn a float32 Hugging Face model into `form` in place: its linears, the rest in bfloat16.
+    """Turn a float32 Hugging Face model into `form` in place: its linears, the rest in its type.
 
     Buffers stay as they are: rotary frequencies in bfloat16 would misplace far tokens.
     """

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from paceline.errors import ConfigError
+WeightForm = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+"""float32 and bfloat16 as they are; float16 with float32 activations; int8 and int4 with scales and
+bfloat16 activations."""
 
-WeightForm = Literal["float32", "bfloat16", "int8", "int4"]
-"""float32 and bfloat16 as they are; int8 and int4 with scales and bfloat16 activations."""
-
-BITS_OF_A_WEIGHT: dict[WeightForm, int] = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 4}
+BITS_OF_A_WEIGHT: dict[WeightForm, int] = {
+    "float32": 32,
+    "bfloat16": 16,
+    "float16": 16,
+    "int8": 8,
+    "int4": 4,
+}
 """Without scales, and though some layers keep more: at least so many."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
@@ -18,11 +23,5 @@ DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
 def form_on_cpu(dtype: Dtype, own: WeightForm) -> WeightForm:
-    """The form that a CPU holds a model in; "auto" is its `own`. Raises ConfigError for float16."""
-    if dtype == "auto":
-        return own
-    if dtype == "float16":
-        raise ConfigError(
-            "target.dtype float16 is for GPUs; on a CPU use float32, bfloat16 or int8"
-        )
-    return dtype
+    """The form that a CPU holds a model in; "auto" is its `own`."""
+    return own if dtype == "auto" else dtype

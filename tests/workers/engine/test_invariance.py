@@ -26,6 +26,7 @@ MODELS: tuple[tuple[Architecture, WeightForm], ...] = (
     ("qwen2", "float32"),
     ("qwen3", "float32"),
     ("llama", "bfloat16"),
+    ("qwen2", "float16"),
     ("qwen3", "int8"),
 )
 TABLES = ([5, 9, 7], [12, 13, 14], [20, 3, 4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from paceline.errors import ConfigError
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.engine import Engine, Slice
+from workers.engine.half_linear import HalfLinear
 from workers.engine.linears import PackedLinear, convert_weights, replace_linears
 from workers.engine.quantised_linears import (
     Int4Linear,
@@ -36,9 +39,33 @@ def test_packed_linear_is_the_plain_one(bias: bool, rows: int) -> None:
     assert torch.allclose(packed(rows_TN), plain(rows_TN), atol=1e-5)
 
 
-def test_a_single_row_has_the_bits_it_has_in_company() -> None:
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 65])
+def test_half_linear_is_the_plain_one_of_rounded_weights(bias: bool, rows: int) -> None:
+    plain = make_linear(bias=bias)
+    half = HalfLinear(plain)
+    rows_TN = torch.randn(1, rows, 96)
+    result = half(rows_TN)
+    assert result.shape == (1, rows, 64)
+    rounded_MN = plain.weight.half().float()
+    assert torch.allclose(result, nn.functional.linear(rows_TN, rounded_MN, plain.bias), atol=1e-5)
+    if rows:
+        assert not torch.allclose(result, plain(rows_TN), atol=1e-6), "no weight was rounded"
+
+
+def test_a_weight_beyond_float16_is_refused_with_its_size() -> None:
+    plain = make_linear(bias=False)
+    plain.weight[3, 4] = -70_000.0
+    with pytest.raises(ConfigError, match=r"a weight of 70000 cannot be held in float16.*65504"):
+        HalfLinear(plain)
+
+
+@pytest.mark.parametrize("layer", [PackedLinear, HalfLinear])
+def test_a_single_row_has_the_bits_it_has_in_company(
+    layer: Callable[[nn.Linear], nn.Module],
+) -> None:
     torch.manual_seed(0)
-    packed = PackedLinear(nn.Linear(1536, 576).requires_grad_(False))
+    packed = layer(nn.Linear(1536, 576).requires_grad_(False))
     rows_TN = torch.randn(40, 1536)
     together = packed(rows_TN)
     for row in range(40):
@@ -106,7 +133,7 @@ def test_no_plain_linear_is_left_and_a_tied_embedding_keeps_its_weight(tmp_path:
     assert torch.equal(model.get_input_embeddings().weight, embedding)
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4"])
 def test_the_peers_converted_model_has_the_engines_weights(
     tmp_path: Path, form: WeightForm
 ) -> None:

@@ -1,0 +1,51 @@
+"""Linear layers whose weights have 16 bits and whose arithmetic is float32, by FBGEMM's kernel.
+
+Half of the memory to read, and no rounding but that of the weights. A processor needs F16C for it,
+which those with AVX2 have, where bfloat16 wants AVX-512 instructions of its own.
+
+Shapes: T rows, N input features, M output features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ConfigError
+
+_LARGEST = torch.finfo(torch.float16).max
+
+
+class HalfLinear(nn.Module):
+    """A linear layer of float16 weights; activations, sums and results are float32.
+
+    A row's bits do not depend on the other rows.
+    """
+
+    def __init__(self, source: nn.Linear) -> None:
+        """Raises ConfigError where torch has no such kernel, or a weight is beyond float16."""
+        super().__init__()
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            raise ConfigError(
+                "target.dtype float16 on a CPU needs FBGEMM, which this torch lacks (it has it for "
+                "x86 alone); use float32 or bfloat16"
+            )
+        self.in_features = source.in_features
+        self.out_features = source.out_features
+        weight_MN = source.weight.detach().to(torch.float32).contiguous()
+        largest = float(weight_MN.abs().max()) if weight_MN.numel() else 0.0
+        if not largest <= _LARGEST:
+            raise ConfigError(
+                f"a weight of {largest:g} cannot be held in float16, whose largest number is "
+                f"{_LARGEST:g}; use target.dtype bfloat16 or float32"
+            )
+        bias = None if source.bias is None else source.bias.detach().to(torch.float32)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight_MN, bias)
+        self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
+
+    def forward(self, rows_TN: Tensor) -> Tensor:
+        """The product, of shape [..., M]."""
+        if not rows_TN.numel():
+            return rows_TN.new_empty((*rows_TN.shape[:-1], self.out_features))
+        result: Tensor = self._multiply(rows_TN, self._packed)
+        return result
