@@ -9,7 +9,7 @@ import torch
 
 from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
-from paceline.value import value_class
+from workers.drafting.expansions import Children
 from workers.verification.coupled import choose_token
 from workers.verification.draft_probs import SparseProbs
 from workers.verification.draws import (
@@ -24,19 +24,6 @@ from workers.verification.noise import gumbel_noise_of
 
 MODEL_RULES = frozenset(Rule) - {Rule.ONE_HOT}
 """A model draws as the rule asks for. For one-hot it would have to draw by nothing."""
-
-
-@value_class(frozen=True, slots=True)
-class Children:
-    """Candidates in the order drawn, and what they were drawn from where the rule asks for it.
-
-    `gaps` say how sure the drafter is of each (chances.py). `paths`: k-SEQ's, through each.
-    """
-
-    token_ids: tuple[int, ...]
-    gaps: tuple[float, ...]
-    distribution: SparseProbs | None = None
-    paths: tuple[tuple[int, ...], ...] = ()
 
 
 def draw_one(

@@ -5,10 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from paceline.value import value_class
 from workers.drafting.acceptance_map import TokenSignal
-from workers.drafting.draw import Children
 from workers.drafting.nodes import ROOT, Kept
 from workers.drafting.tree import DraftTree
+from workers.verification.draft_probs import SparseProbs
+
+
+@value_class(frozen=True, slots=True)
+class Children:
+    """Candidates in the order drawn, and what they were drawn from where the rule asks for it.
+
+    `gaps` say how sure the drafter is of each (chances.py). `paths`: k-SEQ's, through each.
+    """
+
+    token_ids: tuple[int, ...]
+    gaps: tuple[float, ...]
+    distribution: SparseProbs | None = None
+    paths: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(slots=True)

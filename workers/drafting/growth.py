@@ -7,19 +7,20 @@ coupled rule and of recursive rejection spend their nodes where acceptance is li
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.rules import Rule
 from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.allocation import Allocation, Place, allocate
 from workers.drafting.chances import RankChances
-from workers.drafting.draw import Children, draw_children, draw_one, draw_paths
-from workers.drafting.expansions import Expansion, Expansions
+from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fan_out import RANKS, candidates_to_send
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
+
+if TYPE_CHECKING:
+    import torch
 
 _NOTHING = NewNodes()
 _GAP_UNKNOWN = (0.0,)
@@ -89,6 +90,9 @@ class Growth:
 
     def expand(self, node: int, logits_V: torch.Tensor) -> None:
         """Draw the candidates under a node that was fed. The logits are on the CPU."""
+        # torch is there where logits are; where tokens are drawn elsewhere it need not be.
+        from workers.drafting.draw import draw_children, draw_one, draw_paths
+
         tree = self._tree
         prefix = tree.prefix(node)
         _, prefix_hash = tree.base(node)

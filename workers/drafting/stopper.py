@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.rules import Stopping
 from workers.drafting.acceptance_map import TokenSignal, signal_of
 from workers.drafting.nodes import Kept
 from workers.drafting.stopping import CostAware, DrafterStopping, Prices
 from workers.drafting.tree import Grant
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Stopper:

@@ -13,7 +13,7 @@ from typing import Protocol
 from paceline.errors import OverloadedError
 from paceline.rules import Rule, Stopping
 from workers.drafting.chances import RankChances, coupled_prior
-from workers.drafting.draw import Children
+from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens

@@ -34,7 +34,8 @@ from tests.workers.verification.enumeration import (
     merged_trees,
     unordered_trees,
 )
-from workers.drafting.draw import Children, draw_children
+from workers.drafting.draw import draw_children
+from workers.drafting.expansions import Children
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
 from workers.verification.kseq import KSeqNode
@@ -187,7 +188,7 @@ def _keep_the_likelier_sibling(patch: pytest.MonkeyPatch) -> None:
         best = min(range(len(children.gaps)), key=children.gaps.__getitem__)
         return replace(children, token_ids=(children.token_ids[best],), gaps=(children.gaps[best],))
 
-    patch.setattr("workers.drafting.growth.draw_children", pruned)
+    patch.setattr("workers.drafting.draw.draw_children", pruned)
 
 
 def _bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
