@@ -37,8 +37,7 @@ def test_no_heavy_package_is_imported(line: str, code: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _RUN, *line.split()],
         cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         timeout=60,
         check=True,
