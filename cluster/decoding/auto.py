@@ -26,7 +26,7 @@ from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, StepDone
 from cluster.decoding.forecast import Conditions, off
 from cluster.decoding.options import Option, options_of
-from cluster.decoding.pilot import Pilot
+from cluster.decoding.pilot import FIRST_WINDOW, Pilot
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.token_tree import TokenTree
 
@@ -48,9 +48,6 @@ dear there is nothing to find out."""
 
 PROBE_CANDIDATES, PROBE_VERDICTS, PROBE_WINDOW = 6, 16, 2
 """A probe lasts until so many candidates were tried, or so many verdicts; its window is small."""
-
-FIRST_WINDOW = 4
-"""Candidates of a sequence that is tried while nothing is known of its drafter."""
 
 FIRST_TRIED, SHARE_TRIED, SHARE_THAT_FOLLOWS = 8, 16, 4
 """So many sequences may be tried at a time while nothing is known; later one in so many of the

@@ -7,11 +7,11 @@ from dataclasses import replace
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.estimates import Acceptance, DraftTimes, Mean
-from cluster.decoding.events import Proposed
+from cluster.decoding.events import Proposed, is_believable
 from cluster.decoding.forecast import Conditions, Forecast, granted_ahead
 from cluster.decoding.pilot import FIRST_GUESS, Correction, Pilot
 from cluster.decoding.policies import PolicyName, forks_within, policy_named
-from cluster.decoding.step_model import StepModel, is_plausible
+from cluster.decoding.step_model import StepModel
 from cluster.decoding.token_tree import TokenTree
 
 FIRST_HIT_RATE = 0.5
@@ -87,9 +87,9 @@ class Beliefs:
         if pilot.restarted_at is None:
             return
         times = self._drafters.get(event.drafter)
-        restart_ms = (event.now - pilot.restarted_at) * 1000
-        if times is not None and is_plausible(restart_ms):
-            times.add_restart(restart_ms, branches=pilot.policy.fans_out)
+        seconds = event.now - pilot.restarted_at
+        if times is not None and is_believable(seconds):
+            times.add_restart(seconds * 1000, branches=pilot.policy.fans_out)
         pilot.restarted_at = None
 
     def acceptance(self, drafter: str) -> Acceptance:
@@ -130,10 +130,10 @@ class Beliefs:
             return
         if pilot.verdicts <= UNSETTLED:
             return  # What it held and drafted is still that of the policy before.
-        elapsed_ms = (now - before) * 1000
-        if not (is_plausible(self.steps.last.ms) and is_plausible(elapsed_ms)):
+        last_seconds = self.steps.last.ms / 1000
+        if not (is_believable(last_seconds) and is_believable(now - before)):
             return
-        forecast = pilot.promised * elapsed_ms / self.steps.last.ms
+        forecast = pilot.promised * (now - before) / last_seconds
         # What its window was worth, so that luck with it does not count.
         reached, brought = 1.0, 1.0
         for chance in cohort.acceptance.chances(verdict.depth) if verdict.depth else ():

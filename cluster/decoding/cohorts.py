@@ -44,7 +44,7 @@ class Likeness:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a cohort does. `off`: its sequences decode plainly, but for probes.
+    """What a cohort does; where `choice` is `off`, it decodes plainly, but for probes.
 
     `promised`: tokens of a sequence in the time of a step. `patience`: seconds that one may wait.
     `messages`: proposals for a sequence in a step. `hopeful`: candidates would be worth their

@@ -20,8 +20,13 @@ class StopScanner(Protocol):
         """Append committed tokens; how many of them, when one completes a stop string, up to it."""
 
 
-LONGEST_PASS = 3600.0
-"""Seconds. A drafter that tells of a longer pass is not believed."""
+_SHORTEST, _LONGEST = 1e-6, 3600.0
+"""Seconds that a step, a pass or the way between them may take."""
+
+
+def is_believable(seconds: float) -> bool:
+    """Clocks may jump, and a drafter may say anything: such a duration teaches nothing."""
+    return _SHORTEST < seconds < _LONGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class Proposed:
     @property
     def believable_seconds(self) -> float:
         """`pass_seconds`, or 0 where no pass takes so long: a drafter needs no trust."""
-        return self.pass_seconds if 0 < self.pass_seconds < LONGEST_PASS else 0.0
+        return self.pass_seconds if is_believable(self.pass_seconds) else 0.0
 
 
 @dataclass(frozen=True, slots=True)

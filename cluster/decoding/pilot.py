@@ -23,7 +23,7 @@ FIRST_PROBE, LAST_PROBE = 16, 512
 """Plain verdicts before a probe; twice as many after each that failed, up to the last."""
 
 FIRST_WINDOW = 4
-"""Candidates a step on a path before anything is known."""
+"""Candidates a step on a path while nothing is known of a drafter."""
 
 _LEANING = 8.0
 """Tried candidates that weigh as much as what is known of the sequence's drafter."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cluster.decoding.estimates import TimesBySize
-from cluster.decoding.events import StepDone
+from cluster.decoding.events import StepDone, is_believable
 from cluster.decoding.instructions import RunStep
 
-_SHORTEST_MS, _LONGEST_MS = 1e-3, 6e5
-"""What a step, a pass or a restart may take."""
+_LEAST_MS = 1e-3
+"""No step is believed to take less, whatever the parts of its time come to."""
 
 _DRIFTS = 0.2
 """Of how much a step was mistaken, so much is added to what is believed of the next."""
@@ -68,7 +68,7 @@ class StepModel:
 
         No step ends before the driver has read what was sent to it meanwhile.
         """
-        ms = max(self._parts_ms(rows, sequences, proposals) + self._drift_ms, _SHORTEST_MS)
+        ms = max(self._parts_ms(rows, sequences, proposals) + self._drift_ms, _LEAST_MS)
         return max(ms, self._work.ms(sequences + proposals)) if self._work.known else ms
 
     def _parts_ms(self, rows: float, sequences: float, proposals: float) -> float:
@@ -115,15 +115,14 @@ class StepModel:
         if event.driver_seconds > 0:
             self._work.add(step.sequences + self._heard, event.driver_seconds * 1000)
         self._heard = 0
-        device_ms = event.step_seconds * 1000
-        if not (is_plausible(step.ms) and 0 <= device_ms < _LONGEST_MS):
+        if not is_believable(event.now - step.sent_at):
             return False
         size = step.rows, step.sequences, step.proposals
         believed_ms = self.ms(*size) if self.known else step.ms
         surprises = step.ms > max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
         self._surprises = self._surprises + 1 if surprises else 0
         afresh = self._surprises > 1  # One may be a hiccup.
-        device_ms = min(device_ms, step.ms)
+        device_ms = min(max(0.0, event.step_seconds * 1000), step.ms)
         besides_ms = step.ms - device_ms
         self._device.add(step.rows, device_ms, afresh=afresh)
         host_ms = max(0.0, besides_ms - self._reading.ms(step.proposals))
@@ -136,8 +135,3 @@ class StepModel:
             0.0 if afresh else self._drift_ms + _DRIFTS * (mistaken_ms - self._drift_ms)
         )
         return surprises
-
-
-def is_plausible(ms: float) -> bool:
-    """Clocks may jump, and a drafter may say anything: that teaches nothing."""
-    return _SHORTEST_MS < ms < _LONGEST_MS

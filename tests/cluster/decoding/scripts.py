@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import (
     Admitted,
     DrafterJoined,
@@ -45,6 +46,13 @@ def verdict(step: int, accepted: int, token: int, now: float = 1.0) -> StepDone:
 def proposal(path: Sequence[int], *token_ids: int, last: bool = False) -> Proposed:
     made = Proposal(1, len(path), hash_prefix(path), token_ids, last)
     return Proposed(0.5, "d", (made,))
+
+
+def verdict_of(window: int, accepted: int) -> CountedVerdict:
+    """A verdict on a chain of `window`, as it is counted."""
+    foresight = Foresight.NOTHING if accepted == window else Foresight.OTHERS
+    tried = min(window, accepted + 1)
+    return CountedVerdict(window, window, tried, accepted, accepted + 1, foresight)
 
 
 def the_step(instructions: list[Instruction]) -> RunStep:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from cluster.decoding.auto import FIRST_TRIED, SHARE_TRIED, Controller
 from cluster.decoding.cohorts import STANDS
-from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import Proposal, Proposed, StepDone
 from cluster.decoding.instructions import RunStep, Slice
 from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
+from tests.cluster.decoding.scripts import verdict_of
 from tests.cluster.decoding.true_text import request
 
 
@@ -74,14 +74,7 @@ class Batch:
         tree = TokenTree((7, 8, 9))
         for pilot, window, is_right in zip(self.pilots, windows, right, strict=True):
             accepted = window if is_right else 0
-            counted = CountedVerdict(
-                window,
-                window,
-                min(window, accepted + 1),
-                accepted,
-                accepted + 1,
-                Foresight.NOTHING if accepted == window else Foresight.OTHERS,
-            )
+            counted = verdict_of(window, accepted)
             self.controller.judged(pilot, counted, self.now, "d", tree)
 
 

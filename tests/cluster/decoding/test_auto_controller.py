@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 from cluster.decoding.auto import Controller
-from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import Proposal, Proposed, StepDone
 from cluster.decoding.instructions import RunStep, Slice
 from cluster.decoding.pilot import FIRST_PROBE, RESTING, Pilot
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
+from tests.cluster.decoding.scripts import verdict_of
 from tests.cluster.decoding.true_text import request
 
 PROPOSAL = Proposal(1, 3, 0, (5,))
@@ -43,14 +43,7 @@ class Script:
         self.now += seconds
         done = StepDone(self.now, self.step, (), step_seconds=seconds)
         self.controller.answered(done, num_drafters=1)
-        counted = CountedVerdict(
-            window,
-            window,
-            min(window, accepted + 1),
-            accepted,
-            accepted + 1,
-            Foresight.NOTHING if accepted == window else Foresight.OTHERS,
-        )
+        counted = verdict_of(window, accepted)
         self.controller.judged(self.pilot, counted, self.now, "d", self.tree)
 
     def go(self, count: int, *, right: bool) -> None:
