@@ -1,0 +1,181 @@
+"""Compare policy `auto` with fixed policies in the simulator: `python scripts/survey_auto.py`.
+
+A line a cell: `off` in tokens/s, then the best fixed policy and `auto` as multiples of it, and how
+near `auto` came to the best, marked where the aim is missed: 0.95 of the best, 0.98 of `off`.
+Callers ask for everything at once; tokens count from the first of all to the last of all, or from
+when each sequence has one (`--in-swing`), as `paceline bench lookahead` does. Times are virtual, so
+the same tree gives the same figures on any host.
+
+    python scripts/survey_auto.py --pair 8b-h100+0.5b-h100 --batch 2 --batch 16 --json FILE
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cluster.decoding.policies import PolicyName
+from cluster.simulation.fleet import Fleet
+from cluster.simulation.layout import Layout, Load
+from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes, load_profile
+from workers.emulated.replay_text import Guess
+
+PAIRS = (
+    "70b-4xh100+1b-h100",
+    "70b-8xh100-2hosts+1b-h100",
+    "8b-h100+1b-h100",
+    "8b-h100+0.5b-h100",
+)
+TOKENS = {1: 400, 2: 300, 4: 300, 8: 200, 16: 120, 64: 60}
+"""Output tokens of a request, by how many there are at once."""
+FIXED = (
+    (PolicyName.LOCKSTEP, 2),
+    (PolicyName.LOCKSTEP, 4),
+    (PolicyName.LOCKSTEP, 8),
+    (PolicyName.PEARL, 8),
+    (PolicyName.CHAIN, 2),
+    (PolicyName.CHAIN, 4),
+    (PolicyName.CHAIN, 8),
+    (PolicyName.FANOUT, 4),
+    (PolicyName.FANOUT, 8),
+    (PolicyName.FANOUT, 12),
+)
+AUTO_WINDOW = 16
+OF_THE_BEST, OF_PLAIN = 0.95, 0.98
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One condition. `slower`: how many times as long as its profile says a draft pass takes."""
+
+    pair: str
+    slower: float
+    batch: int
+    acceptance: float
+    hit_rate: float
+    rtt_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a cell gave. `plain`: tokens/s; `best` and `auto`: times that."""
+
+    cell: Cell
+    plain: float
+    best: float
+    best_policy: str
+    auto: float
+    choices: dict[str, int]
+
+    @property
+    def of_the_best(self) -> float:
+        """How near `auto` came to the best fixed policy, plain decoding being one."""
+        return self.auto / self.best
+
+    @property
+    def misses(self) -> bool:
+        """Whether the aim is missed."""
+        return self.of_the_best < OF_THE_BEST or self.auto < OF_PLAIN
+
+
+def survey(cells: Sequence[Cell], *, tokens: int | None, in_swing: bool) -> Iterator[Row]:
+    """Each cell under every policy."""
+    for cell in cells:
+
+        def speed(policy: PolicyName, window: int, cell: Cell = cell) -> tuple[float, Fleet]:
+            return _speed(cell, policy, window, tokens=tokens, in_swing=in_swing)
+
+        plain, _ = speed(PolicyName.OFF, 1)
+        fixed = {f"{policy.value} {window}": speed(policy, window)[0] for policy, window in FIXED}
+        fixed["off"] = plain
+        best = max(fixed, key=fixed.__getitem__)
+        auto, fleet = speed(PolicyName.AUTO, AUTO_WINDOW)
+        choices = dict(fleet.drivers[0].scheduler.speculation().choices)
+        yield Row(cell, plain, fixed[best] / plain, best, auto / plain, choices)
+
+
+def _speed(
+    cell: Cell, policy: PolicyName, window: int, *, tokens: int | None, in_swing: bool
+) -> tuple[float, Fleet]:
+    """Tokens a second, and what was simulated."""
+    target, drafter = cell.pair.split("+")
+    layout = Layout(
+        load_profile(target, role="target"),
+        policy,
+        window,
+        drafter=_slower(load_profile(drafter, role="drafter"), cell.slower),
+        drafters=1,
+        link=LinkProfile(rtt_ms=cell.rtt_ms),
+    )
+    guess = Guess(cell.acceptance, cell.hit_rate, seed=1)
+    load = Load(cell.batch, 16, tokens or TOKENS[cell.batch], guess, concurrency=cell.batch)
+    fleet = Fleet(layout, load)
+    fleet.run()
+    assert fleet.same_text, f"{policy.value} gave another text"
+    firsts = [one.first_at for one in fleet.answered]
+    begin = max(firsts) if in_swing else min(firsts)
+    end = max(one.last_at for one in fleet.answered)
+    counted = sum(
+        num for one in fleet.answered for at, num in one.arrivals if at > begin or not in_swing
+    )
+    return counted / (end - begin), fleet
+
+
+def _slower(profile: DeviceProfile, factor: float) -> DeviceProfile:
+    times = profile.pass_ms
+    table = tuple(tuple(ms * factor for ms in row) for row in times.table)
+    slower = PassTimes(batch=times.batch, tokens=times.tokens, table=table)
+    return profile.model_copy(update={"pass_ms": slower})
+
+
+def main(
+    pair: Annotated[
+        list[str],
+        typer.Option(default_factory=lambda: list(PAIRS), help="TARGET+DRAFTER, profiles"),
+    ],
+    batch: Annotated[
+        list[int], typer.Option(default_factory=lambda: list(TOKENS), help="sequences at once")
+    ],
+    acceptance: Annotated[
+        list[float], typer.Option(default_factory=lambda: [0.0, 0.3, 0.5, 0.75, 0.85, 0.95])
+    ],
+    hit_rate: Annotated[
+        list[float], typer.Option(default_factory=lambda: [0.0], help="of branches")
+    ],
+    rtt_ms: Annotated[
+        list[float], typer.Option(default_factory=lambda: [0.1, 10.0], help="driver to drafter")
+    ],
+    slower: Annotated[
+        list[float],
+        typer.Option(default_factory=lambda: [1.0], help="a draft pass takes so many times"),
+    ],
+    tokens: Annotated[int | None, typer.Option(help="of a request, instead of by batch")] = None,
+    in_swing: Annotated[bool, typer.Option(help="count once each sequence has a token")] = False,
+    output: Annotated[Path | None, typer.Option("--json", help="rows, to this file")] = None,
+) -> None:
+    """Print a line a cell, those that miss the aim marked, and how many do."""
+    cells = [Cell(*one) for one in product(pair, slower, batch, acceptance, hit_rate, rtt_ms)]
+    rows = []
+    print("pair, drafter slower by, batch, acceptance, hit rate, rtt: off, best, auto, of the best")
+    for row in survey(cells, tokens=tokens, in_swing=in_swing):
+        rows.append(row)
+        one = row.cell
+        print(
+            f"{one.pair:26} x{one.slower:g} {one.batch:3} {one.acceptance:4g} {one.hit_rate:4g} "
+            f"{one.rtt_ms:5g}: {row.plain:6.0f} {row.best:5.2f} {row.best_policy:11} "
+            f"{row.auto:5.2f} {row.of_the_best:6.3f} {'MISSED' if row.misses else ''}",
+            flush=True,
+        )
+    print(f"{sum(row.misses for row in rows)} of {len(rows)} miss the aim")
+    if output is not None:
+        output.write_text(json.dumps({"emulated": True, "rows": [asdict(one) for one in rows]}))
+
+
+if __name__ == "__main__":
+    typer.run(main)
