@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from cluster.decoding.events import Request, TargetJoined
 from cluster.decoding.instructions import Emit, Finish
@@ -69,10 +70,12 @@ class Fleet(Listener):
         layout: Layout,
         load: Load,
         *,
-        requests: Sequence[Request] | None = None,
+        rounds: Sequence[Sequence[Request]] | None = None,
         text: ReplayText | None = None,
     ) -> None:
-        """`requests`: instead of made-up ones, as many as the load has. `text`: of the target."""
+        """`rounds`: requests instead of made-up ones, as many as the load has; those of a round are
+        asked for together, when all before are answered. `text`: of the target.
+        """
         self.clock = VirtualClock()
         self.text = text or ReplayText(VOCAB_SIZE)
         self.drivers: list[SimulatedDriver] = []
@@ -84,7 +87,8 @@ class Fleet(Listener):
         self._layout = layout
         self._load = load
         self._open: dict[int, Answered] = {}
-        self._coming = iter(requests) if requests else requests_of(load, layout)
+        self._rounds = iter([len(one) for one in rounds]) if rounds else None
+        self._coming = chain.from_iterable(rounds) if rounds else requests_of(load, layout)
         self._num_asked = 0
         # The first answers are those of an empty fleet.
         first = load.requests // 5 if load.concurrency is None else load.concurrency
@@ -97,7 +101,9 @@ class Fleet(Listener):
     def run(self) -> None:
         """Until every request is answered."""
         load = self._load
-        if load.concurrency is not None:
+        if self._rounds is not None:
+            self._ask_for_a_round(self._rounds)
+        elif load.concurrency is not None:
             for _ in range(min(load.concurrency, load.requests)):
                 self._ask()
         else:
@@ -147,7 +153,14 @@ class Fleet(Listener):
         self._outstanding[one.group] -= 1
         if len(self.answered) == self._warm_after:
             self._swing.append(self._snapshot())
-        if self._load.concurrency is not None:
+        if self._rounds is not None:
+            if not self._open:
+                self._ask_for_a_round(self._rounds)
+        elif self._load.concurrency is not None:
+            self._ask()
+
+    def _ask_for_a_round(self, rounds: Iterator[int]) -> None:
+        for _ in range(next(rounds, 0)):
             self._ask()
 
     def _ask(self) -> None:

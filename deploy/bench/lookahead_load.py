@@ -7,7 +7,7 @@ taken whose acceptance over exactly these texts is that of the long run.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.simulation.closed_forms import expected_tokens
 from paceline.sampling import SequenceSpec
@@ -18,6 +18,7 @@ from workers.emulated.stand_in import VOCAB_SIZE
 PROMPT_LENGTH = 16
 TEMPERATURES = (0.0, 1.0)
 SEEDS_TRIED = 400
+WARM_UP_TOKENS, MOST_WARM_UPS = 12, 8
 PACE = 7
 """Draft passes in a step of the emulated pair."""
 
@@ -65,6 +66,21 @@ def first_of_each(load: Sequence[LoadRequest], count: int) -> list[LoadRequest]:
         for temperature in TEMPERATURES
         for one in [each for each in load if each.temperature == temperature][:count]
     ]
+
+
+def rounds_of(load: Sequence[LoadRequest], batch: int) -> list[Sequence[LoadRequest]]:
+    """What is decoded together, `batch` requests at a time."""
+    return [load[start : start + batch] for start in range(0, len(load), batch)]
+
+
+def warm_up_of(load: Sequence[LoadRequest], batch: int) -> list[LoadRequest]:
+    """A few tokens of the first requests, decoded before anything counts.
+
+    Of the load's own texts: on any other a drafter that guesses as recorded is always wrong, which
+    would teach policy `auto` not to draft.
+    """
+    first = load[: min(batch, MOST_WARM_UPS)]
+    return [replace(one, max_tokens=min(WARM_UP_TOKENS, one.max_tokens)) for one in first]
 
 
 def pinned_guess(acceptance: float, hit_rate: float, load: Sequence[LoadRequest]) -> Guess:

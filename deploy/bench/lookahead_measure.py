@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from cluster.decoding.policies import PolicyName
 from cluster.driver import Driver, DriverOptions
 from deploy.bench.lookahead_cells import Cell
-from deploy.bench.lookahead_load import LoadRequest
+from deploy.bench.lookahead_load import LoadRequest, rounds_of, warm_up_of
 from deploy.bench.lookahead_pairs import Pair
 from paceline.generation import Chunk, CompletionBuilder, GenerateOptions, Stats
 from workers.emulated.replay_text import Guess
-
-WARM_UP_TOKENS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +59,7 @@ async def measure_cell(
     )
     try:
         await driver.start()
-        warm_up = [LoadRequest((999,), 0.0, 0, WARM_UP_TOKENS)] * min(cell.batch, 8)
-        await _decode(driver, cell, warm_up)
+        await _decode(driver, cell, warm_up_of(load, cell.batch))
         gc.collect()
         gc.freeze()
         return await _decode(driver, cell, load)
@@ -75,10 +72,8 @@ async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> Ce
     before = driver.stats()
     answers: list[_Answer] = []
     tokens, seconds = 0, 0.0
-    for start in range(0, len(load), cell.batch):
-        together = await asyncio.gather(
-            *(_request(driver, cell, one) for one in load[start : start + cell.batch])
-        )
+    for requests in rounds_of(load, cell.batch):
+        together = await asyncio.gather(*(_request(driver, cell, one) for one in requests))
         answers += together
         # What counts is from when all have a first token to the last one of all.
         first = max(answer.arrivals[0][0] for answer in together)

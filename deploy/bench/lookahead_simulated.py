@@ -7,7 +7,7 @@ What it says beside what was measured is how well the simulator's costs of drive
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
+from itertools import accumulate, pairwise
 
 from cluster.decoding.events import Request
 from cluster.decoding.policies import PolicyName
@@ -15,7 +15,7 @@ from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout
 from cluster.simulation.layout import Load as SimulatedLoad
 from deploy.bench.lookahead_cells import Cell
-from deploy.bench.lookahead_load import LoadRequest
+from deploy.bench.lookahead_load import LoadRequest, rounds_of, warm_up_of
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess, ReplayText
 
@@ -46,22 +46,28 @@ def simulated_speed(
         max_num_seqs=max(64, cell.batch),
         prefix_cache=False,
     )
-    numbers = count()
+    rounds = [warm_up_of(load, cell.batch), *rounds_of(load, cell.batch)]
+    starts = list(accumulate(map(len, rounds), initial=0))
+    asked = SimulatedLoad(
+        requests=starts[-1],
+        prompt_tokens=len(load[0].prompt),
+        output_tokens=load[0].max_tokens,
+        guess=guess,
+        concurrency=cell.batch,
+    )
+    requests = [
+        [_request(number, cell, one) for number, one in enumerate(together, start=start)]
+        for start, together in zip(starts, rounds, strict=False)
+    ]
+    fleet = Fleet(layout, asked, rounds=requests, text=text)
+    fleet.run()
+    answers = {one.request.sequence_id: one for one in fleet.answered}
     tokens, seconds = 0, 0.0
-    for start in range(0, len(load), cell.batch):
-        together = [_request(next(numbers), cell, one) for one in load[start : start + cell.batch]]
-        asked = SimulatedLoad(
-            requests=len(together),
-            prompt_tokens=len(together[0].prompt_token_ids),
-            output_tokens=together[0].max_tokens,
-            guess=guess,
-            concurrency=len(together),
-        )
-        fleet = Fleet(layout, asked, requests=together, text=text)
-        fleet.run()
-        first = max(one.first_at for one in fleet.answered)
-        seconds += max(one.last_at for one in fleet.answered) - first
-        tokens += sum(num for one in fleet.answered for at, num in one.arrivals if at > first)
+    for start, end in pairwise(starts[1:]):
+        together = [answers[number] for number in range(start, end)]
+        first = max(one.first_at for one in together)
+        seconds += max(one.last_at for one in together) - first
+        tokens += sum(num for one in together for at, num in one.arrivals if at > first)
     return tokens / seconds
 
 

@@ -15,23 +15,27 @@ from deploy.bench.lookahead import LookaheadBench, LookaheadSettings, run_lookah
 from deploy.bench.lookahead_cells import (
     COMPUTED,
     NATURAL,
+    Cell,
     cells,
     part_names,
     plain_cell,
 )
 from deploy.bench.lookahead_load import (
+    WARM_UP_TOKENS,
     expected_walk,
     first_of_each,
     pinned_guess,
+    recorded_load,
     set_load,
     walk,
+    warm_up_of,
 )
 from deploy.bench.lookahead_report import lookahead_json
 from deploy.bench.lookahead_results import result_of
 from deploy.bench.lookahead_simulated import simulated_speed
 from deploy.bench.record_replay import pinned
 from workers.emulated.profiles import load_profile
-from workers.emulated.recording import RecordedSequence
+from workers.emulated.recording import RecordedSequence, Recording
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
 from workers.emulated.stand_in import VOCAB_SIZE
 
@@ -125,6 +129,45 @@ def test_slow_cells_decode_a_few_requests_at_each_temperature() -> None:
     few = first_of_each(load, 2)
     assert [one.temperature for one in few] == [0.0, 0.0, 1.0, 1.0]
     assert few == [load[0], load[1], load[3], load[4]]
+
+
+def test_a_warm_up_is_as_hard_to_guess_as_what_is_measured() -> None:
+    """Off a recorded text the drafter is always wrong: `auto` would begin with that in mind."""
+    sequences = [
+        RecordedSequence(
+            temperature=0.0,
+            seed=0,
+            prompt=(number,),
+            output=tuple(range(200 * number, 200 * number + 120)),
+            ranks=tuple(int(place % 20 == 19) for place in range(120)),
+        )
+        for number in (1, 2)
+    ]
+    recording = Recording(
+        target="",
+        drafter="",
+        made="",
+        long_run_acceptance=0.95,
+        long_run_tokens=240,
+        sequences=tuple(sequences),
+    )
+    text, guess = ReplayText(VOCAB_SIZE, recording.keys(VOCAB_SIZE)), Guess(None, None)
+    load = recorded_load(recording, 120, folded=True)
+    warm_up = warm_up_of(load, 1)
+    assert [one.prompt for one in warm_up] == [load[0].prompt]
+    assert warm_up[0].max_tokens == WARM_UP_TOKENS
+    chain, auto = (
+        simulated_speed(
+            Cell(policy, "recorded", 0.1, None, None, 1, 8),
+            load,
+            guess,
+            text,
+            target=TARGET,
+            drafter=DRAFTER,
+        )
+        for policy in (PolicyName.CHAIN, PolicyName.AUTO)
+    )
+    assert auto >= 0.95 * chain
 
 
 def test_kept_recordings_are_those_nearest_to_all() -> None:
