@@ -26,8 +26,8 @@ LONGEST = 2.5
 _DECAY = 0.8
 _SAMPLES = 5
 _ENOUGH_SAMPLES = 2
-_STALE_AFTER = 32
-"""So many steps with prefill upon one without."""
+_STALE_AFTER, _FIRST_AFTER = 32, 4
+"""So many steps with prefill upon one without; so many while of their size little is known."""
 
 
 @dataclass(slots=True)
@@ -38,8 +38,12 @@ class _PlainSteps:
     prefills_since: int = 0
 
     @property
+    def is_known(self) -> bool:
+        return len(self.samples) >= _ENOUGH_SAMPLES
+
+    @property
     def is_due(self) -> bool:
-        return len(self.samples) < _ENOUGH_SAMPLES or self.prefills_since >= _STALE_AFTER
+        return self.prefills_since >= (_STALE_AFTER if self.is_known else _FIRST_AFTER)
 
     def at_least_ms(self, tokens: int) -> float:
         """What a step of so many tokens takes at least. The median: a host's hiccup is no step.
@@ -110,7 +114,8 @@ class PrefillCosts:
         extra_ms = min(max(0.0, step_ms - plain_ms), 2 * bearable_ms)
         self._beside.learn(decoding_tokens, prefill_tokens, extra_ms)
         if extra_ms <= bearable_ms:
-            grown = prefill_tokens * LONGEST * plain_ms / (plain_ms + extra_ms)
+            times = LONGEST * plain_ms / (plain_ms + extra_ms)
+            grown = (decoding_tokens + prefill_tokens) * times - decoding_tokens
             self._largest = max(self._largest, grown)
         else:
             largest = max(self._largest, prefill_tokens)
@@ -122,13 +127,10 @@ class PrefillCosts:
 
         Else half as many as decode are taken whatever they seem to cost, so that prefill goes on.
         """
-        plain = self._plain.get(decoding_tokens.bit_length())
-        if plain is None or plain.is_due:
+        plain_ms = self._plain_ms(decoding_tokens)
+        if plain_ms is None or self._is_due(decoding_tokens):
             return 0
         at_least = max(1, decoding_tokens // 2)
-        plain_ms = self._plain_ms(decoding_tokens)
-        if plain_ms is None:
-            return at_least
         bearable_ms = (LONGEST - 1) * plain_ms
         # More who decode may take what a step does for nothing. The step has as many tokens then.
         more = max(0.0, decoding_tokens - self._beside.decoding_tokens)
@@ -136,13 +138,23 @@ class PrefillCosts:
         alone = min(self._alone.tokens_for(bearable_ms), self._largest_alone)
         return max(at_least, int(max(beside, alone)))
 
+    def _is_due(self, tokens: int) -> bool:
+        """Whether a step of so many tokens should go without prefill, to be measured.
+
+        Where steps of fewer are known, they say what this one takes at least.
+        """
+        size = tokens.bit_length()
+        if not any(plain.is_known for one, plain in self._plain.items() if one <= size):
+            return True
+        return size in self._plain and self._plain[size].is_due
+
     def _plain_ms(self, tokens: int) -> float | None:
         """What a step of so many tokens takes at least without prefill; None: nothing is known."""
         size = tokens.bit_length()
-        known = [one for one, plain in self._plain.items() if plain.samples]
-        smaller = max((one for one in known if one <= size), default=None)
-        nearest = min(known, default=None) if smaller is None else smaller
-        return None if nearest is None else self._plain[nearest].at_least_ms(tokens)
+        known = sorted(one for one, plain in self._plain.items() if plain.samples)
+        # What is known of fewer tokens holds for more, and a part of what more take for fewer.
+        nearest = [one for one in known if one <= size][-2:] or known[:1]
+        return max((self._plain[one].at_least_ms(tokens) for one in nearest), default=None)
 
 
 def share_prefill(missing: Sequence[int], budget: int) -> list[int]:
