@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +20,8 @@ from deploy.bench.transformers_process import TransformersProcess
 from deploy.measure import Sample
 from deploy.peers import TransformersPeer
 from paceline.errors import UnavailableError
-from tests.deploy.conftest import ROOT, Call, Served
+from tests.deploy.benches import run_bench
+from tests.deploy.conftest import Call, Served
 from tests.deploy.test_generate import ROWS, write_rows
 
 ROW_NAMES = ("off", "off-1", "lockstep", "chain", "chain-ngram", "hf", "hf-assisted")
@@ -187,22 +185,10 @@ def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str
 @pytest.mark.slow
 def test_decode_measures_every_row(served: Served, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ROWS[:2])
-    found = tmp_path / "found.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "deploy.cli", "bench", "decode", "--config", served.config),
-            *("--input", source, "--json", found, "--max-tokens", "8", "--repeats", "1"),
-            *("--no-calibrate", "--gap-steps", "20"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(found.read_text())
-    assert [row["name"] for row in report["rows"]] == list(ROW_NAMES)
-    assert all(row["same_text"] for row in report["rows"])
-    assert report["rows"][0]["speedup"] == 1
-    assert report["rows"][0]["gap_ms_p50"] > 0
-    assert "chain / hf-assisted" in done.stdout
+    flags = ("--max-tokens", "8", "--repeats", "1", "--no-calibrate", "--gap-steps", "20")
+    rows, said = run_bench("decode", served.config, tmp_path, "--input", source, *flags)
+    assert [row["name"] for row in rows] == list(ROW_NAMES)
+    assert all(row["same_text"] for row in rows)
+    assert rows[0]["speedup"] == 1
+    assert rows[0]["gap_ms_p50"] > 0
+    assert "chain / hf-assisted" in said

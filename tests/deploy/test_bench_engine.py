@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +39,8 @@ from deploy.bench.shard_process import running_target
 from deploy.peers import TransformersPeer
 from paceline.client import Client
 from paceline.errors import UnavailableError
-from tests.deploy.conftest import ROOT, Call, Served
+from tests.deploy.benches import run_bench
+from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
 from workers.models import resolve_model
 
@@ -267,26 +265,15 @@ def test_continuous_batching_makes_the_wanted_tokens(peer: PeerProcess) -> None:
 @pytest.mark.slow
 def test_serving_measures_every_row(tmp_path: Path) -> None:
     roomy = make_tiny_checkpoint(tmp_path / "roomy", max_position_embeddings=1024)
-    config, found = tmp_path / "tiny.toml", tmp_path / "found.json"
+    config = tmp_path / "tiny.toml"
     config.write_text(f'drafters = []\n[target]\nmodel = "{roomy}"\n')
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "deploy.cli", "bench", "engine", "--config", config),
-            *("--part", "serving", "--quick", "--json", found),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(found.read_text())["rows"]
+    rows, said = run_bench("engine", config, tmp_path, "--part", "serving", "--quick")
     assert {(row["name"], row["batch"]) for row in rows} == {
         *(("off", 1), ("off, 1 thread", 1), ("hf", 1)),
         *(("off", 16), ("off, 1 thread", 16), ("hf", 16), ("hf-continuous", 16)),
     }
     assert all(row["tokens_per_second"] > 0 for row in rows)
-    assert "off / hf" in done.stdout
+    assert "off / hf" in said
 
 
 def test_the_prefix_part_compares_texts_and_counts_what_was_there(task: EngineTask) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +19,8 @@ from deploy.bench.rules_train_free import train_free_contenders
 from deploy.bench.spread import TokensAndSteps, jackknife_error, length_of
 from paceline.client import Client
 from paceline.generation import GenerateOptions
-from tests.deploy.conftest import ROOT, Call, Served
+from tests.deploy.benches import run_bench
+from tests.deploy.conftest import Call, Served
 from tests.deploy.test_generate import ROWS, write_rows
 
 POLICY = "lockstep"
@@ -159,31 +157,14 @@ def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str
     assert named in done.stderr
 
 
-def run_bench(served: Served, folder: Path, parts: Sequence[str]) -> list[dict[str, object]]:
-    source = write_rows(folder / "in.jsonl", ROWS[:1])
-    found = folder / "found.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "deploy.cli", "bench", "rules", "--config", served.config),
-            *("--input", source, "--json", found, "--max-tokens", "8", "--quick"),
-            *(flag for part in parts for flag in ("--part", part)),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(found.read_text())["rows"]
-    assert isinstance(rows, list)
-    return rows
-
-
 @pytest.mark.ray
 @pytest.mark.slow
 def test_rules_measures_every_part(served: Served, tmp_path: Path) -> None:
-    rows = run_bench(served, tmp_path, ("acceptance", "stopping", "train-free"))
-    assert {row["part"] for row in rows} == {"acceptance", "stopping", "train-free"}
+    parts = ("acceptance", "stopping", "train-free")
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    flags = [*("--max-tokens", "8", "--quick"), *(f for part in parts for f in ("--part", part))]
+    rows, _ = run_bench("rules", served.config, tmp_path, "--input", source, *flags)
+    assert {row["part"] for row in rows} == set(parts)
     assert {row["rule"] for row in rows if row["part"] == "acceptance"} == {
         *("coupled", "rejection", "kseq", "recursive", "mcsd")
     }

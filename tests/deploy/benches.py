@@ -1,0 +1,31 @@
+"""`paceline bench` in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.deploy.conftest import ROOT
+
+
+def run_bench(
+    suite: str, config: Path, folder: Path, *arguments: str | Path
+) -> tuple[list[dict[str, Any]], str]:
+    """The rows of its JSON, which is written to `folder`, and what it says."""
+    found = folder / "found.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "deploy.cli", "bench", suite, "--config", config),
+            *("--json", found, *arguments),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    rows: list[dict[str, Any]] = json.loads(found.read_text())["rows"]
+    return rows, done.stdout
