@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from cluster.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
-from paceline.generation import Completion, CompletionBuilder, GenerateOptions, Stats
+from paceline.generation import Completion, GenerateOptions, Stats
 from tests.cluster.system import (
     HOST,
     Checkpoints,
@@ -22,6 +21,7 @@ from tests.cluster.system import (
     start_drafter,
     start_target,
 )
+from tests.workers.emulated.asking import answers, complete
 from tests.workers.emulated.scaled import scaled
 from workers.drafter import DrafterOptions
 from workers.emulated.device_clock import MOST_MADE_GOOD, DeviceClock
@@ -79,29 +79,8 @@ async def _driver(
             await server.stop()
 
 
-async def _complete(driver: Driver, prompt: Sequence[int], options: GenerateOptions) -> Completion:
-    builder = CompletionBuilder()
-    async for event in await driver.submit(list(prompt), options):
-        builder.add(event)
-    return builder.build()
-
-
 async def _answers(driver: Driver, temperature: float, **others: object) -> list[Completion]:
-    asked = [
-        GenerateOptions(
-            max_tokens=12,
-            temperature=temperature,
-            seed=row,
-            ignore_eos=True,
-            **others,  # type: ignore[arg-type]
-        )
-        for row in range(len(PROMPTS))
-    ]
-    return list(
-        await asyncio.gather(
-            *(_complete(driver, *pair) for pair in zip(PROMPTS, asked, strict=True))
-        )
-    )
+    return await answers(driver, PROMPTS, temperature, max_tokens=12, **others)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -112,18 +91,16 @@ async def test_the_text_is_that_of_the_models(checkpoints: Checkpoints, temperat
     async with _driver(checkpoints, *await _dilated_pair(checkpoints), DILATION) as driver:
         assert driver.describe().model == "emulated 70b-4xh100, target x20"
         for policy, branches in (("off", 1), ("lockstep", 1), ("chain", 2), ("fanout", 1)):
-            answers = await _answers(driver, temperature, policy=policy, branches=branches)
-            assert [one.token_ids for one in answers] == wanted, policy
+            found = await _answers(driver, temperature, policy=policy, branches=branches)
+            assert [one.token_ids for one in found] == wanted, policy
             if policy == "lockstep":
-                assert sum(one.stats.accepted for one in answers) > 0
+                assert sum(one.stats.accepted for one in found) > 0
 
 
 async def test_rules_that_toss_coins_have_real_distributions(checkpoints: Checkpoints) -> None:
     async with _driver(checkpoints, *await _dilated_pair(checkpoints), DILATION) as driver:
-        answers = await _answers(
-            driver, 1.0, policy="lockstep", rule="rejection", stopping="adaedl"
-        )
-    assert sum(one.stats.accepted for one in answers) > 0
+        found = await _answers(driver, 1.0, policy="lockstep", rule="rejection", stopping="adaedl")
+    assert sum(one.stats.accepted for one in found) > 0
 
 
 async def test_figures_are_in_the_devices_time(checkpoints: Checkpoints) -> None:
@@ -131,7 +108,7 @@ async def test_figures_are_in_the_devices_time(checkpoints: Checkpoints) -> None
     async with _driver(checkpoints, *await _dilated_pair(checkpoints), DILATION) as driver:
         before, began = driver.stats(), time.monotonic()
         options = GenerateOptions(max_tokens=10, policy="off", ignore_eos=True)
-        answer = await _complete(driver, PROMPTS[0], options)
+        answer = await complete(driver, PROMPTS[0], options)
         # The last step is counted a moment after its tokens went out.
         all_told = _target(before)[0] + 10 * STEP_SECONDS * 0.999
         await eventually(lambda: _target(driver.stats())[0] >= all_told)

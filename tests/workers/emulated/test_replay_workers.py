@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from cluster.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
-from paceline.generation import Completion, CompletionBuilder, GenerateOptions
+from paceline.generation import Completion
+from tests.workers.emulated.asking import answers
 from tests.workers.emulated.scaled import scaled
 from workers.emulated.drafter import parse_guess
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
@@ -45,32 +44,8 @@ def info(folder: Path) -> CheckpointInfo:
     return inspect_checkpoint(folder)
 
 
-async def _complete(driver: Driver, prompt: Sequence[int], options: GenerateOptions) -> Completion:
-    builder = CompletionBuilder()
-    async for event in await driver.submit(list(prompt), options):
-        builder.add(event)
-    return builder.build()
-
-
 async def _answers(driver: Driver, temperature: float, **others: object) -> list[Completion]:
-    return list(
-        await asyncio.gather(
-            *(
-                _complete(
-                    driver,
-                    prompt,
-                    GenerateOptions(
-                        max_tokens=MAX_TOKENS,
-                        temperature=temperature,
-                        seed=row,
-                        ignore_eos=True,
-                        **others,  # type: ignore[arg-type]
-                    ),
-                )
-                for row, prompt in enumerate(PROMPTS)
-            )
-        )
-    )
+    return await answers(driver, PROMPTS, temperature, max_tokens=MAX_TOKENS, **others)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -91,11 +66,11 @@ async def test_equal_text_for_chains_and_trees(folder: Path, temperature: float)
         accepted = {}
         for policy in ("lockstep", "chain"):
             for branches in (1, 3):
-                answers = await _answers(
+                found = await _answers(
                     driver, temperature, policy=policy, window=6, branches=branches
                 )
-                assert [one.token_ids for one in answers] == plain, (policy, branches)
-                accepted[policy, branches] = sum(one.stats.accepted for one in answers)
+                assert [one.token_ids for one in found] == plain, (policy, branches)
+                accepted[policy, branches] = sum(one.stats.accepted for one in found)
         assert accepted["lockstep", 1] > 0
         driver.scheduler.check_integrity()
     finally:

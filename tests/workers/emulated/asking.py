@@ -1,0 +1,28 @@
+"""Requests to a driver without a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from cluster.driver import Driver
+from paceline.generation import Completion, CompletionBuilder, GenerateOptions
+
+
+async def complete(driver: Driver, prompt: Sequence[int], options: GenerateOptions) -> Completion:
+    builder = CompletionBuilder()
+    async for event in await driver.submit(list(prompt), options):
+        builder.add(event)
+    return builder.build()
+
+
+async def answers(
+    driver: Driver, prompts: Sequence[Sequence[int]], temperature: float, **others: object
+) -> list[Completion]:
+    """Side by side, whatever tokens would end them; the seed of each is its place."""
+    asked = (
+        GenerateOptions(temperature=temperature, seed=row, ignore_eos=True, **others)  # type: ignore[arg-type]
+        for row in range(len(prompts))
+    )
+    pairs = zip(prompts, asked, strict=True)
+    return list(await asyncio.gather(*(complete(driver, *pair) for pair in pairs)))
