@@ -8,7 +8,7 @@ from itertools import cycle, islice
 from paceline.rules import MAX_PROPOSED, Rule
 from workers.drafting.branches import merge_branches, unknown_part
 from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree
 
 MAX_SUFFIX = 4
@@ -16,7 +16,7 @@ MAX_REMEMBERED = 16
 """Of the places where a run occurred, so many are remembered, the newest."""
 
 
-class NgramProposer:
+class NgramProposer(TakesNoTime):
     """Copies: the suffix of a text (at most 4 tokens, the longest that occurred) is looked up in
     the committed tokens, newest occurrence first, and what followed it is proposed up to the grant.
 
@@ -41,12 +41,6 @@ class NgramProposer:
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         self._indices[tree].grow(tree)
-
-    def known(self, tree: DraftTree) -> NewNodes:
-        return NewNodes()
-
-    def promise(self, tree: DraftTree) -> float:
-        return 1.0  # its passes take no time
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees))

@@ -113,3 +113,15 @@ class Proposer(Protocol):
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
         """Assert that what is kept fits `trees`, which are all the open ones."""
+
+
+class TakesNoTime:
+    """Of kinds whose passes take next to no time, so that none is worth saving or preparing."""
+
+    def known(self, tree: DraftTree) -> NewNodes:
+        """None."""
+        return NewNodes()
+
+    def promise(self, tree: DraftTree) -> float:
+        """Always worth a pass."""
+        return 1.0

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from paceline.rules import MAX_PROPOSED, Rule, Stopping
 from workers.drafting.branches import unknown_part
 from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.recycled_rows import ROW_LENGTH, Row, RowChances, RowTable
 from workers.drafting.tree import DraftTree
 
@@ -29,7 +29,7 @@ _Candidate = tuple[tuple[float, int, int], int, int]
 tokens may follow it."""
 
 
-class RecyclingProposer:
+class RecyclingProposer(TakesNoTime):
     """Follows the rows of a tenant's table. A draft is complete: the next one needs an outcome."""
 
     def __init__(self) -> None:
@@ -60,12 +60,6 @@ class RecyclingProposer:
             self._chances.observe(row, committed[position])
         for one in top_tokens:
             table.learn(one)
-
-    def known(self, tree: DraftTree) -> NewNodes:
-        return NewNodes()
-
-    def promise(self, tree: DraftTree) -> float:
-        return 1.0  # its passes take no time
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees))
