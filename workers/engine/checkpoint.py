@@ -16,7 +16,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.sampling import SamplingParams
 from paceline.text import one_line
 from workers.engine.quantisation import check_quantisation, is_quantised, plain_config
@@ -90,6 +90,18 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise CheckpointError(
             f"{folder / 'config.json'} is not usable: {one_line(error)}"
         ) from error
+
+
+def choose_length(asked: int | None, own: int) -> int:
+    """Most tokens of a sequence: the checkpoint's `own` number, or less where it is asked for.
+
+    Raises ConfigError for more.
+    """
+    if asked is None:
+        return own
+    if not 0 < asked <= own:
+        raise ConfigError(f"max_model_len must be from 1 to the checkpoint's {own}, got {asked}")
+    return asked
 
 
 def sliding_window_of(config: PreTrainedConfig) -> int | None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from paceline.errors import ConfigError
 from workers.engine.attention import StepContext
 from workers.engine.block_pool import blocks_for
-from workers.engine.checkpoint import inspect_checkpoint, sliding_window_of
+from workers.engine.checkpoint import choose_length, inspect_checkpoint, sliding_window_of
 from workers.engine.forward import choose_forward
 from workers.engine.host_memory import check_room
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
@@ -61,7 +61,7 @@ class Engine(RankedEngine):
         self._threads: ThreadChoice | None = None
         self.group = group
         self.info = inspect_checkpoint(folder)
-        self.max_model_len = _choose_length(max_model_len, self.info.max_model_len)
+        self.max_model_len = choose_length(max_model_len, self.info.max_model_len)
         self._weights = weights
         model = load_model(folder, weights, group, progress)
         self._min_tokens = MIN_ROWS[weights]
@@ -166,11 +166,3 @@ class Engine(RankedEngine):
         self._cache.copy_slots(
             slots_in(table, list(origin.values())), slots_in(table, list(origin))
         )
-
-
-def _choose_length(asked: int | None, own: int) -> int:
-    if asked is None:
-        return own
-    if not 0 < asked <= own:
-        raise ConfigError(f"max_model_len must be from 1 to the checkpoint's {own}, got {asked}")
-    return asked

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
-from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.checkpoint import CheckpointInfo, choose_length
 from workers.engine.cuda.attention import can_use_kernel
 from workers.engine.cuda.graphs import SMALLEST_TREE, Graphs, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
@@ -73,7 +73,7 @@ class CudaEngine(RankedEngine):
         self.info = info
         self.group = group
         self.device = model.device
-        self.max_model_len = _choose_length(options.max_model_len, info.max_model_len)
+        self.max_model_len = choose_length(options.max_model_len, info.max_model_len)
         self._options = options
         self._table_pages = -(-self.max_model_len // PAGE_SIZE) + 1
         config = model.config
@@ -283,11 +283,3 @@ class CudaEngine(RankedEngine):
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-
-def _choose_length(asked: int | None, own: int) -> int:
-    if asked is None:
-        return own
-    if not 0 < asked <= own:
-        raise ConfigError(f"max_model_len must be from 1 to the checkpoint's {own}, got {asked}")
-    return asked
