@@ -85,11 +85,6 @@ def stop_head(head: RayHead) -> None:
     shutil.rmtree(head.folder, ignore_errors=True)
 
 
-def is_alive(head: RayHead) -> bool:
-    """Whether the head takes connections."""
-    return is_listening(head.address)
-
-
 def is_listening(address: str) -> bool:
     """Whether something listens at "host:port" or "[ipv6]:port"."""
     host, _, port = address.rpartition(":")

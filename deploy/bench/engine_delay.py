@@ -23,7 +23,6 @@ from paceline.generation import Chunk, GenerateOptions, ModelDescription
 
 PART = "delay"
 PROMPT_TOKENS = 1500
-AIM_STEPS = 2.0
 _OWN_PROMPT = 20
 _BEFORE, _QUICK_BEFORE = 24, 8
 """Tokens that every sequence has before the prompt comes: the usual time is taken over these."""

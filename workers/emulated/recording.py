@@ -94,16 +94,3 @@ def load_recording(path: Path) -> Recording:
         return Recording.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
         raise ConfigError(f"{path} is not a recording that can be used: {error}") from error
-
-
-def acceptance_by_position(sequences: Sequence[RecordedSequence], most: int) -> list[float]:
-    """Of drafts that begin anywhere, the share whose candidate i was right, given those before."""
-    tested, right = [0] * most, [0] * most
-    for sequence in sequences:
-        for start in range(len(sequence.ranks)):
-            for depth, rank in enumerate(sequence.ranks[start : start + most]):
-                tested[depth] += 1
-                if rank:
-                    break
-                right[depth] += 1
-    return [good / all_ if all_ else 0.0 for good, all_ in zip(right, tested, strict=True)]

@@ -23,7 +23,6 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from workers.verification.distribution import adjusted_logits, distribution_of
 
 VOCAB_SIZE = 1500
-NO_IDS = np.empty(0, dtype=np.int64)
 
 
 def _logits(seed: int, scale: float) -> np.ndarray:
