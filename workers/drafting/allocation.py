@@ -47,36 +47,16 @@ def allocate(
 
     `together`: the children of a node come all or none. Nothing with a chance below `floor`.
     """
-    # Entries: chance, tie-break, cost, room below, origin leaf or None, known candidate or None.
-    heap: list[tuple[float, int, int, int, int | None, tuple[int, int] | None]] = []
-    count = 0
-
-    def push(
-        chance: float, cost: int, room: int, leaf: int | None, known: tuple[int, int] | None = None
-    ) -> None:
-        nonlocal count
-        count += 1
-        if chance >= floor:
-            heapq.heappush(heap, (-chance, count, cost, room, leaf, known))
-
-    def push_children(chance: float, room: int, leaf: int | None) -> None:
-        if room <= 0:
-            return
-        if together:
-            push(chance * sum(means) / len(means), len(means), room, leaf)
-            return
-        for mean in means:
-            push(chance * mean, 1, room - 1, leaf)
-
+    choices = _Choices(means, together=together, floor=floor)
     for place in places:
         if place.known:
-            push(place.chance, 1, place.room, None, (place.node, place.index))
+            choices.push(place.chance, 1, place.room, None, (place.node, place.index))
         else:
-            push_children(place.chance, place.room, place.node)
+            choices.push_children(place.chance, place.room, place.node)
     feed: dict[int, None] = {}
     send: list[tuple[int, int]] = []
-    while heap and budget > 0:
-        negative, _, cost, room, leaf, known = heapq.heappop(heap)
+    while choices.heap and budget > 0:
+        negative, _, cost, room, leaf, known = heapq.heappop(choices.heap)
         if cost > budget:
             continue
         budget -= cost
@@ -84,10 +64,51 @@ def allocate(
             send.append(known)
         elif leaf is not None:
             feed.setdefault(leaf)
-        if together:
-            average = sum(means) / len(means)
-            for mean in means:
-                push_children(-negative / average * mean, room - 1, None)
-        else:
-            push_children(-negative, room, None)
+        choices.push_below(-negative, room)
     return Allocation(list(feed), send)
+
+
+class _Choices:
+    """What the next nodes could be spent on, the likeliest first."""
+
+    def __init__(self, means: Sequence[float], *, together: bool, floor: float) -> None:
+        self._means = means
+        self._total = sum(means)
+        self._together = together
+        self._floor = floor
+        self._count = 0
+        # Chance, tie-break, cost, room below, origin leaf or None, known candidate or None.
+        self.heap: list[tuple[float, int, int, int, int | None, tuple[int, int] | None]] = []
+
+    def push(
+        self,
+        chance: float,
+        cost: int,
+        room: int,
+        leaf: int | None,
+        known: tuple[int, int] | None = None,
+    ) -> None:
+        """`cost` nodes that are reached with this chance, unless that is below the floor."""
+        self._count += 1
+        if chance >= self._floor:
+            heapq.heappush(self.heap, (-chance, self._count, cost, room, leaf, known))
+
+    def push_children(self, chance: float, room: int, leaf: int | None) -> None:
+        """What is expected below a node that is reached with this chance."""
+        if room <= 0:
+            return
+        if self._together:
+            num_children = len(self._means)
+            self.push(chance * self._total / num_children, num_children, room, leaf)
+            return
+        for mean in self._means:
+            self.push(chance * mean, 1, room - 1, leaf)
+
+    def push_below(self, chance: float, room: int) -> None:
+        """What is expected below what was chosen: a node, or all the children of one."""
+        if not self._together:
+            self.push_children(chance, room, None)
+            return
+        average = self._total / len(self._means)
+        for mean in self._means:
+            self.push_children(chance / average * mean, room - 1, None)
