@@ -185,29 +185,11 @@ class TargetSession:
         self._check_length(first + candidates.tree.height)
         del sequence.token_ids[start:]
         sequence.token_ids += fed
-        num_logits = 0
-        if message.verdict or message.top_tokens:
-            task = VerdictTask(
-                sequence_id,
-                sequence.spec,
-                sequence.token_ids[:first],
-                candidates,
-                names_path=bool(message.parents),
-                has_verdict=message.verdict,
-                fed=fed if message.top_tokens else (),
-                top_tokens=sequence.top_tokens,
-            )
+        task = _task_of(message, sequence, fed, candidates, first)
+        if task is not None:
             work.tasks.append(task)
-            num_logits = task.num_rows
-        if candidates.placed_as_tree:
-            parents = candidates.tree.parents
-            sequence.tree = TreeSlots(first, parents)
-            piece = Slice(
-                sequence.block_table, start, fed, num_logits, tree_start=first, parents=parents
-            )
-        else:
-            piece = Slice(sequence.block_table, start, fed, num_logits)
-        work.slices.append(piece)
+        num_logits = 0 if task is None else task.num_rows
+        work.slices.append(_piece_of(sequence, start, fed, candidates, first, num_logits))
 
     def _check_tokens(self, sequence: _Sequence, start: int, fed: Sequence[int]) -> None:
         if not fed:
@@ -247,6 +229,44 @@ class TargetSession:
                 raise ProtocolError(f"new_blocks: block {block} is in a block table already")
             self._holders[block] = 1
             sequence.block_table.append(block)
+
+
+def _task_of(
+    message: target_pb2.Slice,
+    sequence: _Sequence,
+    fed: Sequence[int],
+    candidates: Candidates,
+    first: int,
+) -> VerdictTask | None:
+    """What is to be said of a slice, if anything is; `first`: where its candidates begin."""
+    if not (message.verdict or message.top_tokens):
+        return None
+    return VerdictTask(
+        message.sequence_id,
+        sequence.spec,
+        sequence.token_ids[:first],
+        candidates,
+        names_path=bool(message.parents),
+        has_verdict=message.verdict,
+        fed=fed if message.top_tokens else (),
+        top_tokens=sequence.top_tokens,
+    )
+
+
+def _piece_of(
+    sequence: _Sequence,
+    start: int,
+    fed: Sequence[int],
+    candidates: Candidates,
+    first: int,
+    num_logits: int,
+) -> Slice:
+    """What the engine is fed; the tree that it leaves in the sequence's slots is noted."""
+    if not candidates.placed_as_tree:
+        return Slice(sequence.block_table, start, fed, num_logits)
+    parents = candidates.tree.parents
+    sequence.tree = TreeSlots(first, parents)
+    return Slice(sequence.block_table, start, fed, num_logits, tree_start=first, parents=parents)
 
 
 def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork) -> None:
