@@ -8,14 +8,14 @@ A token's A heads lie one after another: its queries, its keys, its values.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from workers.engine.block_pool import blocks_for
+from workers.engine.block_runs import HIDDEN, Run, make_run, runs_of_blocks, spread_chunks
 from workers.engine.kv_cache import BLOCK_SIZE
 from workers.engine.slices import Slice, is_tree, node_positions, positions_of, unrelated_slots
 
@@ -24,22 +24,6 @@ _ROW_MULTIPLE = 4
 _WIDE = 16
 """Slices up to this width are padded to a common width, those that decode and those that prefill
 apart; wider ones make groups of their own."""
-HIDDEN = -1e30
-"""Added to scores of positions that a row may not see. Finite, so that no row is all -inf."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive blocks, whosever they are: `count` blocks from `first_block` on."""
-
-    first_block: int
-    count: int
-    slice_index: int | None
-    """The slice of all of them, if it is one."""
-    slices_C: Tensor | None
-    """The slice of each, if they are several's."""
-    mask_CR: Tensor
-    """[count, 1, R, 128]"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,40 +80,55 @@ def make_plan(
 
     `window`: of the model's sliding-window layers, where sequences may outgrow it.
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    logit_rows: list[int] = []
-    offsets: list[int] = []
-    for piece in slices:
-        offsets.append(len(token_ids))
-        token_ids.extend(piece.token_ids)
-        end = piece.start + len(piece.token_ids)
-        positions.extend(positions_of(piece))
-        for slot in range(piece.start, end):
-            block = piece.block_table[slot // BLOCK_SIZE]
-            slots.append(block * BLOCK_SIZE + slot % BLOCK_SIZE)
-        logit_rows.extend(range(len(token_ids) - piece.num_logits, len(token_ids)))
-    num_tokens = len(token_ids)
+    packed = _pack(slices)
+    num_tokens, slots = len(packed.token_ids), packed.slots
     padding = max(0, min_tokens - num_tokens)
     in_a_run = slots[-1] - slots[0] == num_tokens - 1 and slots == list(
         range(slots[0], slots[0] + num_tokens)
     )
-    batches = _batches(slices, offsets, num_query_heads, num_kv_heads)
+    batches = _batches(slices, packed.offsets, num_query_heads, num_kv_heads)
     groups = tuple(_make_group(pieces, rows) for pieces, rows, _ in batches)
     windowed = [] if window is None else [_make_group(p, r, window) for p, r, _ in batches]
     return StepPlan(
-        token_ids_T=torch.tensor(token_ids + token_ids[-1:] * padding),
-        position_ids_T=torch.tensor(positions + positions[-1:] * padding),
+        token_ids_T=torch.tensor(packed.token_ids + packed.token_ids[-1:] * padding),
+        position_ids_T=torch.tensor(packed.positions + packed.positions[-1:] * padding),
         num_tokens=num_tokens,
         first_slot=slots[0],
         slots_T=None if in_a_run else torch.tensor(slots),
         groups=groups,
         scatter=_scatter(batches, num_tokens + padding, num_query_heads),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64),
+        logit_rows=torch.tensor(packed.logit_rows, dtype=torch.int64),
         window=window,
         windowed_groups=tuple(windowed),
     )
+
+
+@dataclass(slots=True)
+class _Packed:
+    """The tokens of all slices one after another, with the KV slot of each.
+
+    `logit_rows`: which of them logits are wanted of. `offsets`: where each slice begins.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    logit_rows: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+
+
+def _pack(slices: Sequence[Slice]) -> _Packed:
+    packed = _Packed()
+    for piece in slices:
+        packed.offsets.append(len(packed.token_ids))
+        packed.token_ids.extend(piece.token_ids)
+        num_tokens = len(packed.token_ids)
+        packed.positions.extend(positions_of(piece))
+        for slot in range(piece.start, piece.start + len(piece.token_ids)):
+            block = piece.block_table[slot // BLOCK_SIZE]
+            packed.slots.append(block * BLOCK_SIZE + slot % BLOCK_SIZE)
+        packed.logit_rows.extend(range(num_tokens - piece.num_logits, num_tokens))
+    return packed
 
 
 _Batch = tuple[list[Slice], "_Rows", list[int]]
@@ -209,16 +208,16 @@ def _make_group(pieces: Sequence[Slice], rows: _Rows, window: int | None = None)
         for index, piece in enumerate(pieces):
             hidden[index] |= _before_window(piece, rows.token_BR[index], max_chunks, window)
     mask_BC = torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
-    orders = _runs_of_blocks(
+    orders = runs_of_blocks(
         [piece.block_table[:n] for piece, n in zip(pieces, chunks, strict=True)]
     )
-    spread, absent_BC = _spread_chunks([use for order in orders for use in order], chunks)
+    spread, absent_BC = spread_chunks([use for order in orders for use in order], chunks)
     return Group(
         num_slices=len(pieces),
         num_rows=rows.count,
         max_chunks=max_chunks,
         gather=rows.gather,
-        runs=tuple(_make_run(order, mask_BC) for order in orders),
+        runs=tuple(make_run(order, mask_BC) for order in orders),
         spread=spread,
         absent_BC=absent_BC,
     )
@@ -233,61 +232,3 @@ def _before_window(piece: Slice, token_R: Tensor, num_chunks: int, window: int) 
         position_S[piece.tree_start :][: len(nodes)] = nodes
     before_RS = position_S <= fed_T[token_R][:, None] - window
     return before_RS.view(-1, num_chunks, 1, BLOCK_SIZE).permute(1, 2, 0, 3)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Use:
-    """A block that holds a chunk of a slice."""
-
-    block: int
-    slice_index: int
-    chunk: int
-
-
-def _runs_of_blocks(tables: Sequence[Sequence[int]]) -> list[list[_Use]]:
-    """All blocks in runs of neighbours, so that few calls see them all. A shared block is in as
-    many runs as it has slices.
-    """
-    runs: list[list[_Use]] = []
-    by_last: defaultdict[int, list[list[_Use]]] = defaultdict(list)
-    for use in sorted(
-        _Use(block, index, chunk)
-        for index, table in enumerate(tables)
-        for chunk, block in enumerate(table)
-    ):
-        if by_last[use.block - 1]:
-            run = by_last[use.block - 1].pop(0)
-        else:
-            run = []
-            runs.append(run)
-        run.append(use)
-        by_last[use.block].append(run)
-    return runs
-
-
-def _make_run(uses: Sequence[_Use], mask_BC: Tensor) -> Run:
-    first = uses[0]
-    owners = [use.slice_index for use in uses]
-    chunks = [use.chunk for use in uses]
-    one = owners[0] if len(set(owners)) == 1 else None
-    if one is not None and chunks == list(range(first.chunk, first.chunk + len(uses))):
-        mask_CR = mask_BC[one, first.chunk : first.chunk + len(uses)]
-    else:
-        mask_CR = mask_BC[owners, chunks]
-    slices_C = torch.tensor(owners) if one is None else None
-    return Run(first.block, len(uses), one, slices_C, mask_CR)
-
-
-def _spread_chunks(
-    computed: Sequence[_Use], chunks: Sequence[int]
-) -> tuple[Tensor | None, Tensor | None]:
-    """`spread` and `absent_BC` of a group whose slices have so many chunks each."""
-    max_chunks = max(chunks)
-    spread = [0] * (len(chunks) * max_chunks)
-    for place, use in enumerate(computed):
-        spread[use.slice_index * max_chunks + use.chunk] = place
-    in_order = spread == list(range(len(computed)))
-    if min(chunks) == max_chunks:
-        return None if in_order else torch.tensor(spread), None
-    absent = [[0.0] * count + [HIDDEN] * (max_chunks - count) for count in chunks]
-    return torch.tensor(spread), torch.tensor(absent)[:, :, None, None]

@@ -1,0 +1,90 @@
+"""Which KV blocks the attention of a group of slices reads, in runs of neighbours.
+
+A chunk is what one block holds: 128 positions of a slice. Shapes: B slices of the group, C chunks,
+R query rows (step_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HIDDEN = -1e30
+"""Added to scores of positions that a row may not see. Finite, so that no row is all -inf."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks, whosever they are: `count` blocks from `first_block` on."""
+
+    first_block: int
+    count: int
+    slice_index: int | None
+    """The slice of all of them, if it is one."""
+    slices_C: Tensor | None
+    """The slice of each, if they are several's."""
+    mask_CR: Tensor
+    """[count, 1, R, 128]"""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Use:
+    """A block that holds a chunk of a slice."""
+
+    block: int
+    slice_index: int
+    chunk: int
+
+
+def runs_of_blocks(tables: Sequence[Sequence[int]]) -> list[list[Use]]:
+    """All blocks in runs of neighbours, so that few calls see them all. A shared block is in as
+    many runs as it has slices.
+    """
+    runs: list[list[Use]] = []
+    by_last: defaultdict[int, list[list[Use]]] = defaultdict(list)
+    for use in sorted(
+        Use(block, index, chunk)
+        for index, table in enumerate(tables)
+        for chunk, block in enumerate(table)
+    ):
+        if by_last[use.block - 1]:
+            run = by_last[use.block - 1].pop(0)
+        else:
+            run = []
+            runs.append(run)
+        run.append(use)
+        by_last[use.block].append(run)
+    return runs
+
+
+def make_run(uses: Sequence[Use], mask_BC: Tensor) -> Run:
+    """A run of these neighbours; `mask_BC`: what rows may not see, by slice and chunk."""
+    first = uses[0]
+    owners = [use.slice_index for use in uses]
+    chunks = [use.chunk for use in uses]
+    one = owners[0] if len(set(owners)) == 1 else None
+    if one is not None and chunks == list(range(first.chunk, first.chunk + len(uses))):
+        mask_CR = mask_BC[one, first.chunk : first.chunk + len(uses)]
+    else:
+        mask_CR = mask_BC[owners, chunks]
+    slices_C = torch.tensor(owners) if one is None else None
+    return Run(first.block, len(uses), one, slices_C, mask_CR)
+
+
+def spread_chunks(
+    computed: Sequence[Use], chunks: Sequence[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """`spread` and `absent_BC` of a group whose slices have so many chunks each."""
+    max_chunks = max(chunks)
+    spread = [0] * (len(chunks) * max_chunks)
+    for place, use in enumerate(computed):
+        spread[use.slice_index * max_chunks + use.chunk] = place
+    in_order = spread == list(range(len(computed)))
+    if min(chunks) == max_chunks:
+        return None if in_order else torch.tensor(spread), None
+    absent = [[0.0] * count + [HIDDEN] * (max_chunks - count) for count in chunks]
+    return torch.tensor(spread), torch.tensor(absent)[:, :, None, None]
