@@ -26,6 +26,7 @@ from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import kv_bytes
 from workers.engine.cuda.staging import to_host
+from workers.engine.kv_sizes import kv_sizes_of
 from workers.engine.slices import Slice
 from workers.row_params import Row
 
@@ -132,13 +133,7 @@ class _Bench:
         self._task = task
         self._bandwidth = bandwidth
         self._linear_bytes = linear_bytes
-        config = task.config
-        self._kv_bytes = kv_bytes(
-            num_layers=config.num_hidden_layers,
-            num_heads=int(config.num_key_value_heads or config.num_attention_heads),
-            head_size=int(config.head_dim or config.hidden_size // config.num_attention_heads),
-            dtype=task.dtype,
-        )
+        self._kv_bytes = kv_bytes(**kv_sizes_of(task.config), dtype=task.dtype)
         sampling = SamplingParams(temperature=1.0)
         self._spec = SequenceSpec(sampling, seed=7, prompt_length=task.context)
         self._pages = blocks_for(task.context + _TEXT + 1 + max(task.windows), engine.block_size)

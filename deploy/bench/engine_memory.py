@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from workers.engine.kv_sizes import kv_sizes_of
+
 COPY_BYTES = 256 * 1024 * 1024
 _COPY_ROUNDS = 7
 _WEIGHT_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0}
@@ -60,15 +62,12 @@ def model_bytes(folder: Path, weights: str) -> ModelBytes:
     each = _WEIGHT_BYTES[weights]
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     in_linears = sum(linear.weight.numel() for linear in linears)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    kv = kv_sizes_of(config)
     kv_bytes = 4 if weights in ("float32", "float16") else 2
     return ModelBytes(
         weights=int(sum(one.numel() for one in model.parameters()) * each),
         read_a_step=int(in_linears * each),
-        kv_a_token=2 * config.num_hidden_layers * heads * head_size * kv_bytes,
+        kv_a_token=2 * kv["num_layers"] * kv["num_heads"] * kv["head_size"] * kv_bytes,
         vocab_size=config.vocab_size,
     )
 

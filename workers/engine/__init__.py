@@ -11,14 +11,14 @@ stored_tensors.py     its tensors, of which parts are read
 quantisation.py       those whose weights are quantised
 model.py              Hugging Face's model, made without memory
 rank_parts.py         and filled linear by linear
-weight_form.py, linears.py, quantised_linears.py, mixtures.py   the engine's linears on a CPU
+weight_form.py, linears.py, half_linear.py, quantised_linears.py, mixtures.py   a CPU's linears
 fusing.py             fewer and larger operations, the same bits
 host_memory.py        whether there is room
 
 A step on a CPU:
 step_plan.py, block_runs.py   what every layer must know, computed once
 attention.py      attention over KV blocks
-kv_cache.py       the buffers; block_pool.py: who holds which block
+kv_cache.py       the buffers; kv_sizes.py: how large; block_pool.py: who holds which block
 forward.py        Hugging Face's own code, or a lean equivalent
 invariance.py, self_test.py   a row's bits do not depend on its company
 thread_choice.py  how many threads help at this moment

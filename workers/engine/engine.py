@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from paceline.errors import ConfigError
 from workers.engine.attention import StepContext
 from workers.engine.block_pool import blocks_for
 from workers.engine.checkpoint import choose_length, inspect_checkpoint, sliding_window_of
 from workers.engine.forward import choose_forward
 from workers.engine.host_memory import check_room
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
+from workers.engine.kv_sizes import kv_sizes_of, num_blocks_in
 from workers.engine.linears import MIN_ROWS
 from workers.engine.model import load_model
 from workers.engine.rank_parts import Progress
 from workers.engine.self_test import rows_are_invariant
-from workers.engine.slices import Slice, check_tree
+from workers.engine.slices import Slice, check_tree, origins_of
 from workers.engine.step_plan import make_plan
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.tensor_parallel.ranked import RankedEngine
@@ -78,30 +78,20 @@ class Engine(RankedEngine):
         config = model.config
         self._window = sliding_window_of(config)
         self._num_query_heads = int(config.num_attention_heads)
-        self._num_kv_heads = int(
-            getattr(config, "num_key_value_heads", None) or self._num_query_heads
-        )
-        head_size = int(
-            getattr(config, "head_dim", None) or config.hidden_size // self._num_query_heads
-        )
-        sizes = {
-            "num_layers": int(config.num_hidden_layers),
-            "num_heads": self._num_kv_heads,
-            "head_size": head_size,
-        }
+        sizes = kv_sizes_of(config)
+        self._num_kv_heads = sizes["num_heads"]
         per_block = block_bytes(**sizes, dtype=model.dtype)
-        num_blocks = kv_memory_bytes // per_block
-        needed = blocks_for(self.max_model_len, BLOCK_SIZE)
-        if num_blocks < needed:
-            raise ConfigError(
-                f"kv_memory of {kv_memory_bytes} bytes holds {num_blocks} blocks of {per_block} "
-                f"bytes, but one sequence of max_model_len {self.max_model_len} takes {needed}: "
-                f"give at least {needed * per_block} bytes, or lower max_model_len"
-            )
+        num_blocks = num_blocks_in(
+            kv_memory_bytes,
+            per_block=per_block,
+            block_size=BLOCK_SIZE,
+            max_model_len=self.max_model_len,
+        )
+        least = blocks_for(self.max_model_len, BLOCK_SIZE) * per_block
         check_room(
             num_blocks * per_block,
             "beside the weights, target.kv_memory asks for",
-            f"give less, at least {needed * per_block} for one sequence of max_model_len",
+            f"give less, at least {least} for one sequence of max_model_len",
         )
         self._num_blocks = num_blocks
         self._cache = KVCache(**sizes, num_blocks=num_blocks, dtype=model.dtype)
@@ -159,9 +149,7 @@ class Engine(RankedEngine):
         A key keeps the rotary position it was computed for: move a tree's node to the slot that is
         its position.
         """
-        origin: dict[int, int] = {}
-        for source, target in moves:
-            origin[target] = origin.get(source, source)
+        origin = origins_of(moves)
         table = torch.tensor(block_table, dtype=torch.int64)
         self._cache.copy_slots(
             slots_in(table, list(origin.values())), slots_in(table, list(origin))

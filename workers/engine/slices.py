@@ -57,6 +57,14 @@ def check_tree(piece: Slice) -> None:
         assert 0 <= parent <= node, f"parent {parent} of node {node} does not come before it"
 
 
+def origins_of(moves: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Where what each target slot holds after these moves, (from, to) in order, was before them."""
+    origin: dict[int, int] = {}
+    for source, target in moves:
+        origin[target] = origin.get(source, source)
+    return origin
+
+
 def positions_of(piece: Slice) -> list[int]:
     """The position of each fed token."""
     end = piece.start + len(piece.token_ids)

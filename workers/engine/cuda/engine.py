@@ -28,8 +28,9 @@ from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
 from workers.engine.cuda.staging import to_device
 from workers.engine.cuda.step import DeviceStep, Heads
 from workers.engine.forward import choose_by_probe, probe_slice
+from workers.engine.kv_sizes import kv_sizes_of
 from workers.engine.self_test import rows_are_invariant
-from workers.engine.slices import Slice, check_tree
+from workers.engine.slices import Slice, check_tree, origins_of
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.tensor_parallel.ranked import RankedEngine
 
@@ -77,16 +78,8 @@ class CudaEngine(RankedEngine):
         self._options = options
         self._table_pages = -(-self.max_model_len // PAGE_SIZE) + 1
         config = model.config
-        num_queries = int(config.num_attention_heads)
-        num_keys = int(getattr(config, "num_key_value_heads", None) or num_queries)
-        self._heads = Heads(num_queries, num_keys)
-        self._sizes = {
-            "num_layers": int(config.num_hidden_layers),
-            "num_heads": num_keys,
-            "head_size": int(
-                getattr(config, "head_dim", None) or config.hidden_size // num_queries
-            ),
-        }
+        self._sizes = kv_sizes_of(config)
+        self._heads = Heads(int(config.num_attention_heads), self._sizes["num_heads"])
         self._dtype = model.dtype
         self._fixed_rows = FIXED_ROWS if options.batch_invariant else 1
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -237,9 +230,7 @@ class CudaEngine(RankedEngine):
     @torch.inference_mode()
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
         """Copy a sequence's KV from slot to slot, pair by pair in order, as Engine.move_kv does."""
-        origin: dict[int, int] = {}
-        for source, target in moves:
-            origin[target] = origin.get(source, source)
+        origin = origins_of(moves)
         pairs = [
             [slot_of(block_table, slot) for slot in slots] for slots in (origin.values(), origin)
         ]

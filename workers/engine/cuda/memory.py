@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 from workers.engine.block_pool import blocks_for
 from workers.engine.cuda.kv_cache import PAGE_SIZE
+from workers.engine.kv_sizes import num_blocks_in
 
 USED_SHARE = 0.9
 """Of the device's memory, what we take at most, all together."""
@@ -49,16 +50,13 @@ def choose_num_blocks(
                 f"{needed}: lower max_model_len, raise tensor_parallel, or take a larger GPU"
             )
         return profile.kv // per_block
-    if given < needed:
-        raise ConfigError(
-            f"kv_memory of {given} bytes holds {given // per_block} blocks of {per_block} bytes, "
-            f"but one sequence of max_model_len {max_model_len} takes {needed // per_block}: give "
-            f"at least {needed} bytes, or lower max_model_len"
-        )
+    num_blocks = num_blocks_in(
+        given, per_block=per_block, block_size=PAGE_SIZE, max_model_len=max_model_len
+    )
     if profile is not None and given > profile.free - 2 * profile.activations:
         raise ConfigError(
             f"kv_memory of {given} bytes does not fit: of the GPU's {profile.total} bytes "
             f"{profile.free} are free beside the weights, and a step takes up to "
             f'{2 * profile.activations}: give less, or "auto"'
         )
-    return given // per_block
+    return num_blocks

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedConfig
 
 from paceline.errors import CheckpointError
+from workers.engine.kv_sizes import head_size_of, num_kv_heads_of
 from workers.engine.tensor_parallel.cuts import (
     Cut,
     HeadSplit,
@@ -132,17 +133,6 @@ class Sharding:
             f"tensor {name}: the architecture's plan cuts {leaf}, for which tensor parallelism has "
             "no rule here: use tensor_parallel = 1 (docs/models.md lists what is tested)"
         )
-
-
-def head_size_of(config: PreTrainedConfig) -> int:
-    """Width of an attention head."""
-    given = getattr(config, "head_dim", None)
-    return int(given or config.hidden_size // config.num_attention_heads)
-
-
-def num_kv_heads_of(config: PreTrainedConfig) -> int:
-    """Heads of keys and values."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def _read_plan(config: PreTrainedConfig, place: Place) -> Mapping[str, str]:
