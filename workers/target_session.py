@@ -15,6 +15,7 @@ from paceline.convert import spec_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.sampling import SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
+from paceline.value import value_class
 from workers.engine.block_pool import blocks_for
 from workers.engine.engine import Slice
 from workers.slice_candidates import Candidates, read_candidates
@@ -42,7 +43,7 @@ class _Sequence:
     """Of prefill chunks, for the verdict that ends the prefill."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class(frozen=True, slots=True)
 class VerdictTask:
     """A slice whose logits are wanted: `prefix` is every token before the first candidate.
 

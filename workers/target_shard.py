@@ -125,23 +125,29 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 else_status, "this shard is stepping for another stream; end that one first"
             )
 
-    # It writes to the context rather than yield: a generator that is cancelled at a yield is closed
-    # by whoever collects it, and until then the next stream would find the shard taken.
+    # It reads and writes by the context rather than iterate and yield: a generator that is cancelled
+    # at a yield is closed by whoever collects it, and until then the next stream would find the
+    # shard taken. The next step is asked for while the answer is on its way, not after it.
     async def Step(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
     ) -> None:
         engine = await self._loaded(context)
         await self._take(context, else_status=grpc.StatusCode.FAILED_PRECONDITION)
+        reading = asyncio.ensure_future(context.read())
         try:
             stepper = Stepper(engine, self._verdicts_of, self._clock)
-            async for request in request_iterator:
-                await context.write(stepper.step(request))
+            while (request := await reading) is not grpc.aio.EOF:
+                response = stepper.step(request)
+                reading = asyncio.ensure_future(context.read())
+                await context.write(response)
         except PacelineError as error:
             await context.abort(status_code(error), str(error))
         finally:
             if (group := group_of(engine)) is not None:
                 group.leave()  # Whoever waits for this rank fails at once.
             self._live.release()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
 
     async def _loaded(self, context: _Context) -> StepEngine:
         if self._engine is None:

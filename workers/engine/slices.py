@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.value import value_class
 
-@dataclass(frozen=True, slots=True)
+
+@value_class(frozen=True, slots=True)
 class Slice:
     """Tokens of one sequence to feed in a step.
 

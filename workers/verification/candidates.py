@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import le
 
 from paceline.errors import ProtocolError
 
@@ -23,7 +24,10 @@ class CandidateTree:
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     multiplicities: tuple[int, ...] = ()
-    _children: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    # Made when they are first asked for: what is checked and never verified needs none.
+    _children: tuple[tuple[int, ...], ...] | None = field(
+        init=False, repr=False, compare=False, default=None
+    )
 
     def __post_init__(self) -> None:
         size = len(self.token_ids)
@@ -35,15 +39,17 @@ class CandidateTree:
                     f"expected {size} {name}, one a candidate, got {len(values)}: send as many "
                     f"{name} as token ids"
                 )
-        children: list[list[int]] = [[] for _ in range(size + 1)]
+        if size and not (min(self.parents) >= 0 and all(map(le, self.parents, range(size)))):
+            self._name_wrong_parent()
+
+    def _name_wrong_parent(self) -> None:
+        """Raise ProtocolError for the first parent that does not come before its child."""
         for index, parent in enumerate(self.parents):
             if not 0 <= parent <= index:
                 raise ProtocolError(
                     f"expected candidate {index} to have a parent from 0 to {index}, got {parent}: "
                     "number parents before their children (0 is the last committed token)"
                 )
-            children[parent].append(index)
-        object.__setattr__(self, "_children", tuple(tuple(one) for one in children))
 
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> CandidateTree:
@@ -56,11 +62,18 @@ class CandidateTree:
     @property
     def is_chain(self) -> bool:
         """Whether no node has more than one child, drawn once."""
-        return self.parents == tuple(range(len(self))) and max(self.multiplicities, default=1) == 1
+        return self._in_order and max(self.multiplicities, default=1) == 1
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether each candidate continues the one before."""
+        return self.parents == tuple(range(len(self)))
 
     @property
     def height(self) -> int:
         """The number of candidates on the longest path."""
+        if self._in_order:
+            return len(self)
         depths = [0] * (len(self) + 1)
         for index, parent in enumerate(self.parents):
             depths[index + 1] = depths[parent] + 1
@@ -68,15 +81,27 @@ class CandidateTree:
 
     def children(self, node: int) -> tuple[int, ...]:
         """The candidates under a node, in the order of their indices."""
+        if self._children is None:
+            object.__setattr__(self, "_children", self._grouped())
+            assert self._children is not None
         return self._children[node]
+
+    def _grouped(self) -> tuple[tuple[int, ...], ...]:
+        """The candidates under each node."""
+        if self._in_order:
+            return (*((index,) for index in range(len(self))), ())
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for index, parent in enumerate(self.parents):
+            children[parent].append(index)
+        return tuple([tuple(one) for one in children])
 
     def copies(self, node: int) -> tuple[int, ...]:
         """The candidates under a node, each as often as paths run through it."""
-        return tuple(i for i in self._children[node] for _ in range(self.multiplicities[i]))
+        return tuple(i for i in self.children(node) for _ in range(self.multiplicities[i]))
 
     def child_with(self, node: int, token_id: int) -> int | None:
         """The first candidate under a node that is this token."""
-        return next((i for i in self._children[node] if self.token_ids[i] == token_id), None)
+        return next((i for i in self.children(node) if self.token_ids[i] == token_id), None)
 
     def tokens_of(self, accepted: Sequence[int]) -> list[int]:
         """The token ids of candidates."""
@@ -92,38 +117,48 @@ class CandidateTree:
                 f"expected at most {max_nodes} candidates, got {len(self)}: draft no further than "
                 "the grant"
             )
-        for index, token_id in enumerate(self.token_ids):
-            if not 0 <= token_id < vocab_size:
-                raise ProtocolError(
-                    f"expected token ids below {vocab_size}, got {token_id} for candidate {index}: "
-                    "drafter and target must share one vocabulary"
-                )
-        for node, children in enumerate(self._children):
-            tokens = self.tokens_of(children)
-            if not equal_siblings and len(set(tokens)) < len(tokens):
+        if self.token_ids and not 0 <= min(self.token_ids) <= max(self.token_ids) < vocab_size:
+            index, wrong = next(
+                (i, one) for i, one in enumerate(self.token_ids) if not 0 <= one < vocab_size
+            )
+            raise ProtocolError(
+                f"expected token ids below {vocab_size}, got {wrong} for candidate {index}: "
+                "drafter and target must share one vocabulary"
+            )
+        # A step checks each tree that it verifies, most of which have no equal siblings.
+        if not equal_siblings and len(set(zip(self.parents, self.token_ids, strict=True))) < len(
+            self
+        ):
+            self._name_equal_siblings()
+        self._check_multiplicities(max_nodes)
+
+    def _name_equal_siblings(self) -> None:
+        """Raise ProtocolError for the first node with two children that are the same token."""
+        for node in range(len(self) + 1):
+            tokens = self.tokens_of(self.children(node))
+            if len(set(tokens)) < len(tokens):
                 raise ProtocolError(
                     f"expected different tokens under node {node}, got {tokens}: merge equal "
                     "siblings, or draw without replacement"
                 )
-        self._check_multiplicities(max_nodes)
 
     def _check_multiplicities(self, max_paths: int) -> None:
-        for index, count in enumerate(self.multiplicities):
-            if count < 1:
-                raise ProtocolError(
-                    f"expected at least one path through candidate {index}, got {count}: leave "
-                    "out candidates that no path visits"
-                )
+        if min(self.multiplicities, default=1) < 1:
+            index, count = next((i, n) for i, n in enumerate(self.multiplicities) if n < 1)
+            raise ProtocolError(
+                f"expected at least one path through candidate {index}, got {count}: leave "
+                "out candidates that no path visits"
+            )
         if max(self.multiplicities, default=1) == 1:
             return
-        num_paths = sum(self.multiplicities[child] for child in self._children[0])
+        num_paths = sum(self.multiplicities[child] for child in self.children(0))
         if num_paths > max_paths:
             raise ProtocolError(
                 f"expected at most {max_paths} paths, got {num_paths}: draw no more of them than "
                 "candidates are granted"
             )
         for index, count in enumerate(self.multiplicities):
-            below = sum(self.multiplicities[child] for child in self._children[index + 1])
+            below = sum(self.multiplicities[child] for child in self.children(index + 1))
             if below > count:
                 raise ProtocolError(
                     f"expected at most {count} paths below candidate {index}, got {below}: a path "
