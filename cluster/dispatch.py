@@ -1,7 +1,8 @@
 """Carrying out the scheduler's instructions: what arrives goes in, what comes out is sent.
 
-A step is handed to its target group's stream at once. All else (messages to drafters, then text for
-callers) is done in later turns of the event loop, in order, while the target computes.
+A step is handed to its target group's stream at once. All else (what the scheduler has left to do,
+messages to drafters, then text for callers) is done in later turns of the event loop, in order,
+while the target computes.
 """
 
 from __future__ import annotations
@@ -45,9 +46,10 @@ from cluster.generation import Generation
 from cluster.meters import DriverTimeMeter, GapMeter
 from cluster.requests import widest_proposal
 from cluster.round_tap import RoundTap
+from cluster.target_groups import TargetGroups
 from cluster.target_link import TargetDescription
 from cluster.worker_wire import DraftInstruction, proposal_from_wire, verdicts_from_wire
-from paceline.errors import CheckpointError, PacelineError, ProtocolError, WorkerLostError
+from paceline.errors import PacelineError, ProtocolError
 from paceline.v1 import drafting_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
@@ -72,25 +74,20 @@ class Dispatch:
         self.clock = clock
         self.gaps = GapMeter()
         self.driver_time = DriverTimeMeter()
-        self.all_joined_once = asyncio.Event()
-        """Every group of the target has been there."""
+        self.groups = TargetGroups(num_groups, patience=target_patience, give_up=self.fail_all)
         self.unavailable: PacelineError | None = None
         """Why no request can be taken, if none can."""
         self.taps: list[RoundTap] = []
         """Whoever traces."""
-        self._target_patience = target_patience
-        self._target_trouble: str | None = None
-        self._num_groups = num_groups
-        self._groups: dict[int, TargetDescription] = {}
-        self._joined: set[int] = set()
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
         self._suspect: Callable[[str], None]
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
+        self._has_rest = False
+        self._will_tell = False
         self._wake: asyncio.TimerHandle | None = None
-        self._impatience: asyncio.TimerHandle | None = None
         self._stopped = False
 
     def connect(
@@ -124,33 +121,21 @@ class Dispatch:
         """`fail_all`, and be deaf from now on."""
         self.fail_all(error)
         self._stopped = True
-        for handle in (self._wake, self._impatience):
-            if handle is not None:
-                handle.cancel()
+        self.groups.wait_no_more()
+        if self._wake is not None:
+            self._wake.cancel()
 
     # The target.
 
     @property
     def target(self) -> TargetDescription | None:
         """What the target is, or was: of its groups, the one that has the least room."""
-        return min(self._groups.values(), key=lambda one: one.room, default=None)
+        return self.groups.target
 
     def target_joined(self, group: int, description: TargetDescription) -> None:
         """Fresh streams to every shard of a group are open. Raises CheckpointError."""
-        for other, known in self._groups.items():
-            if other != group and known.made_of != description.made_of:
-                raise CheckpointError(
-                    f"target group {group} serves {description.checkpoint}, but group {other} "
-                    f"{known.checkpoint}; start all groups with the same checkpoint"
-                )
-        if self._impatience is not None:
-            self._impatience.cancel()
-        self._groups[group] = description
-        self._joined.add(group)
+        self.groups.join(group, description)
         self.unavailable = None
-        self._target_trouble = None
-        if len(self._groups) == self._num_groups:
-            self.all_joined_once.set()
         self._handle(
             TargetJoined(
                 self.clock.now(),
@@ -167,21 +152,17 @@ class Dispatch:
 
         Where there is none, requests wait a while for one to come back.
         """
-        if self._stopped or group not in self._joined:
+        if self._stopped or not self.groups.lose(group, reason):
             return
-        self._joined.discard(group)
         for tap in self.taps:
             tap.target_lost(group)
         self._handle(TargetLost(self.clock.now(), group=group))
-        if self._joined:
-            return
-        self._impatience = self._loop.call_later(self._target_patience, self._give_up, reason)
 
     def note_target(self, trouble: str) -> None:
         """Why the target is not back yet. Forgotten when it is."""
-        self._target_trouble = trouble
+        self.groups.note(trouble)
         if self.unavailable is not None and not self._stopped:
-            self._give_up(trouble)
+            self.fail_all(self.groups.lost_for_good(trouble))
 
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
@@ -261,24 +242,31 @@ class Dispatch:
         """The groups to which steps were sent."""
         if self._stopped:
             return ()
-        instructions = self.scheduler.handle(event)
-        stepping = []
-        for one in instructions:
-            if not isinstance(one, RunStep):
-                break
-            self._send_step(one)
+        self._take_rest()
+        steps = self.scheduler.begin(event)
+        self._has_rest = True
+        for step in steps:
+            self._send_step(step)
             for tap in self.taps:
-                tap.step_sent(one)
-            stepping.append(one.group)
-        del instructions[: len(stepping)]
-        if instructions:
-            if not self._for_drafters:
-                self._loop.call_soon(self._tell_drafters)
-            self._for_drafters.append(instructions)
-        return stepping
+                tap.step_sent(step)
+        if not steps:
+            self._take_rest()
+        if (self._has_rest or self._for_drafters) and not self._will_tell:
+            self._will_tell = True
+            self._loop.call_soon(self._tell_drafters)
+        return [step.group for step in steps]
+
+    def _take_rest(self) -> None:
+        """Have the scheduler do what it left for when the step is on its way."""
+        if self._has_rest:
+            self._has_rest = False
+            if instructions := self.scheduler.rest():
+                self._for_drafters.append(instructions)
 
     def _tell_drafters(self) -> None:
         """Send what is for drafters; what is for callers waits until that is on its way."""
+        self._will_tell = False
+        self._take_rest()
         self._loop.call_soon(self._callers.tell)
         messages: dict[str, list[DraftInstruction]] = {}
         suspects: list[str] = []
@@ -290,7 +278,7 @@ class Dispatch:
                     self._wake_at(instruction.time)
                 elif isinstance(instruction, Suspect):
                     suspects.append(instruction.drafter)
-                elif not isinstance(instruction, RunStep):
+                else:
                     messages.setdefault(instruction.drafter, []).append(instruction)
         self._for_drafters.clear()
         for drafter, message in messages.items():
@@ -306,11 +294,3 @@ class Dispatch:
     def _tick(self) -> None:
         self._wake = None
         self._handle(Tick(self.clock.now()))
-
-    def _give_up(self, reason: str) -> None:
-        self.fail_all(
-            WorkerLostError(
-                f"the target went away and was not back within {self._target_patience:g} s "
-                f"({self._target_trouble or reason}); start it again, then send the request again"
-            )
-        )

@@ -110,7 +110,9 @@ class Driver:
                 self._threads, _read_checkpoint, options.folder
             )
             running = self._running = self._connect(codec, checkpoint)
-            await running.target.start(options.connect_seconds, self._dispatch.all_joined_once)
+            await running.target.start(
+                options.connect_seconds, self._dispatch.groups.all_joined_once
+            )
             await running.drafters.start(options.drafter_addresses, options.connect_seconds)
         except BaseException:
             await self.stop()

@@ -91,9 +91,8 @@ class StepTimeout:
     seconds: float = 60.0
     seconds_per_token: float = 0.25
 
-    def of(self, step: RunStep) -> float:
-        """Seconds for this step."""
-        tokens = sum(len(part.token_ids) for part in step.slices)
+    def of(self, tokens: int) -> float:
+        """Seconds for a step that feeds so many tokens."""
         return self.seconds + self.seconds_per_token * tokens
 
 
@@ -141,8 +140,8 @@ class TargetLink:
         # The reader of rank 0 writes for itself when it is the one who handles an answer.
         for outbox in self._outboxes[1:] if self._in_answer else self._outboxes:
             outbox.wake()
-        self._answer_by = asyncio.get_running_loop().time() + self._step_timeout.of(step)
-        tokens = sum(len(part.token_ids) for part in step.slices)
+        tokens = sum([len(part.token_ids) for part in step.slices])
+        self._answer_by = asyncio.get_running_loop().time() + self._step_timeout.of(tokens)
         for meter in self.meters:
             meter.tokens += tokens
 

@@ -1,6 +1,12 @@
-"""What the answer to a step does: sequences grow, counts and estimates are told."""
+"""What the answer to a step does.
+
+First sequences grow, which is all that the next step needs. Once that is on its way, counts and
+estimates are told, drafters and callers (`settle`).
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 from cluster.decoding.batching import Batching
 from cluster.decoding.counts import CountedVerdict, Foresight, counted
@@ -11,17 +17,70 @@ from cluster.decoding.replicas import told_by
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
+from paceline.value import value_class
+
+
+@value_class(frozen=True, slots=True)
+class Commit:
+    """What a verdict brought a sequence that goes on.
+
+    `offset`: output tokens before it; `position`: tokens before it, the prompt's included.
+    """
+
+    sequence: Sequence
+    part: Slice
+    verdict: SequenceVerdict
+    offset: int
+    position: int
+    token_ids: tuple[int, ...]
+    foresight: Foresight
+
+    def counted(self, kept: int) -> CountedVerdict:
+        """As it is counted, where the sequence's end kept so many of its tokens."""
+        return counted(
+            self.part,
+            accepted=self.verdict.num_accepted,
+            kept=kept,
+            committed=len(self.token_ids),
+            foresight=self.foresight,
+        )
+
+
+@dataclass(slots=True)
+class Answer:
+    """An answered step. Its verdicts are committed; of the `commits` nobody has been told."""
+
+    event: StepDone
+    step: RunStep
+    batching: Batching
+    committed_before: int
+    commits: list[Commit] = field(default_factory=list)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether every sequence of the batch decodes and was in the step.
+
+        Then the next step is all of it that is left: nobody is prefilled, nobody comes in.
+        """
+        return len(self.commits) == len(self.batching.running)
+
+    @property
+    def steers(self) -> bool:
+        """Whether settling it may change what a sequence's policy is."""
+        return any(commit.sequence.pilot is not None for commit in self.commits)
 
 
 def take_answer(
     state: DecodingState, group: Group, step: RunStep, event: StepDone, out: Outbox
-) -> None:
-    """The step that was in flight in a group was answered, and its verdicts fit it."""
+) -> Answer:
+    """The step that was in flight in a group was answered, and its verdicts fit it.
+
+    `settle` is to follow before the next event.
+    """
     batching = group.batching
-    state.auto.answered(event, num_drafters=len(state.drafters.names))
     state.totals.steps += 1
     state.utilisation.stepped(event.step_seconds)
-    committed_before = state.totals.counts.committed
+    answer = Answer(event, step, batching, state.totals.counts.committed)
     verdicts = iter(event.verdicts)
     for part in step.slices:
         verdict = next(verdicts) if part.verdict else None
@@ -40,66 +99,72 @@ def take_answer(
         elif sequence.policy.replicates:
             _commit_what_is_new(state, batching, event.now, sequence, part, verdict, out)
         else:
-            _commit(state, batching, event.now, sequence, part, verdict, out)
+            _commit(state, answer, sequence, part, verdict, out)
+    return answer
+
+
+def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
+    """Count what was committed and tell of it, callers and drafters; learn what the step took."""
+    event, step = answer.event, answer.step
+    state.auto.answered(event, num_drafters=len(state.drafters.names))
+    for commit in answer.commits:
+        sequence, token_ids = commit.sequence, commit.token_ids
+        verdict = commit.counted(len(token_ids))
+        _count(state, event.now, sequence, verdict)
+        out.callers.append(Emit(sequence.sequence_id, commit.offset, token_ids, verdict.accepted))
+        if sequence.pilot is not None:
+            state.auto.judged(sequence.pilot, verdict, event.now, sequence.drafter, sequence.tree)
+            sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
+        state.drafters.outcome(
+            sequence, commit.position, token_ids, commit.verdict.top_tokens, out.drafters
+        )
     state.drafters.stepped(event.now, state.running, out.drafters)
-    prefill_tokens = batching.answered(step, event.step_seconds)
+    prefill_tokens = answer.batching.answered(step, event.step_seconds)
     state.totals.prefilled += prefill_tokens
     if not prefill_tokens:
         state.costs.add(
             event.now,
             candidates=sum(part.window for part in step.slices),
             step_seconds=event.step_seconds,
-            tokens=state.totals.counts.committed - committed_before,
+            tokens=state.totals.counts.committed - answer.committed_before,
         )
 
 
 def _commit(
     state: DecodingState,
-    batching: Batching,
-    now: float,
+    answer: Answer,
     sequence: Sequence,
     part: Slice,
     verdict: SequenceVerdict,
     out: Outbox,
 ) -> None:
-    tree, offset, position = (
-        sequence.tree,
-        sequence.counts.committed,
-        sequence.tree.num_committed,
-    )
+    tree, batching = sequence.tree, answer.batching
+    offset, position = sequence.counts.committed, tree.num_committed
     accepted = accepted_path(verdict)
     token_id = None if gives_up_bonus(sequence, accepted) else verdict.token_id
     foresight = tree.foresight(accepted, token_id)
     committed = tree.commit(accepted, token_id)
     sequence.kv.length = tree.num_committed - 1
-    sequence.kv.moves = tuple(
-        (position + index, position + place)
-        for place, index in enumerate(accepted)
-        if index != place
-    )
-    if sequence.kv.moves:
-        # A node off its own position was summed in another order; so is what sees it.
-        sequence.kv.plain_until = min(sequence.kv.plain_until, position)
+    if part.parents:
+        sequence.kv.moves = tuple(
+            (position + index, position + place)
+            for place, index in enumerate(accepted)
+            if index != place
+        )
+        if sequence.kv.moves:
+            # A node off its own position was summed in another order; so is what sees it.
+            sequence.kv.plain_until = min(sequence.kv.plain_until, position)
     batching.kv.keep(sequence)
     kept, reason = cut_at_end(sequence, offset, committed)
-    counted_verdict = counted(
-        part,
-        accepted=len(accepted),
-        kept=len(kept),
-        committed=len(committed),
-        foresight=foresight,
-    )
-    _count(state, now, sequence, counted_verdict)
-    num_drafted = counted_verdict.accepted
-    out.callers.append(Emit(sequence.sequence_id, offset, kept, num_drafted))
-    if reason is not None:
-        state.finish(now, sequence, reason, out)
+    commit = Commit(sequence, part, verdict, offset, position, committed, foresight)
+    if reason is None:
+        _go_on(answer.event.now, sequence)
+        answer.commits.append(commit)
         return
-    if sequence.pilot is not None:
-        state.auto.judged(sequence.pilot, counted_verdict, now, sequence.drafter, tree)
-        sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
-    _go_on(now, sequence)
-    state.drafters.outcome(sequence, position, committed, verdict.top_tokens, out.drafters)
+    counted_verdict = commit.counted(len(kept))
+    _count(state, answer.event.now, sequence, counted_verdict)
+    out.callers.append(Emit(sequence.sequence_id, offset, kept, counted_verdict.accepted))
+    state.finish(answer.event.now, sequence, reason, out)
 
 
 def _commit_what_is_new(

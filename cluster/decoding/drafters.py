@@ -46,6 +46,11 @@ class Drafters:
         """A pass of the drafter took so long; `drafted`: it gave candidates."""
         self._drafters.heard(now, drafter, pass_seconds, drafted=drafted)
 
+    def pace(self, drafter: str) -> float:
+        """Its passes in the time of a step; 0: not known yet."""
+        known = self._drafters.get(drafter)
+        return self._costs.step_ms / known.pass_ms if known is not None and known.pass_ms else 0.0
+
     def known(self, drafter: str) -> bool:
         """Whether it can be used."""
         return drafter in self._drafters
@@ -184,7 +189,7 @@ class Drafters:
             return
         request = sequence.request
         drafter = self._drafters[sequence.drafter]
-        sequence.pace = self._costs.step_ms / drafter.pass_ms if drafter.pass_ms else 0.0
+        sequence.pace = self.pace(sequence.drafter)
         sequence.crowd = drafter.load
         view = sequence.draft_view()
         nodes = sequence.policy.granted_candidates(view)

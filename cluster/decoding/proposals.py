@@ -15,12 +15,14 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
     drafted = any(proposal.token_ids for proposal in event.proposals)
     state.drafters.heard(event.now, drafter, pass_seconds, drafted=drafted)
     state.auto.drafted(event)
-    vocab_size = state.vocab_size
+    vocab_size, pace = state.vocab_size, state.drafters.pace(drafter)
     total = 0
     for proposal in event.proposals:
         sequence = state.find(proposal.sequence_id)
         if sequence is None:
             continue
+        if sequence.drafter == drafter:
+            sequence.pace = pace
         tree = sequence.tree
         repeats = tree.repeats
         if not _attach(drafter, sequence, proposal, vocab_size):

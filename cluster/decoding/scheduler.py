@@ -1,7 +1,8 @@
 """The scheduler: events in, instructions out. It does no I/O and reads no clock.
 
 One step is in flight at a time. Whatever arrives meanwhile is kept, and the moment the verdicts
-are there the next step goes out with all that is known by then.
+are there the next step goes out with all that is known by then: `begin` does no more than it needs,
+`rest` what is left.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cluster.decoding.answers import take_answer
+from cluster.decoding.answers import Answer, settle, take_answer
 from cluster.decoding.batching import Batching
 from cluster.decoding.events import (
     Admitted,
@@ -78,6 +79,11 @@ class Scheduler:
         groups = (Group(number, batching) for number, batching in enumerate(batches))
         self._state = DecodingState(groups, waiting)
         self._woken_for: float | None = None
+        # Of the event that was begun: what it had an answer to, what goes out, and with which steps.
+        self._answer: Answer | None = None
+        self._out = Outbox()
+        self._steps: list[RunStep] = []
+        self._now = 0.0
         self.totals = self._state.totals
         self.utilisation = self._state.utilisation
 
@@ -119,11 +125,17 @@ class Scheduler:
             group.batching.check_fits(prompt_length, max_tokens)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event; what to do now, the next steps first.
+        """Take in one event; what to do now, the next steps first. Raises as `begin` does."""
+        steps = self.begin(event)
+        return [*steps, *self.rest()]
+
+    def begin(self, event: Event) -> list[RunStep]:
+        """Take in one event; the steps to send now. `rest` must follow, before the next event.
 
         Raises ProtocolError, changing nothing, when a StepDone does not answer the step in flight.
         """
-        out = Outbox()
+        assert self._answer is None, "an event before the rest of the last one"
+        out = self._out
         match event:
             case Admitted():
                 sequence = Sequence.admitted(event.request, event.now)
@@ -156,9 +168,34 @@ class Scheduler:
                 self._lose_target(event.now, self._state.groups[event.group], out)
             case Tick():
                 self._woken_for = None
-        steps = self._next_steps(event.now, out)
-        self.utilisation.observe(event.now, at_work=self._state.at_work)
-        return [*steps, *out.drafters, *out.callers]
+        self._now = event.now
+        if self._answer is not None and (len(self._state.groups) > 1 or not self._answer.is_all):
+            self._settle()
+        self._steps = self._next_steps(event.now, out)
+        if self._answer is not None and not self._steps and self._answer.steers:
+            self._settle()  # and what waits for its drafter need not wait any more, perhaps
+            self._steps = self._next_steps(event.now, out)
+        return self._steps
+
+    def rest(self) -> list[Instruction]:
+        """What else to do upon the event that was begun: messages to drafters, then to callers."""
+        self._settle()
+        out, self._out = self._out, Outbox()
+        for step in self._steps:
+            self._state.auto.beliefs.steps.sent(self._now, step)
+            running = self._state.groups[step.group].batching.running
+            for part in step.slices:
+                sequence = running[part.sequence_id]
+                if sequence.policy.grants_by_step:
+                    self._state.drafters.grant(sequence, out.drafters)
+        self._steps = []
+        self.utilisation.observe(self._now, at_work=self._state.at_work)
+        return [*out.drafters, *out.callers]
+
+    def _settle(self) -> None:
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            settle(self._state, answer, self._out)
 
     def check_integrity(self) -> None:
         """Assert every invariant. For tests."""
@@ -172,9 +209,14 @@ class Scheduler:
         if not free:
             return []
         if self._state.admit():
+            self._settle()  # drafters hear of what was before they hear of who comes
             self._state.assign(out)
         self._state.share_groups(out)
-        steps = [step for group in free if (step := self._next_step(group, now, out)) is not None]
+        steps = []
+        for group in free:
+            group.step = group.batching.plan(now)
+            if group.step is not None:
+                steps.append(group.step)
         wakes = [group.batching.wake_at for group in free]
         wake_at = min((time for time in wakes if time is not None), default=None)
         if wake_at is not None and wake_at != self._woken_for:
@@ -184,17 +226,6 @@ class Scheduler:
             # Waiting for a drafter is part of what tokens cost; having nothing to do is not.
             self._state.costs.pause()
         return steps
-
-    def _next_step(self, group: Group, now: float, out: Outbox) -> RunStep | None:
-        step = group.step = group.batching.plan(now)
-        if step is None:
-            return None
-        self._state.auto.beliefs.steps.sent(now, step)
-        for part in step.slices:
-            sequence = group.batching.running[part.sequence_id]
-            if sequence.policy.grants_by_step:
-                self._state.drafters.grant(sequence, out.drafters)
-        return step
 
     def _join_target(self, event: TargetJoined, out: Outbox) -> None:
         group = self._state.groups[event.group]
@@ -257,4 +288,4 @@ class Scheduler:
         assert batching.target is not None
         check_verdicts(step, event.verdicts, batching.target.vocab_size)
         group.step = None
-        take_answer(self._state, group, step, event, out)
+        self._answer = take_answer(self._state, group, step, event, out)

@@ -1,0 +1,76 @@
+"""What is known of the target's groups, and how long requests wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.target_link import TargetDescription
+from paceline.errors import CheckpointError, WorkerLostError
+
+
+class TargetGroups:
+    """Which groups are there. When none is, requests wait for one to come back, a while."""
+
+    def __init__(
+        self, num_groups: int, *, patience: float, give_up: Callable[[WorkerLostError], None]
+    ) -> None:
+        """`patience`: seconds from the loss of the last group until `give_up` is told why."""
+        self.all_joined_once = asyncio.Event()
+        """Every group of the target has been there."""
+        self._num_groups = num_groups
+        self._patience = patience
+        self._give_up = give_up
+        self._trouble: str | None = None
+        self._known: dict[int, TargetDescription] = {}
+        self._joined: set[int] = set()
+        self._impatience: asyncio.TimerHandle | None = None
+
+    @property
+    def target(self) -> TargetDescription | None:
+        """What the target is, or was: of its groups, the one that has the least room."""
+        return min(self._known.values(), key=lambda one: one.room, default=None)
+
+    def join(self, group: int, description: TargetDescription) -> None:
+        """A group is there. Raises CheckpointError where it serves another model than others."""
+        for other, known in self._known.items():
+            if other != group and known.made_of != description.made_of:
+                raise CheckpointError(
+                    f"target group {group} serves {description.checkpoint}, but group {other} "
+                    f"{known.checkpoint}; start all groups with the same checkpoint"
+                )
+        self.wait_no_more()
+        self._known[group] = description
+        self._joined.add(group)
+        self._trouble = None
+        if len(self._known) == self._num_groups:
+            self.all_joined_once.set()
+
+    def lose(self, group: int, reason: str) -> bool:
+        """A group is gone; whether it was there."""
+        if group not in self._joined:
+            return False
+        self._joined.discard(group)
+        if not self._joined:
+            loop = asyncio.get_running_loop()
+            self._impatience = loop.call_later(self._patience, self._tell, reason)
+        return True
+
+    def note(self, trouble: str) -> None:
+        """Why no group is back yet. Forgotten when one is."""
+        self._trouble = trouble
+
+    def wait_no_more(self) -> None:
+        """Nothing is given up from now on."""
+        if self._impatience is not None:
+            self._impatience.cancel()
+
+    def lost_for_good(self, reason: str) -> WorkerLostError:
+        """What requests are told that nobody waits for any more."""
+        return WorkerLostError(
+            f"the target went away and was not back within {self._patience:g} s "
+            f"({self._trouble or reason}); start it again, then send the request again"
+        )
+
+    def _tell(self, reason: str) -> None:
+        self._give_up(self.lost_for_good(reason))
