@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from cluster.decoding.draft_view import view_of
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
 from cluster.decoding.lookahead import Wait
 from cluster.decoding.prefill import PrefillCosts, share_prefill
@@ -79,8 +80,8 @@ class Batching(Residents):
         if self.target is None:
             return None
         draft = _Draft(self._max_step_tokens)
-        to_prefill = self._to_prefill()
-        decoding = self._decoding_windows(now)
+        decoding, prefilling = self._windows(now)
+        to_prefill = self._to_prefill(prefilling) if prefilling else []
         spare, room = draft.budget - len(decoding), self.target.room
         for sequence, wanted in decoding:
             # What other groups committed meanwhile comes first.
@@ -104,14 +105,18 @@ class Batching(Residents):
         self.closes.clear()
         return step
 
-    def _decoding_windows(self, now: float) -> list[tuple[Sequence, int]]:
-        """Sequences that may decode now, with the windows that their policies want."""
-        ready = []
+    def _windows(self, now: float) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
+        """Sequences that may decode now, with the windows that their policies want.
+
+        And those that prefill.
+        """
+        ready, prefilling = [], []
         for sequence in self.running.values():
             if sequence.prefilling:
+                prefilling.append(sequence)
                 continue
             patience = min(self._wait_seconds, sequence.patience)
-            window = sequence.policy.window(sequence.draft_view(), now, patience)
+            window = sequence.policy.window(view_of(sequence), now, patience)
             if isinstance(window, Wait):
                 if window.until < math.inf:
                     self.wake_at = min(window.until, self.wake_at or window.until)
@@ -120,19 +125,17 @@ class Batching(Residents):
                 ready.append((sequence, sequence.window))
             else:
                 ready.append((sequence, window))
-        return ready
+        return ready, prefilling
 
-    def _to_prefill(self) -> list[Sequence]:
-        """Sequences to prefill now, the oldest first.
+    def _to_prefill(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of the sequences to prefill now, the oldest first.
 
         One that would begin with a block which an older one is about to compute waits for it.
         """
         assert self.target is not None
         kv, chosen = self.target.kv, []
         being_computed: set[bytes] = set()
-        for sequence in self.running.values():
-            if not sequence.prefilling:
-                continue
+        for sequence in sequences:
             if not sequence.kv.open_at_target:
                 kv.adopt(sequence)
                 if kv.next_key(sequence) in being_computed:
@@ -143,6 +146,8 @@ class Batching(Residents):
 
     def _take_prefill(self, draft: _Draft, sequences: list[Sequence]) -> None:
         """Add prefill chunks, the oldest sequence's first."""
+        if not sequences:
+            return
         fed = sum(len(part.token_ids) for part in draft.slices)
         bearable = self._prefill_costs.chunk_beside(fed) if fed else draft.budget
         left = [one for one in sequences if one.sequence_id in self.running]

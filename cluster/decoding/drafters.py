@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from cluster.decoding.draft_view import view_of
 from cluster.decoding.events import DrafterJoined, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
@@ -191,7 +192,7 @@ class Drafters:
         drafter = self._drafters[sequence.drafter]
         sequence.pace = self.pace(sequence.drafter)
         sequence.crowd = drafter.load
-        view = sequence.draft_view()
+        view = view_of(sequence)
         nodes = sequence.policy.granted_candidates(view)
         branches = sequence.policy.granted_branches(view)
         depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)

@@ -11,42 +11,66 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.rules import Rule
-from paceline.value import value_class
 
 
-@value_class(frozen=True, slots=True)
-class DraftView:
-    """What a policy may look at. Counts are tokens, `ready_since` is the driver's clock.
+class DraftView(Protocol):
+    """What a policy may look at. Counts are tokens, times the driver's clock."""
 
-    `num_candidates` are those that a step could verify, up to `window` of them. No more than
-    `useful_candidates` on one path can be of use. `in_flight` of the candidates are being verified;
-    the last verdict left `kept` of them.
-    `num_groups` of the target serve the sequence; `verifying`: one of them is at a step of it.
-    `is_coupled`: drafts are compared with the target's own tokens, else coins are tossed for them.
-    `pace`: passes of the drafter in the time of a step; 0: not known yet. `crowd`: sequences that
-    the drafter drafts for, this one included.
-    """
+    @property
+    def num_candidates(self) -> int:
+        """Those that a step could verify, up to `window` of them."""
 
-    num_candidates: int
-    in_flight: int
-    kept: int
-    window: int
-    is_tree: bool
-    useful_candidates: int
-    has_drafter: bool
-    num_drafters: int
-    draft_exhausted: bool
-    ready_since: float
-    is_coupled: bool
-    pace: float
-    crowd: int
-    num_groups: int = 1
-    verifying: bool = False
+    @property
+    def in_flight(self) -> int:
+        """Of the candidates so many are being verified."""
+
+    @property
+    def kept(self) -> int:
+        """The last verdict left so many."""
+
+    @property
+    def window(self) -> int:
+        """The most that a step verifies."""
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether several may stand side by side."""
+
+    @property
+    def useful_candidates(self) -> int:
+        """No more than so many on one path can be of use."""
+
+    @property
+    def num_drafters(self) -> int:
+        """Drafters that share the sequence."""
+
+    @property
+    def ready_since(self) -> float:
+        """Since when the next step could begin."""
+
+    @property
+    def is_coupled(self) -> bool:
+        """Drafts are compared with the target's own tokens; else coins are tossed for them."""
+
+    @property
+    def pace(self) -> float:
+        """Passes of the drafter in the time of a step; 0: not known yet."""
+
+    @property
+    def crowd(self) -> int:
+        """Sequences that the drafter drafts for, this one included."""
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of the target that serve the sequence."""
+
+    @property
+    def verifying(self) -> bool:
+        """Whether one of several groups is at a step of it."""
 
     @property
     def waits_in_vain(self) -> bool:
         """Nothing more will come before the next verdict."""
-        return self.draft_exhausted or not self.has_drafter
 
 
 @dataclass(frozen=True, slots=True)

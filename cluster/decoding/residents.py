@@ -127,6 +127,8 @@ class Residents:
         assert self.target is not None
         kv = self.target.kv
         wanted = blocks_for(length, kv.block_size) - len(sequence.kv.block_table)
+        if wanted <= 0:
+            return True
         while wanted > kv.num_available:
             youngest = self._youngest()
             if youngest is sequence or youngest.sequence_id in but:
@@ -137,8 +139,7 @@ class Residents:
             self._release(youngest)
             self._give_back(youngest)
             self.preemptions += 1
-        if wanted > 0:
-            sequence.kv.block_table.extend(kv.allocate(wanted))
+        sequence.kv.block_table.extend(kv.allocate(wanted))
         return True
 
     def check_integrity(self) -> None:

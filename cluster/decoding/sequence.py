@@ -10,10 +10,9 @@ from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.held_kv import HeldKv
 from cluster.decoding.instructions import SequenceStats, Slice
-from cluster.decoding.lookahead import DraftView, LookaheadPolicy
+from cluster.decoding.lookahead import LookaheadPolicy
 from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName, policy_named
-from cluster.decoding.replicas import num_verifying
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.utilisation import Mark, Shares, Utilisation
 from paceline.rules import Rule
@@ -118,8 +117,10 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         """It has not begun, or has no KV of more tokens than a decoding step feeds."""
-        most = CATCH_UP if self.policy.replicates else 1
-        return not self.kv.open_at_target or self.lacking > most
+        lacking = len(self.tree.token_ids) - self.kv.length
+        if lacking > 1 and self.policy.replicates:
+            return not self.kv.open_at_target or lacking > CATCH_UP
+        return lacking > 1 or not self.kv.open_at_target
 
     @property
     def num_paths(self) -> int:
@@ -132,31 +133,6 @@ class Sequence:
         if self.request.merge:
             return int(self.drafter is not None)
         return (self.drafter is not None) + len(self.helpers)
-
-    def draft_view(self) -> DraftView:
-        """What a policy may look at."""
-        limit, in_flight, verifying = self.window, self.tree.num_pinned, False
-        if self.policy.replicates:
-            ahead = num_verifying(self.tree, self.slices_in_flight)
-            in_flight, verifying = ahead or 0, ahead is not None
-            limit += in_flight + verifying
-        return DraftView(
-            num_candidates=self.tree.num_verifiable(limit),
-            in_flight=in_flight,
-            kept=self.kept,
-            window=self.window,
-            is_tree=self.request.branches > 1 or self.request.merge,
-            useful_candidates=self.useful_candidates,
-            has_drafter=self.drafter is not None,
-            num_drafters=self.num_sharing,
-            draft_exhausted=self.draft_exhausted,
-            ready_since=self.ready_since,
-            is_coupled=self.request.spec.rule is Rule.COUPLED,
-            pace=self.pace,
-            crowd=self.crowd,
-            num_groups=1 + len(self.replicas),
-            verifying=verifying,
-        )
 
     @property
     def slices_in_flight(self) -> list[Slice]:
@@ -227,7 +203,3 @@ class Replica(Sequence):
             block_keys=lead.block_keys,
             lead=lead,
         )
-
-    def draft_view(self) -> DraftView:
-        """What a policy may look at."""
-        return self.lead.draft_view()

@@ -138,11 +138,14 @@ class TokenTree:
             self._pinned = [node for node in self._nodes if node.length <= deepest]
         else:
             self._pinned = self._choose(limit)
-        return window_of(self.root, self._pinned, with_multiplicities=bool(num_paths))
+        return window_of(
+            self.root, self._pinned, with_multiplicities=bool(num_paths), in_line=self._in_line
+        )
 
     def chain_of(self, limit: int) -> Window:
         """The `limit` candidates of a window that nothing holds fast: it is judged by content."""
-        return window_of(self.root, self._choose(limit), with_multiplicities=False)
+        nodes = self._choose(limit)
+        return window_of(self.root, nodes, with_multiplicities=False, in_line=self._in_line)
 
     def unpin(self) -> None:
         """There will be no verdict on what was pinned."""
@@ -187,8 +190,13 @@ class TokenTree:
         """Commit these candidates and the tokens after them; returns all of them."""
         root = path[-1] if path else self.root
         for token_id in token_ids:
-            after = next((child for child in root.children if child.token_id == token_id), None)
-            root = after or Node(token_id, root.length + 1, extend_hash(root.prefix_hash, token_id))
+            for child in root.children:
+                if child.token_id == token_id:
+                    root = child
+                    break
+            else:
+                prefix_hash = extend_hash(root.prefix_hash, token_id)
+                root = Node(token_id, root.length + 1, prefix_hash)
             path.append(root)
         committed = tuple([node.token_id for node in path])
         self.token_ids += committed
@@ -223,7 +231,35 @@ class TokenTree:
         self.root = root
         self._pinned = []
         self._foreign = False
-        self._keep(self._nodes)
+        self._keep_below(root)
+
+    @property
+    def _in_line(self) -> bool:
+        """Whether what a step verifies is a chain, whatever is held."""
+        return self.chain or self.verified_width == 1
+
+    def _keep_below(self, root: Node) -> None:
+        """Hold what hangs from a root, all of which is held already. What is below stays as it is.
+
+        In a chain that is all from some place on.
+        """
+        kept: list[Node] = []
+        if root.children and self.chain:
+            first = root.children[0].length - self._nodes[0].length
+            kept = self._nodes[first:]
+        elif root.children:
+            held = {root}
+            for node in self._nodes:
+                if node.parent in held:
+                    held.add(node)
+                    kept.append(node)
+        for node in (root, *kept):
+            if node.distribution is not None and not node.children:
+                node.distribution = None  # The next children may be another drafter's draws.
+        self._nodes = kept
+        # Of equal prefixes the first, but the root above all.
+        self._by_hash = {node.prefix_hash: node for node in reversed(kept)}
+        self._by_hash[root.prefix_hash] = root
 
     def _keep(self, nodes: Sequence[Node]) -> None:
         """Hold those of `nodes` that hang from the root, and nothing else."""

@@ -75,25 +75,31 @@ def likeliest(root: Node, limit: int, *, width: int, rank_chances: Sequence[floa
     return chosen
 
 
-def window_of(root: Node, nodes: Sequence[Node], *, with_multiplicities: bool) -> Window:
-    """These candidates, each after its parent, as a step verifies them."""
+def window_of(
+    root: Node, nodes: Sequence[Node], *, with_multiplicities: bool, in_line: bool = False
+) -> Window:
+    """These candidates, each after its parent, as a step verifies them.
+
+    `in_line`: each is known to hang from the one before.
+    """
     if not nodes:
         return NO_CANDIDATES
-    number = {id(root): 0}
-    parents = []
-    for index, node in enumerate(nodes):
-        parents.append(number[id(node.parent)])
-        number[id(node)] = index + 1
-    inner = {parent: nodes[parent - 1] if parent else root for parent in parents}
-    distributions = {
-        parent: node.distribution for parent, node in inner.items() if node.distribution is not None
-    }
-    is_chain = parents == list(range(len(parents)))
+    parents: Sequence[int] = range(len(nodes))
+    if not in_line:
+        number = {root: 0, **{node: index for index, node in enumerate(nodes, start=1)}}
+        found = [number[node.parent] for node in nodes if node.parent is not None]
+        if found != list(parents):
+            parents = found
+    above = (root, *nodes)
     return Window(
         token_ids=tuple([node.token_id for node in nodes]),
-        parents=() if is_chain else tuple(parents),
+        parents=() if isinstance(parents, range) else tuple(parents),
         multiplicities=tuple([node.multiplicity for node in nodes]) if with_multiplicities else (),
-        distributions=distributions,
+        distributions={
+            parent: distribution
+            for parent in dict.fromkeys(parents)
+            if (distribution := above[parent].distribution) is not None
+        },
     )
 
 
