@@ -278,7 +278,7 @@ class Dispatch:
                     self._wake_at(instruction.time)
                 elif isinstance(instruction, Suspect):
                     suspects.append(instruction.drafter)
-                else:
+                elif not isinstance(instruction, RunStep):
                     messages.setdefault(instruction.drafter, []).append(instruction)
         self._for_drafters.clear()
         for drafter, message in messages.items():

@@ -46,6 +46,7 @@ TAKE_OVER_SECONDS = 0.5
 _LONGEST_SESSION = 64
 _log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
+_END = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,9 +126,9 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 else_status, "this shard is stepping for another stream; end that one first"
             )
 
-    # It reads and writes by the context rather than iterate and yield: a generator that is cancelled
-    # at a yield is closed by whoever collects it, and until then the next stream would find the
-    # shard taken. The next step is asked for while the answer is on its way, not after it.
+    # It reads and writes by the context rather than iterate and yield: a generator that is
+    # cancelled at a yield is closed by whoever collects it, and until then the next stream would
+    # find the shard taken. The next step is asked for while the answer is on its way, not after it.
     async def Step(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
     ) -> None:
@@ -136,7 +137,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         reading = asyncio.ensure_future(context.read())
         try:
             stepper = Stepper(engine, self._verdicts_of, self._clock)
-            while (request := await reading) is not grpc.aio.EOF:
+            while (request := await reading) is not _END:
                 response = stepper.step(request)
                 reading = asyncio.ensure_future(context.read())
                 await context.write(response)

@@ -79,7 +79,7 @@ class Scheduler:
         groups = (Group(number, batching) for number, batching in enumerate(batches))
         self._state = DecodingState(groups, waiting)
         self._woken_for: float | None = None
-        # Of the event that was begun: what it had an answer to, what goes out, and with which steps.
+        # Of the event that was begun: an answer that is not settled, what to tell, steps sent.
         self._answer: Answer | None = None
         self._out = Outbox()
         self._steps: list[RunStep] = []

@@ -188,3 +188,26 @@ def test_a_cancelled_sequence_keeps_its_blocks_until_its_step_is_done() -> None:
     assert next(e for e in out if isinstance(e, Finish)).reason is FinishReason.CANCELLED
     assert not any(isinstance(each, Emit) for each in out)
     scheduler.check_integrity()
+
+
+def test_the_next_step_goes_out_before_anything_is_counted_or_told() -> None:
+    scheduler = started()
+    scheduler.handle(proposal(PROMPT, 10, 11, 12))
+    (step,) = scheduler.begin(verdict(1, 0, 10))
+    assert step.slices[0].token_ids == (10, 11, 12)
+    assert scheduler.totals.counts.committed == 0
+    with pytest.raises(AssertionError, match="before the rest of the last one"):
+        scheduler.begin(Tick(1.0))
+    out = scheduler.rest()
+    assert out[0] == SendOutcome("d", 1, 3, (10,))
+    assert out[-1] == Emit(1, 0, (10,), 0)
+    assert scheduler.totals.counts.committed == 1
+    assert scheduler.rest() == []
+
+
+def test_who_comes_in_is_opened_after_drafters_heard_of_the_step_before() -> None:
+    scheduler = started()
+    scheduler.handle(Admitted(0.5, request(2, (4, 5))))
+    scheduler.begin(verdict(1, 0, 10))
+    told = [type(one) for one in scheduler.rest()]
+    assert told.index(SendOutcome) < told.index(OpenDraft)
