@@ -1,0 +1,1 @@
+import workers  # noqa: F401  (what it does before gRPC is imported)

@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 
 from paceline.channel import client_options
-from workers.grpc_threads import read_in_place
 
 DESCRIBE_SECONDS = 5.0
 """Deadline of a worker's description, connecting included."""
@@ -30,7 +29,6 @@ def waits_between_tries() -> Iterator[float]:
 @asynccontextmanager
 async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to a worker, closed at the end with all its calls."""
-    read_in_place()
     channel = grpc.aio.insecure_channel(address, options=client_options())
     try:
         yield channel

@@ -14,7 +14,7 @@ _VARIABLE = "GRPC_EXPERIMENTS"
 def read_in_place() -> None:
     """Have the thread that waits for gRPC's events read sockets itself, in this process.
 
-    To be called before its first channel or server; later it changes nothing. What an operator has
-    put into GRPC_EXPERIMENTS stays as it is.
+    gRPC looks when it is first imported; later this changes nothing. What an operator has put into
+    GRPC_EXPERIMENTS stays as it is.
     """
     os.environ.setdefault(_VARIABLE, "-event_engine_client,-event_engine_listener")

@@ -10,7 +10,6 @@ from grpc_reflection.v1alpha import reflection
 
 from paceline.channel import WORKERS, Keepalive, server_options
 from paceline.errors import PacelineError, UnavailableError, outward
-from workers.grpc_threads import read_in_place
 
 AddServices = Callable[[grpc.aio.Server], Sequence[str]]
 """Adds services to a server and returns their full names (`paceline.v1.TargetService`)."""
@@ -84,7 +83,6 @@ async def start_server(
     Health and reflection are added. `serving=False` begins NOT_SERVING until `report_serving`.
     Raises UnavailableError, naming the port, when it cannot be bound.
     """
-    read_in_place()
     server = grpc.aio.server(options=server_options(keepalive))
     services = add(server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
