@@ -1,4 +1,4 @@
-"""Which of gRPC's threads reads a socket: the one that hands the message over, not another before it.
+"""Which of gRPC's threads reads a socket: the one that hands the message over, no other before it.
 
 Measured between two processes that sleep most of the time, as a driver and a shard do: there and
 back 0.50 ms rather than 0.60 (docs/performance.md).
