@@ -1,59 +1,28 @@
-"""A drafter: the gRPC servicer of drafting.proto around a desk of open sequences.
-
-One event loop does everything. Each stream has a task that reads its messages and one that writes
-its answers; a single task drafts for all streams. A pass runs on the loop itself; after it the loop
-turns until the messages that have arrived are handled, so that an outcome cuts work early.
-"""
+"""A drafter: what it loads, and its servicer (drafting_service.py) in a process of its own."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import os
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import grpc
 import typer
 
-from paceline.convert import rule_to_wire
-from paceline.errors import (
-    ConfigError,
-    InternalError,
-    PacelineError,
-)
+from paceline.errors import ConfigError
 from paceline.rules import DRAFTER_KINDS, DrafterKind
-from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.cores import pin_cores
-from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.desk import DraftingDesk
 from workers.drafting.model import ModelProposer
 from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
 from workers.drafting.recycling import RecyclingProposer
-from workers.drafting.wire import apply_request, to_responses
+from workers.drafting_service import Drafter
 from workers.engine.open import DEVICES, AnyEngine, Device
 from workers.engine.weight_form import WeightForm
 from workers.loading import load_engine
-from workers.server import RunningServer, start_server, status_code
+from workers.server import RunningServer, start_server
 from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone
-from workers.worker_clock import WorkerClock
-
-SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
-QUIET_SECONDS = 0.0001
-QUIET_SECONDS_OF_MANY = 0.0003
-"""After a message, the next one is waited for so long before a pass begins. gRPC hands messages
-over one by one; with several sequences open, those that a step brought should share a pass."""
-CATCH_UP_SECONDS = 0.01
-"""Messages that never end do not keep passes from being run."""
-HAND_OVER_SECONDS = 0.001
-"""Answers that gRPC does not take do not either. A pass keeps it from taking any: one that is still
-in the outbox then leaves a pass late."""
-
-_Context = grpc.aio.ServicerContext[Any, Any]
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,165 +42,6 @@ class DrafterOptions:
     max_sequences: int = 64
     cores: tuple[int, ...] | None = None
     device: Device = "cpu"
-
-
-class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
-    """Answers UNAVAILABLE until `begin`."""
-
-    def __init__(self, clock: WorkerClock | None = None) -> None:
-        self._desk: DraftingDesk | None = None
-        self._clock = clock or WorkerClock()
-        self._outboxes: dict[DraftingSession, _Outbox] = {}
-        self._woken = asyncio.Event()
-        # Messages handled, and how many of them when a pass was last prepared.
-        self._handled = self._seen = 0
-        self._drafting: asyncio.Task[None] | None = None
-
-    def add_to(self, server: grpc.aio.Server) -> tuple[str]:
-        """Have a server offer it; the names of its services."""
-        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(self, server)
-        return (SERVICE_NAME,)
-
-    def begin(self, desk: DraftingDesk) -> None:
-        """Start drafting."""
-        self._desk = desk
-        self._drafting = asyncio.create_task(self._draft(desk))
-
-    async def end(self) -> None:
-        """Stop drafting."""
-        if self._drafting is not None:
-            self._drafting.cancel()
-            await asyncio.gather(self._drafting, return_exceptions=True)
-
-    async def DescribeDrafter(
-        self, request: drafting_pb2.DescribeDrafterRequest, context: _Context
-    ) -> drafting_pb2.DescribeDrafterResponse:
-        info = (await self._loaded(context)).info
-        return drafting_pb2.DescribeDrafterResponse(
-            kind=info.kind,
-            model=info.model,
-            vocab_size=info.vocab_size,
-            vocabulary_digest=info.vocabulary_digest,
-            max_position=info.max_position,
-            pid=os.getpid(),
-            rules=sorted(rule_to_wire(rule) for rule in info.rules),
-            wants_top_tokens=info.wants_top_tokens,
-        )
-
-    # It writes to the context rather than yield: a generator that is cancelled at a yield is closed
-    # by whoever collects it, and until then its sequences would hold their memory.
-    async def Draft(  # type: ignore[override]
-        self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: _Context
-    ) -> None:
-        desk = await self._loaded(context)
-        session = desk.open_session()
-        outbox: _Outbox = asyncio.Queue()
-        self._outboxes[session] = outbox
-        reader = asyncio.create_task(self._read(request_iterator, session, outbox))
-        try:
-            while (answer := await outbox.get()) is not None:
-                if isinstance(answer, PacelineError):
-                    await context.abort(status_code(answer), str(answer))
-                await context.write(answer)
-        finally:
-            reader.cancel()
-            del self._outboxes[session]
-            desk.close_session(session)
-
-    async def _loaded(self, context: _Context) -> DraftingDesk:
-        if self._desk is None:
-            await context.abort(
-                grpc.StatusCode.UNAVAILABLE, "the drafter is still being loaded; try again"
-            )
-        assert self._desk is not None
-        return self._desk
-
-    async def _read(
-        self,
-        requests: AsyncIterator[drafting_pb2.DraftRequest],
-        session: DraftingSession,
-        outbox: _Outbox,
-    ) -> None:
-        """Handle a stream's messages until it ends; then let its writer end too."""
-        try:
-            async for request in requests:
-                for declined in apply_request(session, request):
-                    outbox.put_nowait(drafting_pb2.DraftResponse(declined=declined))
-                session.handled(self._clock.now())
-                self._handled += 1
-                self._woken.set()
-        except PacelineError as error:
-            outbox.put_nowait(error)
-        else:
-            outbox.put_nowait(None)
-
-    async def _draft(self, desk: DraftingDesk) -> None:
-        while True:
-            await self._woken.wait()
-            self._woken.clear()
-            await self._catch_up(desk)
-            while desk.has_work:
-                if (until := desk.hold_until(self._clock.now())) is not None:
-                    await self._rest(until)
-                    await self._catch_up(desk)
-                    continue
-                try:
-                    self._run_pass(desk)
-                except Exception as error:
-                    _log.exception("a drafting pass failed; all streams are ended")
-                    for outbox in self._outboxes.values():
-                        outbox.put_nowait(InternalError(f"a drafting pass failed: {error!r}"))
-                    break  # until a stream brings something new
-                await self._catch_up(desk)
-
-    async def _rest(self, until: float) -> None:
-        """Return when a message came, or at that time by the worker's clock."""
-        self._woken.clear()
-        seconds = (until - self._clock.now()) * self._clock.dilation
-        alarm = asyncio.get_running_loop().call_later(max(0.0, seconds), self._woken.set)
-        await self._woken.wait()
-        alarm.cancel()
-
-    def _run_pass(self, desk: DraftingDesk) -> None:
-        begin = self._clock.now()
-        news = desk.run_pass()
-        pass_seconds = self._clock.now() - begin
-        desk.pass_took(1000 * pass_seconds)
-        for item in news:
-            for answer in to_responses(
-                item, pass_seconds, overrun_seconds=self._clock.overrun_seconds
-            ):
-                self._outboxes[item.session].put_nowait(answer)
-
-    async def _catch_up(self, desk: DraftingDesk) -> None:
-        """Let answers go out and messages that have arrived be handled.
-
-        Two turns of the loop start the writes and resume the readers; a stream that is still busy
-        with its last answer takes some more. When messages were handled
-        since the last time, more may be waiting inside gRPC: go on until none came for a
-        moment, but no longer than CATCH_UP_SECONDS.
-        """
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        hand_over_until = time.perf_counter() + HAND_OVER_SECONDS
-        while self._has_answers and time.perf_counter() < hand_over_until:
-            await asyncio.sleep(0)
-        quiet = QUIET_SECONDS if desk.num_open <= 1 else QUIET_SECONDS_OF_MANY
-        end = time.perf_counter() + CATCH_UP_SECONDS
-        while self._handled != self._seen and time.perf_counter() < end:
-            self._seen = self._handled
-            quiet_at = time.perf_counter() + quiet
-            while self._handled == self._seen and time.perf_counter() < quiet_at:
-                await asyncio.sleep(0)
-
-    @property
-    def _has_answers(self) -> bool:
-        """Whether an answer waits for its turn to be written."""
-        return any(not outbox.empty() for outbox in self._outboxes.values())
-
-
-_Outbox = asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None]
-"""Answers in order; an error aborts the stream, None ends it."""
 
 
 async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) -> RunningServer:

@@ -65,7 +65,7 @@ class _PassClock:
 class SimulatedDrafter:
     """One drafter device for the drivers that share it.
 
-    Messages that arrive during a pass are read after it, as in workers/drafter.py.
+    Messages that arrive during a pass are read after it, as in workers/drafting_service.py.
     `pause_seconds`: between two passes, for answers to leave and messages to be read.
     """
 

@@ -2,52 +2,27 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from deploy.commands import bench_suites
+from deploy.commands.bench_suites import Amount, Task
 from deploy.commands.options import ConfigOption, JsonOption
 from deploy.inputs import DEFAULT_INPUT, BadRow, read_rows
 from deploy.outputs import check_writable, write_json
-from deploy.reach import teller
 from deploy.request_flags import check_at_least_one
 from paceline.errors import InvalidRequestError
 from paceline.generation import GenerateInput
 from workers.models import default_home
-
-if TYPE_CHECKING:
-    from cluster.config import Config
-
-
-@dataclass(frozen=True, slots=True)
-class Amount:
-    """How much a suite measures: rows of the input, tokens a row, rounds."""
-
-    limit: int
-    max_tokens: int
-    repeats: int
-
 
 AMOUNTS: Mapping[str, Amount] = {"decode": Amount(8, 64, 3), "rules": Amount(4, 32, 2)}
 """What the suites that read an input measure unless told otherwise: minutes on two cores."""
 QUICK = Amount(2, 24, 1)
 """Of suite rules with --quick."""
 SUITES = (*AMOUNTS, "engine", "lookahead")
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What a suite is given."""
-
-    config: Config
-    inputs: Sequence[GenerateInput]
-    amount: Amount
-    home: Path
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -132,11 +107,11 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             check_writable("json", json_path)
         config, home = load_config(config_path, environ), default_home(environ)
         if suite == "engine" and device == "cuda":
-            report = _gpu(quick=quick)
+            report = bench_suites.gpu(quick=quick)
         elif suite == "engine":
-            report = _engine(config, part, batch, quick=quick, home=home)
+            report = bench_suites.engine(config, part, batch, quick=quick, home=home)
         elif suite == "lookahead":
-            report = _lookahead(
+            report = bench_suites.lookahead(
                 part, max_tokens, repeats, quick=quick, home=home, json_path=json_path
             )
         else:
@@ -146,9 +121,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             amount = _amount(usual, limit, max_tokens, repeats)
             task = Task(config, _read_inputs(input_path, amount.limit), amount, home)
             if suite == "decode":
-                report = _decode(task, calibrate=calibrate, gap_steps=gap_steps)
+                report = bench_suites.decode(task, calibrate=calibrate, gap_steps=gap_steps)
             else:
-                report = _rules(task, part, quick=quick)
+                report = bench_suites.rules(task, part, quick=quick)
         if json_path is not None:
             write_json(json_path, report)
 
@@ -199,110 +174,3 @@ def _read_inputs(path: Path, limit: int) -> list[GenerateInput]:
             raise InvalidRequestError("input", row.message)
         inputs.append(row.input)
     return inputs
-
-
-def _decode(task: Task, *, calibrate: bool, gap_steps: int) -> Mapping[str, object]:
-    """Run the suite and print it; the document for programs."""
-    from deploy.bench.decode import DecodeSettings, deployments, run_decode
-    from deploy.bench.machine import describe_machine
-    from deploy.bench.report import decode_json, print_decode
-
-    settings = DecodeSettings(task.amount.max_tokens, task.amount.repeats, calibrate, gap_steps)
-    machine = describe_machine()
-    with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
-        result = run_decode(
-            deployments(task.config),
-            task.inputs,
-            settings,
-            home=task.home,
-            log_folder=Path(folder),
-            tell=tell,
-        )
-    print_decode(Console(), result)
-    return decode_json(result, machine)
-
-
-def _rules(task: Task, parts: Sequence[str] | None, *, quick: bool) -> Mapping[str, object]:
-    """Run the suite and print it; the document for programs."""
-    from deploy.bench.machine import describe_machine
-    from deploy.bench.rules import RulesSettings, run_rules
-    from deploy.bench.rules_report import print_rules, rules_json
-    from deploy.bench.rules_rows import PART_NAMES
-
-    amount = task.amount
-    settings = RulesSettings(parts or PART_NAMES, amount.max_tokens, amount.repeats, quick)
-    machine = describe_machine()
-    with teller(Console(stderr=True)) as tell:
-        rows = run_rules(task.config, task.inputs, settings, home=task.home, tell=tell)
-    print_rules(Console(), rows)
-    return rules_json(rows, machine)
-
-
-def _engine(
-    config: Config,
-    parts: Sequence[str] | None,
-    batches: Sequence[int] | None,
-    *,
-    quick: bool,
-    home: Path,
-) -> Mapping[str, object]:
-    """Run the suite and print it; the document for programs."""
-    from deploy.bench.engine import USUAL_PARTS, run_engine
-    from deploy.bench.engine_report import engine_json, print_engine
-    from deploy.bench.engine_rows import EngineTask
-    from deploy.bench.machine import describe_machine
-
-    machine = describe_machine()
-    with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
-        task = EngineTask(config, home, Path(folder), quick, tell, batches)
-        rows = run_engine(task, parts or USUAL_PARTS)
-    print_engine(Console(), rows)
-    return engine_json(rows, machine)
-
-
-def _gpu(*, quick: bool) -> Mapping[str, object]:
-    """Run the suite on a GPU and print it; the document for programs."""
-    from deploy.bench.engine_gpu import llama_8b, measure_gpu
-    from deploy.bench.engine_report import engine_json, print_engine
-    from deploy.bench.engine_rows import with_speedups
-    from deploy.bench.machine import describe_machine
-
-    machine = describe_machine()
-    with teller(Console(stderr=True)) as tell:
-        rows = with_speedups(measure_gpu(llama_8b(quick=quick), tell))
-    print_engine(Console(), rows)
-    return engine_json(rows, machine)
-
-
-def _lookahead(
-    parts: Sequence[str] | None,
-    max_tokens: int | None,
-    repeats: int | None,
-    *,
-    quick: bool,
-    home: Path,
-    json_path: Path | None,
-) -> Mapping[str, object]:
-    """Run the suite and print it; the document for programs, written after each cell too."""
-    from deploy.bench import lookahead
-    from deploy.bench.lookahead_report import lookahead_json, print_lookahead
-    from deploy.bench.lookahead_results import LookaheadResult
-    from deploy.bench.machine import describe_machine
-
-    usual = lookahead.QUICK if quick else lookahead.FULL
-    settings = replace(
-        usual,
-        max_tokens=usual.max_tokens if max_tokens is None else max_tokens,
-        repeats=usual.repeats if repeats is None else repeats,
-        parts=tuple(parts or ()),
-    )
-    machine = describe_machine()
-
-    def save(result: LookaheadResult) -> None:
-        if json_path is not None:
-            write_json(json_path, lookahead_json(result, machine))
-
-    with teller(Console(stderr=True)) as tell:
-        result = lookahead.run_lookahead(settings, home=home, tell=tell, save=save)
-    print_lookahead(Console(), result)
-    return lookahead_json(result, machine)

@@ -18,7 +18,8 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel
 from workers.cores import pin_cores
-from workers.drafter import SERVICE_NAME, Drafter, DrafterOptions, serve_drafter
+from workers.drafter import DrafterOptions, serve_drafter
+from workers.drafting_service import SERVICE_NAME, Drafter
 from workers.server import start_server
 
 

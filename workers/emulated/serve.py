@@ -10,9 +10,10 @@ from pathlib import Path
 from workers import drafter as real_drafter
 from workers import target_shard as real_target
 from workers.cores import pin_cores
-from workers.drafter import Drafter, DrafterOptions
+from workers.drafter import DrafterOptions
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.model import ModelProposer
+from workers.drafting_service import Drafter
 from workers.emulated.device_clock import DeviceClock
 from workers.emulated.dilated import DilatedEngine, DilatedProposer, check_dilation
 from workers.emulated.profiles import DeviceProfile
