@@ -1,36 +1,27 @@
-"""`paceline bench engine`: its load, sizes, rows and report, and its parts on a tiny model."""
+"""`paceline bench engine`: its parts on a tiny model."""
 
 from __future__ import annotations
 
-import io
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cluster.config import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
 from deploy.bench.engine import PARTS, USUAL_PARTS
 from deploy.bench.engine_delay import delay_in_steps
 from deploy.bench.engine_driver import measure_one
-from deploy.bench.engine_load import Request, batches_of, random_tokens, seeded_requests
+from deploy.bench.engine_load import Request, random_tokens, seeded_requests
 from deploy.bench.engine_memory import (
-    copy_bandwidth,
     model_bytes,
-    peak_memory,
-    runtime_memory,
 )
 from deploy.bench.engine_peer import PeerProcess
-from deploy.bench.engine_report import engine_json, goals, print_engine
 from deploy.bench.engine_rows import (
     BATCHES,
     WINDOWS,
-    EngineRow,
     EngineTask,
-    own_name,
     peer_dtype,
     with_speedups,
 )
@@ -43,27 +34,6 @@ from tests.deploy.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
 from workers.models import resolve_model
-
-EVERY_ROW = {
-    *("name", "speedup", "engine", "batch", "window", "degree", "dtype", "threads"),
-    *("step_ms", "bandwidth_share", "tokens_per_second"),
-}
-
-
-def served_row(name: str, batch: int, speed: float | None) -> EngineRow:
-    engine = "transformers" if name.startswith("hf") else "paceline"
-    return EngineRow("serving", name, engine, batch, 0, 1, "float32", 2, 10.0, None, speed)
-
-
-RUN = (
-    replace(served_row("off", 1, 50.0), part="steps", bandwidth_share=0.5),
-    served_row("off", 1, 40.0),
-    served_row("hf", 1, 20.0),
-    served_row("off", 16, 200.0),
-    served_row("off, 1 thread", 16, 150.0),
-    served_row("hf", 16, 50.0),
-    served_row("hf-continuous", 16, None),
-)
 
 
 @pytest.fixture(scope="module")
@@ -84,22 +54,6 @@ def peer(checkpoint: Path, tmp_path: Path) -> Iterator[PeerProcess]:
         yield process
 
 
-def test_the_load_is_seeded_and_covers_its_range() -> None:
-    requests = seeded_requests(2000, vocab_size=300, seed=7)
-    assert requests == seeded_requests(2000, vocab_size=300, seed=7)
-    assert requests != seeded_requests(2000, vocab_size=300, seed=8)
-    prompts = {len(request.prompt_token_ids) for request in requests}
-    outputs = {request.output_tokens for request in requests}
-    assert (min(prompts), max(prompts)) == (20, 600)
-    assert (min(outputs), max(outputs)) == (16, 256)
-    assert len({request.prompt_token_ids[:20] for request in requests}) == 2000
-    assert [len(group) for group in batches_of(requests[:9], 4)] == [4, 4, 1]
-
-
-def test_a_copy_has_a_bandwidth() -> None:
-    assert copy_bandwidth(1, num_bytes=1 << 20) > 0
-
-
 def test_what_a_step_reads_is_counted(checkpoint: Path) -> None:
     sizes = model_bytes(checkpoint, "float32")
     layer = 48 * (6 + 2 + 2) * 8 + 6 * 8 * 48 + 3 * 48 * 112
@@ -110,51 +64,6 @@ def test_what_a_step_reads_is_counted(checkpoint: Path) -> None:
     norms = 5 * 48
     assert sizes.weights == 4 * (2 * layer + head + norms)  # the embedding is the LM head
     assert model_bytes(checkpoint, "int8").read_a_step == sizes.read_a_step // 4
-
-
-def test_memory_of_a_process_is_its_peak() -> None:
-    before = peak_memory(os.getpid())
-    held = b"1" * (64 << 20)
-    assert peak_memory(os.getpid()) >= before
-    assert peak_memory(os.getpid()) > len(held)
-    assert runtime_memory() > 50 << 20
-
-
-def test_speedups_are_against_plain_decoding_of_the_same_part_and_batch() -> None:
-    rows = with_speedups(RUN)
-    assert [row.speedup for row in rows] == [1, 1, 0.5, 1, 0.75, 0.25, None]
-    assert with_speedups(RUN[2:3])[0].speedup is None
-    found = {goal.name: (goal.ratio, goal.aim) for goal in goals(rows)}
-    assert found == {
-        "batch 1: off / hf": (2.0, 2.0),
-        "batch 16: off / hf": (4.0, 3.0),
-        "batch 16: off, 1 thread / hf": (3.0, 3.0),
-    }
-    assert list(goals(RUN[:1])) == []
-
-
-def test_rows_of_ours_are_named_apart() -> None:
-    names = {
-        own_name(window=window, degree=degree, threads=threads)
-        for window in WINDOWS
-        for degree, threads in ((1, 2), (1, 1), (2, 1))
-    }
-    assert len(names) == 9
-    assert own_name(window=0, degree=1, threads=2) == "off"
-
-
-def test_the_report_is_narrow_and_has_every_row() -> None:
-    stream = io.StringIO()
-    print_engine(Console(file=stream, width=80), with_speedups(RUN))
-    lines = stream.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert "batch 16: off / hf = 4.00 (aim 3)" in lines
-    assert any("hf-continuous" in line for line in lines)
-    report = engine_json(RUN, {"cores": 2})
-    assert (report["suite"], report["emulated"]) == ("engine", False)
-    rows = report["rows"]
-    assert isinstance(rows, list)
-    assert all(row.keys() >= EVERY_ROW for row in rows)
 
 
 def test_parts_are_those_that_the_command_takes(call: Call) -> None:
