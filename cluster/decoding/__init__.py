@@ -24,7 +24,7 @@ proposals.py      where what they send goes
 step_costs.py     what they must know of steps to stop by cost
 
 Policies:
-lookahead.py      what a policy looks at and answers
+lookahead.py, draft_view.py   what a policy looks at and answers
 policies.py       each of them
 auto.py           the one that chooses among them, by cohorts.py, options.py, pilot.py, forecast.py,
                   beliefs.py, estimates.py and step_model.py
