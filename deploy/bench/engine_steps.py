@@ -41,7 +41,7 @@ CONTEXT = 256
 """Tokens of every sequence before the step."""
 PREFILL_TOKENS = 512
 """Of one sequence, in one step."""
-SETTINGS = ((1, CORES), (1, 1))
+SETTINGS = ((1, CORES), (1, 1), (2, 1))
 """Degrees, with the threads of a shard."""
 _MIB = 1024 * 1024
 

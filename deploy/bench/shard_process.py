@@ -7,6 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 import grpc
 
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
+from cluster.target_link import MEET_SECONDS
 from cluster.worker_wire import step_to_wire
 from paceline.channel import client_options
 from paceline.errors import UnavailableError
@@ -112,6 +114,7 @@ def _shard(setting: ShardSetting, rank: int, log: Path) -> Iterator[_Shard]:
         *("--weights", setting.weights, "--threads", str(setting.threads)),
         *("--kv-memory-mib", str(setting.kv_memory_mib)),
         *("--max-model-len", str(setting.max_model_len)),
+        *("--rank", str(rank), "--degree", str(setting.degree)),
     ]
     with (
         log.open("wb") as errors,
@@ -133,6 +136,17 @@ def _shard(setting: ShardSetting, rank: int, log: Path) -> Iterator[_Shard]:
                 process.kill()
 
 
+def _meet(
+    stubs: Sequence[target_pb2_grpc.TargetServiceStub],
+) -> list[target_pb2.DescribeTargetResponse]:
+    """What the shards are once they have met, each called at the same time."""
+    request = target_pb2.DescribeTargetRequest()
+    (first, *_) = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
+    meeting = target_pb2.MeetRequest(session=uuid.uuid4().hex, rendezvous=first.rendezvous)
+    calls = [stub.Meet.future(meeting, timeout=MEET_SECONDS) for stub in stubs]
+    return [call.result().description for call in calls]
+
+
 @contextmanager
 def _stream(addresses: Sequence[str]) -> Iterator[TargetStream]:
     with ExitStack() as stack:
@@ -141,10 +155,7 @@ def _stream(addresses: Sequence[str]) -> Iterator[TargetStream]:
             for address in addresses
         ]
         stubs = [target_pb2_grpc.TargetServiceStub(channel) for channel in channels]
-        request = target_pb2.DescribeTargetRequest()
-        stream = TargetStream(
-            [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
-        )
+        stream = TargetStream(_meet(stubs))
         stream.connect(stubs)
         try:
             yield stream
