@@ -23,6 +23,7 @@ from cluster.config_model import (
 )
 from paceline.errors import ConfigError
 from paceline.text import did_you_mean
+from workers.models import spelled_out
 
 __all__ = [
     "Config",
@@ -63,10 +64,20 @@ def load_config(
         plan |= plan_flags
         variables |= {("plan", key): f"--{key.replace('_', '-')}" for key in plan_flags}
     try:
-        return Config.model_validate(tables)
+        return _spelled_out(Config.model_validate(tables))
     except ValidationError as error:
         source = "the configuration" if path is None else str(path)
         raise ConfigError(_explain(error, source, variables)) from None
+
+
+def _spelled_out(config: Config) -> Config:
+    """With folders of models by their whole paths: workers may have another working folder."""
+    target = config.target.model_copy(update={"model": spelled_out(config.target.model)})
+    drafters = tuple(
+        one if one.model is None else one.model_copy(update={"model": spelled_out(one.model)})
+        for one in config.drafters
+    )
+    return config.model_copy(update={"target": target, "drafters": drafters})
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

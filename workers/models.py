@@ -87,6 +87,14 @@ def is_present(entry: CatalogueEntry, *, home: Path) -> bool:
     return checkpoint_manifest.is_intact(folder, sha256=entry.source.sha256)
 
 
+def spelled_out(name_or_path: str) -> str:
+    """The same model for processes with another working folder: a folder by its whole path."""
+    if name_or_path == STAND_IN or name_or_path in CATALOGUE:
+        return name_or_path
+    folder = Path(name_or_path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else name_or_path
+
+
 def resolve_model(
     name_or_path: str,
     *,

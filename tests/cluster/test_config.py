@@ -180,6 +180,21 @@ def test_a_rule_that_nothing_speaks_against(tmp_path: Path, text: str) -> None:
     config_of(tmp_path, text)
 
 
+def test_folders_of_models_are_told_whole_since_workers_have_another_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    text = (
+        '[target]\nmodel = "models/mine"\n[[drafters]]\nmodel = "demo"\n[[drafters]]\nmodel = "x"'
+    )
+    Path("c.toml").write_text(text)
+    config = load_config(Path("c.toml"), {})
+    assert config.target.model == str(tmp_path / "models" / "mine")
+    assert [one.model for one in config.drafters] == ["demo", "x"], "a name wins over a folder"
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent.toml: there is no such file"):
         load_config(tmp_path / "absent.toml", {})
