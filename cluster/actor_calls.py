@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTaskError
 
 from paceline.errors import PacelineError, UnavailableError, WorkerLostError
 
+_AGAIN_SECONDS = 0.5
 
-async def outcome_of(call: Any, name: str) -> Any:
+
+async def answer_of(ask: Callable[[], Awaitable[Any]]) -> Any:
+    """What an actor answers to a question that may be put twice.
+
+    It is asked again for as long as Ray cannot reach it and does not know either that it is lost:
+    a broken connection is no dead process. Raises what the call raises.
+    """
+    while True:
+        try:
+            return await ask()
+        except ActorUnavailableError:
+            await asyncio.sleep(_AGAIN_SECONDS)
+
+
+async def outcome_of(call: Awaitable[Any], name: str) -> Any:
     """The result of a call to an actor; errors of ours come as they are."""
     try:
         return await call

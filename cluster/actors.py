@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 30.0
 _CONNECT_SECONDS = 30.0
 """How long the driver looks for workers that serve; shards of a group must meet besides."""
+_EVERYWHERE = ("0.0.0.0", "[::]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,11 @@ class DriverActor(_Actor):
             dilation=config.target.dilation or 1.0,
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)
-        return self._serving(server)
+        serving = self._serving(server)
+        host, _, bound_port = serving.address.rpartition(":")
+        if setup.host is None and host in _EVERYWHERE:  # Say which of the cluster's nodes it is on.
+            return replace(serving, address=f"{_worker_host(setup)}:{bound_port}")
+        return serving
 
     async def connected(self) -> set[str]:
         """The names of the workers to which streams are open."""

@@ -2,7 +2,8 @@
 
 A worker computes on the event loop that answers questions, so a long step keeps it silent and is no
 fault. Silence counts as hanging only where the driver does not hear from the worker either, and the
-driver's patience with a step grows with the step's tokens.
+driver's patience with a step grows with the step's tokens. Nor is a worker lost when a connection
+to it breaks: Ray says which of the two it is.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from cluster.actor_calls import answer_of
 from cluster.placement import GroupPlan
 from paceline.errors import UnavailableError
 
@@ -24,8 +26,6 @@ QUESTIONS = 4
 stopped for a while, the first times out at once, and the second is answered."""
 ROOM_SECONDS = 10.0
 """How long Ray may look for a node in place of a lost one before we say that it finds none."""
-START_SECONDS = 60.0
-"""How long the process of an actor may take to be there."""
 _LOOK_SECONDS = 0.5
 
 
@@ -55,28 +55,40 @@ async def until_lost(
         await asyncio.gather(*ways, return_exceptions=True)
 
 
-async def until_started(worker: Any, name: str, plan: GroupPlan, group: PlacementGroup) -> None:
+async def until_started(
+    worker: Any,
+    name: str,
+    plan: GroupPlan,
+    group: PlacementGroup,
+    *,
+    seconds: float,
+    tell: Callable[[str], Awaitable[None]],
+) -> None:
     """Return when the process of an actor in a placement group answers.
 
-    Raises UnavailableError where Ray has no node for what the group lost, or the process does not
-    come: what is needed, and what is there. Raises RayActorError where it cannot be.
+    While Ray has no node for what the group lost, it waits for one, and tells time and again what
+    is needed and what is there. Raises UnavailableError where the process does not come within
+    `seconds` of a place for it, RayActorError where it cannot be.
     """
-    began = time.monotonic()
-    answer = asyncio.ensure_future(worker.ping.remote())
-    homeless_since: float | None = None
-    while not (await asyncio.wait({answer}, timeout=_LOOK_SECONDS))[0]:
-        now = time.monotonic()
-        has_room = await asyncio.to_thread(_has_room, group)
-        homeless_since = None if has_room else homeless_since or now
-        if homeless_since is not None and now - homeless_since > ROOM_SECONDS:
-            answer.cancel()
-            raise UnavailableError(_no_room(name, plan))
-        if now - began > START_SECONDS:
-            answer.cancel()
-            raise UnavailableError(
-                f"{name}: its process did not answer within {START_SECONDS:g} s of its start"
-            )
-    await answer
+    answer = asyncio.ensure_future(answer_of(worker.ping.remote))
+    since = time.monotonic()
+    had_room, tell_at = True, since
+    try:
+        while not (await asyncio.wait({answer}, timeout=_LOOK_SECONDS))[0]:
+            now = time.monotonic()
+            has_room = await asyncio.to_thread(_has_room, group)
+            if has_room != had_room:
+                had_room, since, tell_at = has_room, now, now + ROOM_SECONDS
+            if not has_room and now >= tell_at:
+                await tell(await asyncio.to_thread(_no_room, name, plan))
+                tell_at = now + ROOM_SECONDS
+            if has_room and now - since > seconds:
+                raise UnavailableError(
+                    f"{name}: its process did not answer within {seconds:g} s of its start"
+                )
+        await answer
+    finally:
+        answer.cancel()
 
 
 def _has_room(group: PlacementGroup) -> bool:
@@ -103,7 +115,7 @@ def _devices(resources: Mapping[str, float]) -> str:
 
 async def _until_ended(worker: Any) -> str:
     try:
-        await worker.wait.remote()
+        await answer_of(worker.wait.remote)
     except RayError as error:
         return str(error).strip().splitlines()[0]
     return "its server has stopped"
@@ -115,14 +127,15 @@ async def _until_hung(
     seconds = hung_after / QUESTIONS
     unanswered = 0
     while True:
+        ask_at = time.monotonic() + seconds
         try:
             await asyncio.wait_for(worker.ping.remote(), seconds)
-        except TimeoutError:
+        except (TimeoutError, ActorUnavailableError):
             unanswered += 1
             if unanswered >= QUESTIONS and not await is_heard():
                 return f"it has not answered for {hung_after:g} s and is taken for hung"
         except RayError:  # Its process has ended, which `wait` tells as well, and says why.
-            await asyncio.sleep(seconds)
+            pass
         else:
             unanswered = 0
-            await asyncio.sleep(seconds)
+        await asyncio.sleep(max(0.0, ask_at - time.monotonic()))

@@ -49,8 +49,13 @@ def serve(
                 settings, home=home, progress=_log, detached=False, name=None, cores=None
             )
             try:
-                _log(f"serving: gRPC at {cluster.address}")
-                while cluster.workers():
+                said = ""
+                while workers := cluster.workers():
+                    # The driver is on another node where its own was lost.
+                    address = workers[-1].address or cluster.address
+                    if address != said:
+                        _log(f"serving: gRPC at {address}")
+                        said = address
                     time.sleep(_LOOK_SECONDS)
                 raise WorkerLostError("the controller has no workers any more")
             finally:

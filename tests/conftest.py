@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.cluster.two_hosts import SecondHost
 
 # Before ray, grpc or transformers are imported, here or in a process that a test starts.
 os.environ.update(
@@ -64,3 +68,15 @@ def ray_address() -> Iterator[str]:
         launch.disconnect()
     finally:
         stop_head(head)
+
+
+@pytest.fixture(scope="module")
+def second_host() -> Iterator[SecondHost]:
+    """Another host, at the other end of a cable; skips where this machine does not let us."""
+    from tests.cluster.two_hosts import CannotMakeHostsError, SecondHost
+
+    try:
+        with SecondHost() as second:
+            yield second
+    except CannotMakeHostsError as error:
+        pytest.skip(f"needs root and `ip netns`: {error}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,13 @@ from cluster.inference import serve_driver
 from paceline import AsyncClient, Chunk, GenerateOptions
 from tests.cluster.shard_processes import ShardProcesses
 from tests.cluster.system import HOST, start_target
-from tests.cluster.two_hosts import HERE, CannotMakeHostsError, SecondHost
+from tests.cluster.two_hosts import HERE, SecondHost
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = pytest.mark.slow
 
 PROMPT = "The quick brown fox"
 OPTIONS = GenerateOptions(temperature=1.0, seed=3, max_tokens=200, ignore_eos=True)
-
-
-@pytest.fixture
-def second_host() -> Iterator[SecondHost]:
-    try:
-        with SecondHost() as second:
-            yield second
-    except CannotMakeHostsError as error:
-        pytest.skip(f"needs root and `ip netns`: {error}")
 
 
 async def test_the_text_is_that_of_one_host_and_a_cut_cable_costs_a_pause(

@@ -12,7 +12,7 @@ import subprocess
 from tests.cluster.shard_processes import Host
 
 HERE = Host("10.213.77.1")
-_THERE = tuple(f"10.213.77.{number}" for number in range(2, 7))
+_THERE = tuple(f"10.213.77.{number}" for number in range(2, 12))
 
 
 class CannotMakeHostsError(Exception):
@@ -22,7 +22,7 @@ class CannotMakeHostsError(Exception):
 class SecondHost:
     """A context manager that raises CannotMakeHostsError. `host` is the other one, HERE ours.
 
-    `hosts`: its addresses, five of them, as if there were as many hosts behind one cable.
+    `hosts`: its addresses, ten of them, as if there were as many hosts behind one cable.
     """
 
     def __init__(self) -> None:
@@ -37,10 +37,10 @@ class SecondHost:
             _ip("netns", "add", self._name)
             _ip("link", "add", self._cable, "type", "veth", "peer", "name", far)
             _ip("link", "set", far, "netns", self._name)
-            _ip("addr", "add", f"{HERE.address}/29", "dev", self._cable)
+            _ip("addr", "add", f"{HERE.address}/28", "dev", self._cable)
             _ip("link", "set", self._cable, "up")
             for command in (
-                *(("addr", "add", f"{there}/29", "dev", far) for there in _THERE),
+                *(("addr", "add", f"{there}/28", "dev", far) for there in _THERE),
                 ("link", "set", far, "up"),
                 ("link", "set", "lo", "up"),
             ):

@@ -1,4 +1,4 @@
-"""Killing a worker of a Ray cluster in the midst of a request."""
+"""Killing and stopping a worker of a Ray cluster in the midst of a request."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cluster.config_model import Config
+from cluster.config_model import Config, DrafterConfig, ServerConfig, TargetConfig
 from paceline import Chunk, Client, GenerateOptions, Stats, WorkerStats
 
 if TYPE_CHECKING:
@@ -20,6 +20,20 @@ PROMPT = "The quick brown fox"
 NUM_TOKENS = 1500
 KILL_AT = 300
 RESTART_SECONDS = 90.0
+
+
+def config_of(model: Path, *, drafter: Path | None = None, **target: Any) -> Config:
+    """A small deployment; without a drafter's checkpoint its drafter looks up n-grams."""
+    drafting = (
+        DrafterConfig(kind="ngram")
+        if drafter is None
+        else DrafterConfig(model=str(drafter), threads=1)
+    )
+    return Config(
+        target=TargetConfig(**{"model": str(model), "threads": 1, "kv_memory": 64 << 20} | target),
+        drafters=(drafting,),
+        server=ServerConfig(grpc_port=0),
+    )
 
 
 @contextmanager
@@ -58,11 +72,11 @@ def plain_tokens(client: Client) -> tuple[int, ...]:
 
 
 def stream_and_kill(
-    client: Client, pid: int, *, by: signal.Signals = signal.SIGKILL, policy: str = "chain"
+    client: Client, *pids: int, by: signal.Signals = signal.SIGKILL, policy: str = "chain"
 ) -> tuple[list[int], list[float]]:
-    """Token ids of a request whose worker `pid` is killed, and when each chunk came.
+    """Token ids of a request whose workers `pids` are killed, and when each chunk came.
 
-    `by` SIGSTOP the process hangs: it is there and does nothing.
+    `by` SIGSTOP the processes hang: they are there and do nothing.
     """
     token_ids: list[int] = []
     times: list[float] = []
@@ -73,7 +87,8 @@ def stream_and_kill(
         times.append(time.monotonic())
         token_ids += event.token_ids
         if not killed and len(token_ids) >= KILL_AT:
-            os.kill(pid, by)
+            for pid in pids:
+                os.kill(pid, by)
             killed = True
     assert killed
     return token_ids, times

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes, each of which can be lost with all its processes.
+"""A Ray cluster of several nodes, each of which can be lost with all its processes; jobs on it.
 
 A node runs in a process namespace of its own, whose first process ends it, and may run on another
 host (tests/cluster/two_hosts.py). Needs root, `unshare`, and that no cluster is at the ports.
@@ -16,19 +16,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deploy.ray_head import free_ports, is_listening
+from deploy.ray_head import SYSTEM_CONFIG, free_ports, is_listening
 from tests.cluster.shard_processes import Host
 
 START_SECONDS = 90.0
 _OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _STARTED = "Ray runtime started"
-_QUICK_TO_NOTICE = {
-    "health_check_initial_delay_ms": 1000,
-    "health_check_period_ms": 1000,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 3,
-}
 
 
 class RayNodes:
@@ -48,7 +42,7 @@ class RayNodes:
                 f"--dashboard-port={dashboard_port}",
                 f"--metrics-export-port={metrics_port}",
                 "--include-dashboard=false",
-                f"--system-config={json.dumps(_QUICK_TO_NOTICE)}",
+                f"--system-config={json.dumps(SYSTEM_CONFIG)}",
             ),
             num_cpus=num_cpus,
         )
@@ -102,6 +96,37 @@ class RayNodes:
                 command, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         return Path(log.name)
+
+
+class Job:
+    """A deployment on these nodes, as a Ray job's process has it. Use as a context manager."""
+
+    def __init__(self, nodes: RayNodes, config: Path) -> None:
+        self._nodes = nodes
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.serve_job", "--config", str(config)],
+            env=environment() | {"RAY_ADDRESS": nodes.address},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.communicate(timeout=60)
+
+    def next_address(self) -> str:
+        """Where it says next that it serves."""
+        assert self._process.stdout is not None
+        lines: list[str] = []
+        for line in self._process.stdout:
+            lines.append(line)
+            if line.startswith("serving: gRPC at "):
+                return line.split()[-1]
+        raise AssertionError("".join(lines) + self._nodes.logs())
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Target groups on a real Ray cluster, one of them killed while it serves."""
+"""Target groups on a real Ray cluster, one of them killed while it serves, or all."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from cluster.config_model import Config, DrafterConfig, ServerConfig, TargetConfig
 from paceline import Client
 from tests.cluster_faults.killing import (
     client_of,
+    config_of,
     eventually,
     is_back,
     plain_tokens,
@@ -26,24 +26,28 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 def client(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("groups")
     model = make_tiny_checkpoint(folder / "target", max_position_embeddings=2048)
-    config = Config(
-        target=TargetConfig(model=str(model), groups=2, threads=1, kv_memory=64 << 20),
-        drafters=(DrafterConfig(kind="ngram"),),
-        server=ServerConfig(grpc_port=0),
-    )
-    with client_of(config, folder) as client:
+    with client_of(config_of(model, groups=2), folder) as client:
         yield client
 
 
-@pytest.mark.parametrize(("group", "policy"), [(0, "replicas"), (1, "replicas"), (0, "chain")])
+@pytest.fixture(scope="module")
+def expected(client: Client) -> tuple[int, ...]:
+    return plain_tokens(client)
+
+
+@pytest.mark.parametrize(
+    ("killed", "policy"),
+    [((0,), "replicas"), ((1,), "replicas"), ((0,), "chain"), ((0, 1), "chain")],
+)
 def test_a_killed_group_comes_back_and_the_request_goes_on(
-    client: Client, group: int, policy: str
+    client: Client, expected: tuple[int, ...], killed: tuple[int, ...], policy: str
 ) -> None:
-    """With `chain` it is the group that serves the request, which goes on at the other."""
-    expected = plain_tokens(client)
-    name, other = (f"replica-{one}.shard-0" for one in (group, 1 - group))
-    pid, kept = (worker_of(client.stats(), one).pid for one in (name, other))
-    token_ids, _ = stream_and_kill(client, pid, policy=policy)
+    """With `chain` group 0 serves the request; it goes on at the other, or waits for one of them"""
+    names = [f"replica-{group}.shard-0" for group in range(2)]
+    pids = [worker_of(client.stats(), name).pid for name in names]
+    token_ids, _ = stream_and_kill(client, *(pids[group] for group in killed), policy=policy)
     assert tuple(token_ids) == expected
-    assert worker_of(client.stats(), other).pid == kept
-    eventually(partial(is_back, client, name, pid))
+    for group in killed:
+        eventually(partial(is_back, client, names[group], pids[group]))
+    for group in {0, 1}.difference(killed):
+        assert worker_of(client.stats(), names[group]).pid == pids[group]

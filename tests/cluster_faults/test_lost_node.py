@@ -1,170 +1,148 @@
 """Nodes of a Ray cluster that are lost half-way through a request, on two hosts.
 
-The head has no CPU to give; shards and drafters are on nodes of their own behind a cable.
+The head has the controller and no CPU to give; shards and drafter are on nodes of one CPU each
+behind a cable. All tests lose nodes of one deployment, and leave it whole, on others.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline import Chunk, Client, GenerateOptions, WorkerStats
+from paceline import Chunk, Client, WorkerStats
 from paceline.errors import PacelineError
-from tests.cluster.two_hosts import HERE, CannotMakeHostsError, SecondHost
-from tests.cluster_faults.killing import eventually
-from tests.cluster_faults.ray_nodes import RayNodes, environment
+from tests.cluster.shard_processes import Host
+from tests.cluster.two_hosts import HERE, SecondHost
+from tests.cluster_faults.killing import KILL_AT, PROMPT, eventually, options_of, plain_tokens
+from tests.cluster_faults.ray_nodes import Job, RayNodes
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROMPT = "The quick brown fox"
-LOSE_AT = 300
+HUNG_AFTER = 4.0
 
 
-def options_of(policy: str) -> GenerateOptions:
-    return GenerateOptions(policy=policy, temperature=1.0, seed=7, max_tokens=1500, ignore_eos=True)
+class Deployment:
+    """It has a node for each worker that needs one, and none to spare."""
+
+    def __init__(self, nodes: RayNodes, job: Job, unused: Iterator[Host]) -> None:
+        self.nodes = nodes
+        self.job = job
+        self._unused = unused
+        self.follow()
+        self.plain = plain_tokens(self.client)
+
+    def follow(self) -> None:
+        """Connect to where the job says next that it serves."""
+        self.address = self.job.next_address()
+        self.client = Client(self.address)
+
+    def add_node(self) -> str:
+        """A node joins; its address."""
+        host = next(self._unused)
+        self.nodes.add(host, num_cpus=1)
+        return host.address
+
+    def worker(self, name: str) -> WorkerStats:
+        return next(one for one in self.client.stats().workers if one.name == name)
+
+    def host_of(self, name: str) -> str:
+        return self.worker(name).address.rpartition(":")[0]
+
+    def stream_and_lose(self, node: str, *, then: Callable[[], object] | None = None) -> list[int]:
+        """Token ids of a request in the midst of which a node is lost; `then` is called after it"""
+        token_ids: list[int] = []
+        lost = False
+        for event in self.client.stream(PROMPT, options_of("chain")):
+            if isinstance(event, Chunk):
+                token_ids += event.token_ids
+            if not lost and len(token_ids) >= KILL_AT:
+                self.nodes.lose(node)
+                lost = True
+                if then is not None:
+                    then()
+        assert lost
+        return token_ids
+
+    def check_text(self) -> None:
+        """All workers are there, and the text is that of plain decoding."""
+        eventually(lambda: all(worker.connected for worker in self.client.stats().workers))
+        completion = self.client.generate(PROMPT, options_of("chain"))
+        assert completion.token_ids == self.plain
+        assert completion.stats.accepted > 0
 
 
 @pytest.fixture(scope="module")
-def there() -> Iterator[SecondHost]:
-    try:
-        with SecondHost() as second:
-            yield second
-    except CannotMakeHostsError as error:
-        pytest.skip(f"needs root and `ip netns`: {error}")
-
-
-@contextmanager
-def served(nodes: RayNodes, folder: Path, config: str) -> Iterator[str]:
-    """A deployment on these nodes, as a Ray job's process has it; the address that it says."""
-    path = folder / "paceline.toml"
-    path.write_text(config)
-    command = [sys.executable, "-m", "deploy.serve_job", "--config", str(path)]
-    job = subprocess.Popen(
-        command,
-        env=environment() | {"RAY_ADDRESS": nodes.address},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        assert job.stdout is not None
-        lines: list[str] = []
-        for line in job.stdout:
-            lines.append(line)
-            if line.startswith("serving: gRPC at "):
-                break
-        else:
-            raise AssertionError("".join(lines) + nodes.logs())
-        yield lines[-1].split()[-1]
-    finally:
-        job.terminate()
-        job.communicate(timeout=60)
-
-
-def host_of(worker: WorkerStats) -> str:
-    return worker.address.rpartition(":")[0]
-
-
-def worker_of(client: Client, name: str) -> WorkerStats:
-    return next(worker for worker in client.stats().workers if worker.name == name)
-
-
-def stream_and_lose(
-    client: Client, nodes: RayNodes, node: str, *, then: object = None
-) -> list[int]:
-    """Token ids of a request in the midst of which a node is lost; `then` is called after it."""
-    token_ids: list[int] = []
-    lost = False
-    for event in client.stream(PROMPT, options_of("chain")):
-        if isinstance(event, Chunk):
-            token_ids += event.token_ids
-        if not lost and len(token_ids) >= LOSE_AT:
-            nodes.lose(node)
-            lost = True
-            if callable(then):
-                then()
-    assert lost
-    return token_ids
-
-
-def test_a_lost_drafter_is_placed_on_a_node_that_comes(tmp_path: Path, there: SecondHost) -> None:
-    """Requests go on without it; no node has room for it at first."""
-    first, second, third, *_ = there.hosts
-    model = make_tiny_checkpoint(tmp_path / "model", max_position_embeddings=2048)
-    config = f"""
-        [target]
-        model = "{model}"
-        threads = 2
-        kv_memory = "64MiB"
-        [[drafters]]
-        model = "{model}"
-        threads = 1
-        [server]
-        host = "0.0.0.0"
-        grpc_port = 0
-    """
-    with RayNodes(HERE, num_cpus=0) as nodes:
-        nodes.add(first, num_cpus=2)
-        nodes.add(second, num_cpus=1)
-        with served(nodes, tmp_path, config) as address:
-            port = address.rpartition(":")[2]
-            with Client(f"{first.address}:{port}") as client:
-                plain = client.generate(PROMPT, options_of("off")).token_ids
-                assert host_of(worker_of(client, "drafter-0")) == second.address
-                token_ids = stream_and_lose(client, nodes, second.address)
-                assert tuple(token_ids) == plain
-                assert not worker_of(client, "drafter-0").connected
-                nodes.add(third, num_cpus=1)
-                eventually(lambda: worker_of(client, "drafter-0").connected)
-                assert host_of(worker_of(client, "drafter-0")) == third.address
-                again = client.generate(PROMPT, options_of("chain"))
-                assert again.token_ids == plain
-                assert again.stats.accepted > 0
-
-
-def test_lost_shards(tmp_path: Path, there: SecondHost) -> None:
-    """A shard's node, while another joins; then while none has room."""
-    model = make_tiny_checkpoint(tmp_path / "model", max_position_embeddings=2048)
-    config = f"""
+def deployment(
+    second_host: SecondHost, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("lost-nodes")
+    model = make_tiny_checkpoint(folder / "model", max_position_embeddings=2048)
+    config = folder / "paceline.toml"
+    config.write_text(f"""
         [target]
         model = "{model}"
         tensor_parallel = 2
         threads = 1
         kv_memory = "64MiB"
+        hung_after = {HUNG_AFTER}
         [[drafters]]
-        kind = "ngram"
+        model = "{model}"
+        threads = 1
         [server]
         host = "0.0.0.0"
         grpc_port = 0
-    """
-    spare = list(there.hosts)
+    """)
+    unused = iter(second_host.hosts)
     with RayNodes(HERE, num_cpus=0) as nodes:
-        for host in spare[:2]:
-            nodes.add(host, num_cpus=1)
-        with served(nodes, tmp_path, config) as address:
-            port = address.rpartition(":")[2]
-            # All these hosts share interfaces, so that the driver is reached at any of them.
-            with Client(f"{spare[0].address}:{port}") as client:
-                plain = client.generate(PROMPT, options_of("off")).token_ids
-                beside = host_of(worker_of(client, "shard-0"))
-                shard = host_of(worker_of(client, "shard-1"))
-                assert shard != beside
+        for _ in range(3):
+            nodes.add(next(unused), num_cpus=1)
+        with Job(nodes, config) as job:
+            yield Deployment(nodes, job, unused)
 
-                def replace() -> None:
-                    nodes.add(spare[2], num_cpus=1)
 
-                assert tuple(stream_and_lose(client, nodes, shard, then=replace)) == plain
-                assert host_of(worker_of(client, "shard-1")) == spare[2].address
+def test_a_lost_drafter_is_placed_on_a_node_that_comes(deployment: Deployment) -> None:
+    """Requests go on without it; no node has room for it at first."""
+    lost = deployment.host_of("drafter-0")
+    assert tuple(deployment.stream_and_lose(lost)) == deployment.plain
+    assert not deployment.worker("drafter-0").connected
+    added = deployment.add_node()
+    deployment.check_text()
+    assert deployment.host_of("drafter-0") == added
 
-                with pytest.raises(PacelineError, match="was not back within") as caught:
-                    stream_and_lose(client, nodes, spare[2].address)
-                assert "shard-1 has no place: its group needs 1 CPUs" in str(caught.value)
-                nodes.add(spare[3], num_cpus=1)
-                eventually(lambda: worker_of(client, "shard-1").connected)
-                assert client.generate(PROMPT, options_of("chain")).token_ids == plain
+
+def test_a_lost_shard_is_placed_on_a_node_that_joins(deployment: Deployment) -> None:
+    lost, kept = (deployment.host_of(name) for name in ("shard-1", "shard-0"))
+    assert lost != kept
+    added = []
+    token_ids = deployment.stream_and_lose(lost, then=lambda: added.append(deployment.add_node()))
+    assert tuple(token_ids) == deployment.plain
+    assert [deployment.host_of(name) for name in ("shard-1", "shard-0")] == [*added, kept]
+    deployment.check_text()
+
+
+def test_requests_for_which_no_node_is_left_say_what_has_no_place(deployment: Deployment) -> None:
+    with pytest.raises(PacelineError, match="was not back within") as caught:
+        deployment.stream_and_lose(deployment.host_of("shard-1"))
+    assert "shard-1 has no place: its group needs 1 CPUs" in str(caught.value)
+    deployment.add_node()
+    deployment.check_text()
+
+
+def test_a_lost_driver_is_started_on_a_node_that_joins(deployment: Deployment) -> None:
+    """With shard 0, which is beside it. Requests fail; the others stay; the job says where."""
+    before = {worker.name: worker for worker in deployment.client.stats().workers}
+    old_host, _, port = deployment.address.rpartition(":")
+    assert deployment.host_of("shard-0") == old_host
+    with pytest.raises(PacelineError):
+        deployment.stream_and_lose(old_host)
+    added = deployment.add_node()
+    deployment.follow()
+    assert deployment.address == f"{added}:{port}"
+    deployment.check_text()
+    assert deployment.host_of("shard-0") == added
+    after = {worker.name: worker for worker in deployment.client.stats().workers}
+    for name in ("shard-1", "drafter-0"):
+        assert after[name].pid == before[name].pid
+        assert after[name].address == before[name].address

@@ -1,0 +1,163 @@
+"""The workers of a deployment as Ray actors: room is set aside for them, they are made, and serve.
+
+What becomes of one that is lost is no concern of this module (cluster/revival.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.actor_calls import outcome_of
+from cluster.actors import DrafterActor, DriverActor, Serving, ShardActor, WorkerSetup
+from cluster.lives import longest_silence
+from cluster.placement import GroupPlan, Placement, WorkerPlan
+from paceline.errors import UnavailableError
+
+DRIVER = "driver"
+ROOM_SECONDS = 30.0
+"""How long the cluster may take to set aside what the plan reserves."""
+_ANSWERS_AT_ONCE = 100
+_PATIENCE_OF_LOADS = 3.0
+"""Requests wait for a lost target as long as this many loads of its slowest shard took, after the
+time in which a shard that hangs is found."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker, whichever actor is its present life. The driver has no plan."""
+
+    name: str
+    plan: WorkerPlan | None
+    handle: Any = None
+    serving: Serving | None = None
+    restarts: int = 0
+    restarting: bool = False
+
+    @property
+    def kind(self) -> str:
+        """As in WorkerStatus."""
+        return DRIVER if self.plan is None else self.plan.kind
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is one of the target's."""
+        return self.kind == "target"
+
+    @property
+    def is_drafter(self) -> bool:
+        """Whether it drafts."""
+        return self.plan is not None and not self.is_shard
+
+    @property
+    def address(self) -> str | None:
+        """Where it serves, or did last."""
+        return None if self.serving is None else self.serving.address
+
+    @property
+    def port(self) -> int:
+        """Where it serves, or did last; 0 for none."""
+        return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
+
+
+class Workforce:
+    """All workers. `load_seconds`: what the slowest shard took to serve at first."""
+
+    def __init__(self, setup: WorkerSetup, placement: Placement) -> None:
+        self.setup = setup
+        self.workers = [Worker(plan.name, plan) for plan in placement.workers]
+        self.driver = Worker(DRIVER, None)
+        self.load_seconds = 0.0
+        self._placement = placement
+        self._groups: list[PlacementGroup] = []
+
+    @property
+    def all(self) -> list[Worker]:
+        """The driver last."""
+        return [*self.workers, self.driver]
+
+    @property
+    def shards(self) -> list[Worker]:
+        """Of all target groups, group by group, each by rank."""
+        return [worker for worker in self.workers if worker.is_shard]
+
+    def target_addresses(self) -> list[str]:
+        """Of the shards that have served."""
+        return [shard.address for shard in self.shards if shard.address is not None]
+
+    def drafter_addresses(self) -> dict[str, str]:
+        """By name, of those that have served."""
+        return {
+            worker.name: worker.address
+            for worker in self.workers
+            if worker.is_drafter and worker.address is not None
+        }
+
+    async def reserve(self) -> None:
+        """Set aside what the plan says. Raises UnavailableError."""
+        for plan in self._placement.groups:
+            self._groups.append(placement_group(list(plan.bundles), strategy=plan.strategy))
+        for plan, group in zip(self._placement.groups, self._groups, strict=True):
+            if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
+                raise UnavailableError(
+                    f"the cluster did not set aside {list(plan.bundles)} ({plan.strategy}) within "
+                    f"{ROOM_SECONDS:g} s; free are {ray.available_resources()}"
+                )
+
+    def room_of(self, worker: Worker) -> tuple[GroupPlan, PlacementGroup]:
+        """The placement group that has the worker's place."""
+        number = worker.plan.group if worker.plan else 0
+        return self._placement.groups[number], self._groups[number]
+
+    def make(self, worker: Worker) -> None:
+        """Give the worker an actor in its place; what it had before is ended."""
+        self.end(worker)
+        plan = worker.plan
+        kind: type = DriverActor
+        if plan is not None:
+            kind = ShardActor if worker.is_shard else DrafterActor
+        worker.handle = (
+            ray.remote(kind)
+            .options(
+                num_cpus=plan.reserved_cpus if plan else 0,
+                num_gpus=plan.reserved_gpus if plan else 0,
+                max_concurrency=_ANSWERS_AT_ONCE,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self.room_of(worker)[1],
+                    placement_group_bundle_index=plan.bundle if plan else 0,
+                ),
+            )
+            .remote()
+        )
+
+    async def serve(self, worker: Worker, port: int) -> None:
+        """Have the worker's actor serve. Raises its PacelineError, or WorkerLostError."""
+        if worker.plan is not None:
+            call = worker.handle.serve.remote(self.setup, worker.plan, port)
+        else:
+            call = worker.handle.serve.remote(
+                self.setup,
+                self.target_addresses(),
+                self.drafter_addresses(),
+                port,
+                patience=_PATIENCE_OF_LOADS * self.load_seconds
+                + longest_silence(self.setup.config.target.hung_after),
+            )
+        worker.serving = await outcome_of(call, worker.name)
+
+    def end(self, worker: Worker) -> None:
+        """End the worker's process, if it has one."""
+        if worker.handle is not None:
+            ray.kill(worker.handle)
+
+    def release(self) -> None:
+        """End all processes and give back what they reserved."""
+        for worker in (self.driver, *self.workers):
+            self.end(worker)
+        for group in self._groups:
+            remove_placement_group(group)

@@ -1,0 +1,142 @@
+"""Workers on a real Ray cluster, killed or hung half-way through a request: the text is the same.
+
+They are all of one deployment, which each test leaves whole.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from paceline import Client
+from paceline.errors import PacelineError
+from tests.cluster_faults.killing import (
+    PROMPT,
+    cluster_of,
+    config_of,
+    eventually,
+    is_back,
+    options_of,
+    plain_tokens,
+    stream_and_kill,
+)
+from tests.tiny import make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    from cluster.launch import ClusterHandle
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+HUNG_AFTER = 4.0
+LONGEST_PAUSE = 0.2
+BOTH_WAYS = pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterHandle]:
+    folder = tmp_path_factory.mktemp("lost")
+    target = make_tiny_checkpoint(folder / "target", max_position_embeddings=2048)
+    drafter = make_tiny_checkpoint(folder / "drafter", max_position_embeddings=2048)
+    config = config_of(target, drafter=drafter, tensor_parallel=2, hung_after=HUNG_AFTER)
+    with cluster_of(config, folder) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def serving(cluster: ClusterHandle) -> Iterator[Client]:
+    with Client(cluster.address) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(serving: Client) -> tuple[int, ...]:
+    return plain_tokens(serving)
+
+
+@pytest.fixture
+def client(serving: Client) -> Client:
+    """Of a deployment that has all its workers."""
+    eventually(lambda: is_whole(serving))
+    return serving
+
+
+def test_a_killed_drafter_costs_nothing_and_comes_back(
+    client: Client, expected: tuple[int, ...]
+) -> None:
+    """Other work on the machine makes pauses too, so the shortest of three kills counts."""
+    pauses: list[float] = []
+    while len(pauses) < 3 and min(pauses, default=LONGEST_PAUSE + 1) > LONGEST_PAUSE:
+        pid = pids_of(client)["drafter-0"]
+        token_ids, times = stream_and_kill(client, pid)
+        assert tuple(token_ids) == expected
+        pauses.append(max(later - earlier for earlier, later in pairwise(times)))
+
+        eventually(partial(is_back, client, "drafter-0", pid))
+        before = client.stats().accepted
+        assert client.generate(PROMPT, options_of("chain")).token_ids == expected
+        assert client.stats().accepted > before
+    assert min(pauses) <= LONGEST_PAUSE
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("name", ["shard-1", "shard-0"])
+def test_a_lost_shard_comes_back_and_the_request_goes_on(
+    client: Client, expected: tuple[int, ...], name: str, by: signal.Signals
+) -> None:
+    check_that_only_it_is_started_again(client, expected, name, by)
+
+
+def test_a_drafter_that_hangs_is_ended_and_started_again(
+    client: Client, expected: tuple[int, ...]
+) -> None:
+    check_that_only_it_is_started_again(client, expected, "drafter-0", signal.SIGSTOP)
+
+
+@BOTH_WAYS
+def test_a_driver_that_is_lost_is_started_again_where_it_was(
+    cluster: ClusterHandle, client: Client, expected: tuple[int, ...], by: signal.Signals
+) -> None:
+    """Its requests fail, for nobody else knows them; the workers stay."""
+    before = {worker.name: worker for worker in cluster.workers()}
+    pid = before["driver"].pid
+    assert pid is not None
+    with pytest.raises(PacelineError):
+        stream_and_kill(client, pid, by=by)
+    eventually(lambda: is_whole(client))
+    assert client.generate(PROMPT, options_of("chain")).token_ids == expected
+    after = {worker.name: worker for worker in cluster.workers()}
+    assert after["driver"].address == before["driver"].address
+    assert after["driver"].restarts == before["driver"].restarts + 1
+    for name in before.keys() - {"driver"}:
+        assert after[name].pid == before[name].pid
+
+
+def check_that_only_it_is_started_again(
+    client: Client, expected: tuple[int, ...], name: str, by: signal.Signals
+) -> None:
+    pids = pids_of(client)
+    token_ids, _ = stream_and_kill(client, pids[name], by=by)
+    assert tuple(token_ids) == expected
+    eventually(partial(is_back, client, name, pids[name]))
+    eventually(lambda: not Path(f"/proc/{pids[name]}").exists())
+    # The others were not: a rank that waits for a hung one is no hung one.
+    after = pids_of(client)
+    assert {one for one in pids if after[one] != pids[one]} == {name}
+    assert client.generate("The fox", options_of("chain")).token_ids
+
+
+def pids_of(client: Client) -> dict[str, int]:
+    return {worker.name: worker.pid for worker in client.stats().workers}
+
+
+def is_whole(client: Client) -> bool:
+    try:
+        return all(worker.connected for worker in client.stats().workers)
+    except PacelineError:
+        return False

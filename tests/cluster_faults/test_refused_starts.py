@@ -1,0 +1,52 @@
+"""Deployments that cannot be, on a real Ray cluster: refused with the reason, nothing left."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.config_model import Config, TargetConfig
+from paceline.errors import CheckpointError, ConfigError, PacelineError, UnavailableError
+from tests.cluster_faults.killing import cluster_of, config_of, eventually
+from tests.tiny import make_tiny_checkpoint
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def test_a_deployment_that_cannot_be_leaves_nothing_behind(
+    ray_address: str, tmp_path: Path
+) -> None:
+    """More shards than heads; KV that no machine holds; more shards than cores; no checkpoint."""
+    import ray
+
+    model = make_tiny_checkpoint(tmp_path / "target")
+    before = ray.available_resources()["CPU"]
+    refused: list[tuple[Config, type[PacelineError], str]] = [
+        (
+            config_of(model, tensor_parallel=7),
+            ConfigError,
+            "tensor_parallel is 7, but the model has 6 attention heads",
+        ),
+        (
+            config_of(model, tensor_parallel=2, kv_memory=1 << 50),
+            ConfigError,
+            "target.kv_memory asks for 11258999068",
+        ),
+        (
+            config_of(model, tensor_parallel=100),
+            UnavailableError,
+            "target.tensor_parallel is 100",
+        ),
+        (config_of(tmp_path / "absent"), CheckpointError, "absent"),
+    ]
+    for config, error, words in refused:
+        with pytest.raises(error, match=words), cluster_of(config, tmp_path):
+            pass
+        eventually(lambda: ray.available_resources().get("CPU") == before)
+
+
+def test_no_room_is_said_at_once(ray_address: str, tmp_path: Path) -> None:
+    config = Config(target=TargetConfig(threads=1000), drafters=())
+    with pytest.raises(UnavailableError, match="1000 CPUs"), cluster_of(config, tmp_path):
+        pass
