@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from cluster.placement import Node, plan_placement
 from deploy import ray_head
 from deploy.fetch_progress import show_fetch
 from deploy.head_guard import guarded
-from deploy.record import read_record
+from deploy.record import ClusterRecord, read_record
 from deploy.signals import ending_on_sigterm, signals_held
 from paceline.errors import UnavailableError, VocabularyMismatchError
 from workers.models import CATALOGUE, is_present, resolve_model
@@ -76,11 +77,41 @@ def open_cluster(
 def running_address(config: Config, home: Path) -> str | None:
     """Where the cluster of `paceline up` serves, if it runs and has the same deployment."""
     record = read_record(home)
+    if record is None or record.deployment_digest != config.deployment_digest():
+        return None
+    record = present_record(home)
     if record is None or record.address is None:
         return None
-    if record.deployment_digest != config.deployment_digest():
-        return None
     return record.address if ray_head.is_listening(record.address) else None
+
+
+def present_record(home: Path) -> ClusterRecord | None:
+    """What `up` recorded, with the address of today: a driver may be on another node by now.
+
+    The controller is asked where nothing listens at the one recorded. A head of ours has one node,
+    on which a driver comes back at the address that it had.
+    """
+    record = read_record(home)
+    if record is None or record.address is None or record.head is not None:
+        return record
+    if ray_head.is_listening(record.address):
+        return record
+    return replace(record, address=_told_by_controller(record) or record.address)
+
+
+def _told_by_controller(record: ClusterRecord) -> str | None:
+    try:
+        leave = enter_ray(record.ray_address, own=False)
+    except UnavailableError:
+        return None
+    from cluster.launch import find_cluster
+
+    try:
+        handle = find_cluster(record.name)
+        return None if handle is None else handle.address or None
+    finally:
+        if leave is not None:
+            leave()
 
 
 @contextmanager

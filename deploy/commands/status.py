@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy import ray_head
-from deploy.record import read_record
+from deploy.session import present_record
 from paceline.errors import UnavailableError
 from workers.models import default_home
 
@@ -31,7 +31,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
     ) -> None:
         """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
-        record = read_record(default_home(environ))
+        record = present_record(default_home(environ))
         if record is None:
             raise UnavailableError("nothing is up; start a cluster with `paceline up`")
         if record.address is None:

@@ -113,9 +113,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 def _running(environ: Mapping[str, str]) -> str:
     """Where the cluster of `up` serves, whatever its configuration."""
     from deploy import ray_head
-    from deploy.record import read_record
+    from deploy.session import present_record
 
-    record = read_record(default_home(environ))
+    record = present_record(default_home(environ))
     if record is None or record.address is None or not ray_head.is_listening(record.address):
         raise UnavailableError(
             "no server runs that could be watched: name one with --server, start one with "

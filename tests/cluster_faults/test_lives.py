@@ -94,7 +94,7 @@ def test_a_broken_connection_is_no_lost_worker(ray_address: str) -> None:
         assert not watching.done()
         assert await worker.ping.remote() == pid
         ray.kill(worker)
-        assert "dead" in await asyncio.wait_for(watching, 10.0)
+        assert "died" in await asyncio.wait_for(watching, 10.0)
 
     with an_actor() as worker:
         asyncio.run(watch(worker))

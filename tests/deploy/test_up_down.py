@@ -11,11 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deploy.ray_head import is_listening
+from deploy.record import read_record, write_record
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -156,6 +158,12 @@ def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(
     assert cluster is not None
     assert cluster.address == address
     assert {worker.name for worker in cluster.workers()} == {"shard-0", "drafter-0", "driver"}
+
+    # As if the driver had moved to another node: the controller is asked where it is.
+    record = read_record(shell.home)
+    assert record is not None
+    write_record(shell.home, replace(record, address="127.0.0.1:1"))
+    assert json.loads(shell.run("status", "--json").stdout)["address"] == address
 
     assert shell.run("down").returncode == 0
     assert find_cluster("paceline") is None
