@@ -129,7 +129,10 @@ async def _until_hung(
     while True:
         ask_at = time.monotonic() + seconds
         try:
-            await asyncio.wait_for(worker.ping.remote(), seconds)
+            # Not `wait_for`, which loses a cancellation that comes with the call's own error: a
+            # worker that ended with a question open would never be known to be lost.
+            async with asyncio.timeout(seconds):
+                await worker.ping.remote()
         except (TimeoutError, ActorUnavailableError):
             unanswered += 1
             if unanswered >= QUESTIONS and not await is_heard():

@@ -52,8 +52,8 @@ class Revival:
         if worker is self._driver:
             return False
         try:
-            connected = self._driver.handle.connected.remote()
-            return worker.name in await asyncio.wait_for(connected, _ANSWER_SECONDS)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                return worker.name in await self._driver.handle.connected.remote()
         except (RayError, TimeoutError):
             return False
 
@@ -110,8 +110,8 @@ class Revival:
         """Tell the driver, where it lives, why a shard stays away: requests that fail say so."""
         if worker.is_shard:
             with contextlib.suppress(PacelineError, TimeoutError):
-                call = self._driver.handle.note_target.remote(trouble)
-                await asyncio.wait_for(outcome_of(call, DRIVER), _ANSWER_SECONDS)
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    await outcome_of(self._driver.handle.note_target.remote(trouble), DRIVER)
 
     async def _until_shards_serve(self) -> None:
         """Wait for those that are lost as well: a driver would look at old addresses."""
@@ -122,7 +122,8 @@ class Revival:
         if shard.restarting:
             return False
         try:  # It may have been lost with the driver, and its own watch be slower to hear of it.
-            await asyncio.wait_for(shard.handle.ping.remote(), _ANSWER_SECONDS)
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await shard.handle.ping.remote()
         except (RayError, TimeoutError):
             return False
         return not shard.restarting

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from cluster.launch import ClusterHandle
 
 PROMPT = "The quick brown fox"
-NUM_TOKENS = 1500
-KILL_AT = 300
+NUM_TOKENS = 500
+KILL_AT = 100
 RESTART_SECONDS = 90.0
 
 

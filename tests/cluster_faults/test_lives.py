@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +71,47 @@ def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: s
     with an_actor() as worker:
         asyncio.run(watch(worker))
     assert asked > QUESTIONS
+
+
+class Calls:
+    """A method of a handle on an actor, as Ray has it: each call is a future, which we end."""
+
+    def __init__(self) -> None:
+        self.open: list[asyncio.Future[None]] = []
+
+    def remote(self) -> asyncio.Future[None]:
+        self.open.append(asyncio.get_running_loop().create_future())
+        return self.open[-1]
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_worker_that_ends_with_a_question_open_is_lost(turns: int) -> None:
+    """Both calls to it fail so many turns of the event loop apart: none may hide the other.
+
+    A watch that took the failed question for an answer to its own end asked for ever.
+    """
+    from ray.exceptions import ActorDiedError
+
+    from cluster.lives import until_lost
+
+    worker = SimpleNamespace(ping=Calls(), wait=Calls())
+
+    async def unheard() -> bool:
+        return False
+
+    async def watch() -> None:
+        watching = asyncio.create_task(until_lost(worker, hung_after=60.0, is_heard=unheard))
+        await asyncio.sleep(0.01)
+        worker.wait.open[0].set_exception(ActorDiedError())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not worker.ping.open[0].cancelled():
+            worker.ping.open[0].set_exception(ActorDiedError())
+        done, _ = await asyncio.wait({watching}, timeout=1.0)
+        assert done, "the loss is not told"
+        assert "died" in watching.result()
+
+    asyncio.run(watch())
 
 
 def test_a_broken_connection_is_no_lost_worker(ray_address: str) -> None:
