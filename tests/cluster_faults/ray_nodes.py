@@ -57,10 +57,11 @@ class RayNodes:
         for folder in self._folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def add(self, host: Host, *, num_cpus: int) -> None:
-        """Start a node there; return when it is part of the cluster."""
-        log = self._start(host, (f"--address={self.address}",), num_cpus=num_cpus)
-        self._await(lambda: _STARTED in log.read_text())
+    def add(self, *hosts: Host, num_cpus: int) -> None:
+        """Start a node on each; return when they are part of the cluster."""
+        joining = (f"--address={self.address}",)
+        logs = [self._start(host, joining, num_cpus=num_cpus) for host in hosts]
+        self._await(lambda: all(_STARTED in log.read_text() for log in logs))
 
     def lose(self, address: str) -> None:
         """Kill the node there, and every process on it."""

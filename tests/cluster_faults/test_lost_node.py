@@ -20,7 +20,7 @@ from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-HUNG_AFTER = 4.0
+HUNG_AFTER = 10.0
 
 
 class Deployment:
@@ -96,8 +96,7 @@ def deployment(
     """)
     unused = iter(second_host.hosts)
     with RayNodes(HERE, num_cpus=0) as nodes:
-        for _ in range(3):
-            nodes.add(next(unused), num_cpus=1)
+        nodes.add(*(next(unused) for _ in range(3)), num_cpus=1)
         with Job(nodes, config) as job:
             yield Deployment(nodes, job, unused)
 
