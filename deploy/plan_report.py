@@ -9,6 +9,7 @@ from rich.table import Table
 
 from cluster.plan_config import PlanConfig
 from cluster.simulation.plan import FASTER, PlannedLayout
+from paceline.text import counted
 from workers.emulated.profiles import DeviceProfile
 
 _HEADINGS = (
@@ -68,8 +69,9 @@ def print_plan(console: Console, asked: PlanConfig, planned: Sequence[PlannedLay
     console.print()
     console.print(table)
     if any(one.simulated_groups < one.layout.groups for one in planned):
+        most = max(one.simulated_groups for one in planned)
         console.print(
-            f"Of larger layouts {asked.simulated_groups} target groups were simulated, with their "
+            f"Simulated of larger layouts: at most {counted(most, 'target group')}, with their "
             "part of the load.",
             highlight=False,
         )

@@ -90,9 +90,9 @@ class Fleet(Listener):
         self._rounds = iter([len(one) for one in rounds]) if rounds else None
         self._coming = chain.from_iterable(rounds) if rounds else requests_of(load, layout)
         self._num_asked = 0
-        # The first answers are those of an empty fleet.
+        # The first answers are those of an empty fleet. None: there are hardly any others.
         first = load.requests // 5 if load.concurrency is None else load.concurrency
-        self._warm_after = min(first, load.requests // 3)
+        self._warm_after = first if 3 * first <= load.requests else None
         self._swing: list[Snapshot] = []
         for _ in range(layout.cells):
             self._build_cell()
@@ -104,8 +104,8 @@ class Fleet(Listener):
         if self._rounds is not None:
             self._ask_for_a_round(self._rounds)
         elif load.concurrency is not None:
-            for _ in range(min(load.concurrency, load.requests)):
-                self._ask()
+            for number in range(min(load.concurrency, load.requests)):
+                self._ask((number + 1) / load.concurrency if load.out_of_step else 1.0)
         else:
             for time in arrival_times(load):
                 self.clock.at(time, self._ask)
@@ -163,11 +163,16 @@ class Fleet(Listener):
         for _ in range(next(rounds, 0)):
             self._ask()
 
-    def _ask(self) -> None:
-        """Give the next request, if there is one, to the driver with the fewest."""
+    def _ask(self, share: float = 1.0) -> None:
+        """Give the next request, if there is one, to the driver with the fewest.
+
+        `share`: of its tokens; 2 are left.
+        """
         request = next(self._coming, None)
         if request is None:
             return
+        if share < 1:
+            request = replace(request, max_tokens=max(2, round(share * request.max_tokens)))
         self._num_asked += 1
         if self._num_asked == self._load.requests and self._swing:
             self._swing.append(self._snapshot())

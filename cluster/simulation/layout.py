@@ -74,7 +74,8 @@ class Load:
 
     `guess`: how drafters guess; its seed is that of the whole simulation. `temperature` is of no
     consequence but for the text. `first_request`: requests are numbered from there on, and no two
-    numbers have the same text.
+    numbers have the same text. `out_of_step`: the first answers are cut so that callers do not all
+    begin their next ones together, as they do not where they have been asking for long.
     """
 
     requests: int
@@ -85,6 +86,7 @@ class Load:
     per_second: float | None = None
     temperature: float = 0.0
     first_request: int = 0
+    out_of_step: bool = False
 
     def __post_init__(self) -> None:
         if (self.concurrency is None) == (self.per_second is None):

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import signal
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 
 from cluster.config_model import Config
 from cluster.decoding.policies import PolicyName, policy_named
@@ -27,6 +31,9 @@ KEEPS_UP = 0.95
 GROUPS_OF_A_ROUTER = 8
 """A router gives requests to so many target groups; beyond that there are more routers, and
 callers are dealt to them evenly."""
+GENERATIONS = 4
+"""So many requests at least are simulated for each caller, of fewer groups where need be: less than
+two of them are measured."""
 FASTER = 1.02
 """Below this ratio, one layout is no faster than another."""
 
@@ -36,7 +43,8 @@ class PlannedLayout:
     """A layout, the load that was simulated on a part of it, and the figures.
 
     `scale`: by how much the whole load is larger than the simulated part; rates in `figures` are
-    the part's. `speedup` and `per_gpu_gain`: against plain decoding on the same kind of target.
+    the part's. `processor_seconds`: that the simulation took. `speedup` and `per_gpu_gain`: against
+    plain decoding on the same kind of target.
     """
 
     layout: Layout
@@ -45,6 +53,7 @@ class PlannedLayout:
     figures: Figures
     same_text: bool
     keeps_up: bool
+    processor_seconds: float
     speedup: float = 1.0
     per_gpu_gain: float = 1.0
 
@@ -64,9 +73,11 @@ class PlannedLayout:
         return self.speedup > FASTER and self.per_gpu_gain < 1
 
 
-def make_plan(config: Config, *, tell: Callable[[str], None]) -> list[PlannedLayout]:
+def make_plan(config: Config, *, tell: Callable[[str], None], jobs: int = 1) -> list[PlannedLayout]:
     """Simulate every layout; the best first: those that keep up, then by tokens/s, where all tokens
     that are asked for are served by latency. Raises ConfigError when none fits the hosts.
+
+    `jobs`: so many layouts at a time, each in a process of its own. The figures are the same.
     """
     asked = config.plan
     layouts = list(_layouts(config))
@@ -79,10 +90,11 @@ def make_plan(config: Config, *, tell: Callable[[str], None]) -> list[PlannedLay
     concurrency = asked.concurrency
     if concurrency is None:
         concurrency = DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts)
+    tell(f"simulating {counted(len(layouts), 'layout')}")
     planned = []
-    for number, layout in enumerate(layouts, start=1):
-        tell(f"{number} of {len(layouts)}: {layout.name}")
-        planned.append(_simulate(layout, asked, concurrency))
+    for number, one in enumerate(_simulated(layouts, asked, concurrency, jobs), start=1):
+        tell(f"simulated {number} of {len(layouts)}: {one.layout.name}")
+        planned.append(one)
     planned = _compared(planned)
     served = asked.requests_per_second is not None
     return sorted(
@@ -175,24 +187,44 @@ def _layout(
     )
 
 
+def _simulated(
+    layouts: Sequence[Layout], asked: PlanConfig, concurrency: int, jobs: int
+) -> Iterator[PlannedLayout]:
+    """Each of them, in their order."""
+    simulate = partial(_simulate, asked=asked, concurrency=concurrency)
+    if min(jobs, len(layouts)) == 1:
+        yield from map(simulate, layouts)
+        return
+    # Whatever ends this one ends them too; Ctrl-C is for this one alone.
+    ignore = (signal.SIGINT, signal.SIG_IGN)
+    with get_context("spawn").Pool(min(jobs, len(layouts)), signal.signal, ignore) as pool:
+        yield from pool.imap(simulate, layouts)
+
+
 def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLayout:
     """Simulate some of its cells with their part of the load."""
+    begin = time.process_time()
     cells = layout.cells
     if asked.simulated_groups:
         cells = min(cells, max(1, asked.simulated_groups // layout.groups_a_cell))
+        if asked.requests_per_second is None:
+            few_callers = asked.requests // GENERATIONS * layout.cells // concurrency
+            cells = min(cells, max(1, few_callers))
     scale = layout.cells / cells
-    per_second = asked.requests_per_second
+    per_second, requests = asked.requests_per_second, asked.requests
     callers = None
     if per_second is None:
         callers = max(1, round(concurrency / scale))
         scale = concurrency / callers
+        requests = max(requests, GENERATIONS * callers)
     load = Load(
-        requests=asked.requests,
+        requests=requests,
         prompt_tokens=asked.prompt_tokens,
         output_tokens=asked.output_tokens,
         guess=Guess(asked.acceptance, asked.hit_rate, asked.seed),
         concurrency=callers,
         per_second=None if per_second is None else per_second / scale,
+        out_of_step=True,
     )
     courses: list[Course] = []
     same_text = True
@@ -205,7 +237,15 @@ def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLay
             courses.append(course_of(fleet))
     figures = figures_of(courses)
     keeps_up = load.per_second is None or figures.completed_per_second >= KEEPS_UP * load.per_second
-    return PlannedLayout(layout, cells * layout.groups_a_cell, scale, figures, same_text, keeps_up)
+    return PlannedLayout(
+        layout,
+        cells * layout.groups_a_cell,
+        scale,
+        figures,
+        same_text,
+        keeps_up,
+        time.process_time() - begin,
+    )
 
 
 def _parts(layout: Layout, load: Load) -> Iterator[tuple[Layout, Load]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import os
 from collections.abc import Mapping
 from typing import Annotated
 
@@ -74,6 +74,10 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             typer.Option(help="Target groups that are simulated at most; 0: all. Default: 4."),
         ] = None,
         seed: Annotated[int | None, typer.Option(help="Of the simulated luck. Default: 0.")] = None,
+        jobs: Annotated[
+            int | None,
+            typer.Option(min=1, help="Layouts that are simulated at a time. Default: one a core."),
+        ] = None,
         json_path: JsonOption = None,
     ) -> None:
         """Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.
@@ -109,10 +113,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
         flags = {key: value for key, value in given.items() if value is not None}
         config = load_config(config_path, environ, plan_flags=flags)
-        begin = time.process_time()
         with teller(Console(stderr=True)) as tell:
-            planned = make_plan(config, tell=tell)
-        seconds = time.process_time() - begin
+            planned = make_plan(config, tell=tell, jobs=jobs or len(os.sched_getaffinity(0)))
+        seconds = sum(one.processor_seconds for one in planned)
         print_plan(Console(), config.plan, planned)
         typer.echo(f"Simulated in {seconds:.1f} s of one core.")
         if json_path is not None:

@@ -75,13 +75,38 @@ def test_target_groups_that_share_a_sequence(call: Call, tmp_path: Path) -> None
 def test_a_thousand_hosts_are_simulated_in_part(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     asked = ("--hosts", "1000", "--concurrency", "4000", "--policies", "chain", "--ratios", "1:1")
-    done = call("plan", *SMALL, *asked, "--simulated-groups", "2", "--json", str(path))
+    some = ("--simulated-groups", "2", "--requests", "16")
+    done = call("plan", *SMALL, *asked, *some, "--json", str(path))
     assert done.code == 0, done.stderr
     rows = json.loads(path.read_text())["rows"]
     assert {row["target_groups"] for row in rows} == {2000, 1600}
     assert all(row["simulated_groups"] == 2 for row in rows)
     assert min(row["tokens_per_second"] for row in rows) > 100_000
-    assert "2 target groups were simulated" in done.stdout
+    assert "Simulated of larger layouts: at most 2 target groups" in done.stdout
+
+
+def test_layouts_side_by_side_give_the_same_figures(call: Call, tmp_path: Path) -> None:
+    found = []
+    for jobs in ("1", "2"):
+        path = tmp_path / f"{jobs}.json"
+        asked = ("--policies", "chain", "--policies", "fanout", "--ratios", "1:1")
+        done = call("plan", *SMALL, *asked, "--jobs", jobs, "--json", str(path))
+        assert done.code == 0, done.stderr
+        found.append(json.loads(path.read_text())["rows"])
+    assert found[0] == found[1]
+    assert len(found[0]) == 3
+
+
+def test_a_load_too_large_for_the_requests_is_measured_in_full(call: Call, tmp_path: Path) -> None:
+    """Many callers who begin together: of so few requests hardly more than one burst is left."""
+    path = tmp_path / "plan.json"
+    asked = ("--concurrency", "64", "--policies", "lockstep", "--ratios", "1:4", "--hosts", "2")
+    done = call("plan", *SMALL, *asked, "--json", str(path))
+    assert done.code == 0, done.stderr
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["requests"] >= 2 * 64 * row["simulated_groups"] / row["target_groups"]
+        assert 0.5 < row["target_busy"] <= 1.001
+        assert row["target_busy"] + row["target_waiting"] < 1.001
 
 
 def test_requests_that_are_too_many_are_told(call: Call, tmp_path: Path) -> None:

@@ -158,3 +158,21 @@ def test_messages_keep_their_order_and_share_the_bandwidth() -> None:
     assert arrivals[0] == pytest.approx(0.001 + 0.005 + 0.001)
     assert arrivals[1] - arrivals[0] == pytest.approx(0.001)
     assert all(before <= after for before, after in pairwise(arrivals))
+
+
+def test_what_is_measured_is_more_than_one_burst() -> None:
+    """Callers who all began together end together: between two ends next to nothing is busy."""
+    for requests in (10, 14, 18, 40):
+        asked = load(requests=requests, concurrency=8, tokens=20)
+        shares = figures_of([course_of(simulated(layout("lockstep"), asked))]).target
+        assert 0.5 < shares.busy <= 1.001
+        assert shares.busy + shares.waiting < 1.001
+
+
+def test_callers_out_of_step_ask_one_after_another() -> None:
+    asked = replace(load(requests=32, concurrency=8, tokens=40), out_of_step=True)
+    fleet = simulated(layout("off"), asked)
+    assert fleet.same_text
+    later = sorted(one.arrived for one in fleet.answered)[8:]
+    assert len(set(later)) > 20
+    assert [one.request.max_tokens for one in fleet.answered].count(40) == 25
