@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.plan_config import PlanConfig
-from cluster.simulation.plan import FASTER, PlannedLayout
+from cluster.simulation.plan import FASTER, PlannedLayout, callers_of
 from paceline.text import counted
 from workers.emulated.profiles import DeviceProfile
 
@@ -39,6 +39,7 @@ def plan_json(asked: PlanConfig, planned: Sequence[PlannedLayout]) -> dict[str, 
     return {
         "simulated": True,
         "plan": asked.model_dump(mode="json"),
+        "callers": None if asked.requests_per_second is not None else _callers(asked, planned),
         "profiles": [
             {"name": profile.name, "role": profile.role, "source": profile.source.strip()}
             for profile in _profiles(planned)
@@ -53,7 +54,8 @@ def print_plan(console: Console, asked: PlanConfig, planned: Sequence[PlannedLay
         console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
     gpus = asked.hosts * asked.gpus_per_host
     console.print(
-        f"{asked.hosts} x {asked.gpus_per_host} GPUs, {_load(asked)}, {asked.prompt_tokens} prompt "
+        f"{asked.hosts} x {asked.gpus_per_host} GPUs, {_load(asked, planned)}, "
+        f"{asked.prompt_tokens} prompt "
         f"and {asked.output_tokens} output tokens, acceptance {asked.acceptance:g}, "
         f"rtt {asked.rtt_ms:g} ms",
         highlight=False,
@@ -141,10 +143,14 @@ def _notes(one: PlannedLayout, planned: Sequence[PlannedLayout]) -> Iterator[str
         yield "NOT THE SAME TEXT"
 
 
-def _load(asked: PlanConfig) -> str:
+def _load(asked: PlanConfig, planned: Sequence[PlannedLayout]) -> str:
     if asked.requests_per_second is not None:
         return f"{asked.requests_per_second:g} requests/s"
-    return "callers as many as fit" if asked.concurrency is None else f"{asked.concurrency} callers"
+    return counted(_callers(asked, planned), "caller")
+
+
+def _callers(asked: PlanConfig, planned: Sequence[PlannedLayout]) -> int:
+    return callers_of(asked, (one.layout for one in planned))
 
 
 def _profiles(planned: Sequence[PlannedLayout]) -> Iterator[DeviceProfile]:

@@ -53,6 +53,7 @@ class Snapshot:
 
     time: float = 0.0
     committed: int = 0
+    asked: int = 0
     answered: int = 0
     target_busy: float = 0.0
     target_prefill: float = 0.0
@@ -188,6 +189,7 @@ class Fleet(Listener):
         return Snapshot(
             time=self.clock.now,
             committed=self.committed,
+            asked=self._num_asked,
             answered=len(self.answered),
             target_busy=sum(meter.busy_seconds for meter in targets),
             target_prefill=sum(meter.prefill_seconds for meter in targets),

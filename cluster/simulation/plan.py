@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from paceline.errors import ConfigError
 from paceline.text import counted
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.replay_text import Guess
+from workers.engine.block_pool import blocks_for
 
 DEFAULT_CONCURRENCY = 8
 """Callers for each target group of plain decoding, where the load is left open."""
@@ -75,7 +76,8 @@ class PlannedLayout:
 
 def make_plan(config: Config, *, tell: Callable[[str], None], jobs: int = 1) -> list[PlannedLayout]:
     """Simulate every layout; the best first: those that keep up, then by tokens/s, where all tokens
-    that are asked for are served by latency. Raises ConfigError when none fits the hosts.
+    that are asked for are served by latency. Raises ConfigError when none fits the hosts, or no
+    request the KV.
 
     `jobs`: so many layouts at a time, each in a process of its own. The figures are the same.
     """
@@ -87,9 +89,14 @@ def make_plan(config: Config, *, tell: Callable[[str], None], jobs: int = 1) -> 
             f"of {asked.gpus_per_host} GPUs; give more hosts or another target"
         )
     _check_policies(asked, {layout.policy for layout in layouts})
-    concurrency = asked.concurrency
-    if concurrency is None:
-        concurrency = DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts)
+    least = blocks_for(asked.prompt_tokens + asked.output_tokens, BLOCK_SIZE) * BLOCK_SIZE
+    if asked.kv_tokens < least:
+        raise ConfigError(
+            f"plan.kv_tokens: expected at least {least} for requests of {asked.prompt_tokens} "
+            f"prompt and {asked.output_tokens} output tokens, got {asked.kv_tokens}; give more KV, "
+            "or fewer prompt_tokens or output_tokens"
+        )
+    concurrency = callers_of(asked, layouts)
     tell(f"simulating {counted(len(layouts), 'layout')}")
     planned = []
     for number, one in enumerate(_simulated(layouts, asked, concurrency, jobs), start=1):
@@ -104,6 +111,13 @@ def make_plan(config: Config, *, tell: Callable[[str], None], jobs: int = 1) -> 
             one.figures.token_ms[0] if served and one.keeps_up else -one.tokens_per_second,
         ),
     )
+
+
+def callers_of(asked: PlanConfig, layouts: Iterable[Layout]) -> int:
+    """Callers in all, the same for each layout; of no consequence where requests come at random."""
+    if asked.concurrency is not None:
+        return asked.concurrency
+    return DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts)
 
 
 def _check_policies(asked: PlanConfig, planned: Collection[PolicyName]) -> None:
@@ -236,7 +250,7 @@ def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLay
             same_text &= fleet.same_text
             courses.append(course_of(fleet))
     figures = figures_of(courses)
-    keeps_up = load.per_second is None or figures.completed_per_second >= KEEPS_UP * load.per_second
+    keeps_up = load.concurrency is not None or all(_keeps_up(course) for course in courses)
     return PlannedLayout(
         layout,
         cells * layout.groups_a_cell,
@@ -246,6 +260,16 @@ def _simulate(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLay
         keeps_up,
         time.process_time() - begin,
     )
+
+
+def _keeps_up(course: Course) -> bool:
+    """Whether requests that come at random are answered about as fast as they come.
+
+    By those that came, not by how many should have: of a hundred, luck alone makes a tenth.
+    """
+    begin, end = course.begin, course.end
+    seconds = course.seconds if begin.time else max(one.arrived for one in course.answered)
+    return course.rate("answered") * seconds >= KEEPS_UP * (end.asked - begin.asked)
 
 
 def _parts(layout: Layout, load: Load) -> Iterator[tuple[Layout, Load]]:

@@ -22,6 +22,7 @@ def test_layouts_are_ranked_and_a_dear_one_is_shown_as_such(call: Call, tmp_path
     assert done.code == 0, done.stderr
     document: dict[str, Any] = json.loads(path.read_text())
     assert document["simulated"] is True
+    assert document["callers"] == 1
     rows = document["rows"]
     speeds = [row["tokens_per_second"] for row in rows]
     assert speeds == sorted(speeds, reverse=True)
@@ -121,6 +122,15 @@ def test_requests_that_are_too_many_are_told(call: Call, tmp_path: Path) -> None
     assert "does not keep up" in done.stdout
 
 
+@pytest.mark.parametrize("seed", ["1", "2", "3"])
+def test_requests_that_are_few_are_kept_up_with(call: Call, seed: str) -> None:
+    """However many come by luck: here a tenth of what one target group can serve."""
+    asked = ("--requests-per-second", "0.5", "--policies", "off", "--requests", "40")
+    done = call("plan", *SMALL, *asked, "--seed", seed)
+    assert done.code == 0, done.stderr
+    assert "does not keep up" not in done.stdout
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -133,6 +143,7 @@ def test_requests_that_are_too_many_are_told(call: Call, tmp_path: Path) -> None
         (("--concurrency", "4", "--requests-per-second", "1"), ("plan", "both given")),
         (("--target", "70b-8xh100-2hosts"), ("plan.target", "fits 1 host")),
         (("--gpus-per-host", "4", "--policies", "chain"), ("plan.policies", "'chain'", "4 GPUs")),
+        (("--kv-tokens", "1024", "--prompt-tokens", "2000"), ("plan.kv_tokens", "2128")),
         (("--policies", "replicas", "--ratios", "1:1"), ("plan.policies", "2 or more target")),
     ],
 )
