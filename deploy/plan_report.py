@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.plan_config import PlanConfig
-from cluster.simulation.plan import FASTER, PlannedLayout, callers_of
+from cluster.simulation.plan import callers_of
+from cluster.simulation.trial import FASTER, PlannedLayout
 from paceline.text import counted
 from workers.emulated.profiles import DeviceProfile
 

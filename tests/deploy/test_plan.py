@@ -76,7 +76,7 @@ def test_target_groups_that_share_a_sequence(call: Call, tmp_path: Path) -> None
 def test_a_thousand_hosts_are_simulated_in_part(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     asked = ("--hosts", "1000", "--concurrency", "4000", "--policies", "chain", "--ratios", "1:1")
-    some = ("--simulated-groups", "2", "--requests", "16")
+    some = ("--simulated-groups", "2", "--requests", "24")
     done = call("plan", *SMALL, *asked, *some, "--json", str(path))
     assert done.code == 0, done.stderr
     rows = json.loads(path.read_text())["rows"]
