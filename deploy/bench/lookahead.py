@@ -46,7 +46,7 @@ from deploy.bench.lookahead_pairs import (
     Pair,
     PairLayout,
 )
-from deploy.bench.lookahead_results import CellResult, LookaheadResult, Save, result_of
+from deploy.bench.lookahead_results import CellResult, LookaheadResult, Measured, Save, result_of
 from deploy.bench.lookahead_simulated import simulated_speed
 from deploy.bench.record_replay import demo_recording, recording_path
 from paceline.errors import PacelineError
@@ -71,9 +71,9 @@ Rates = tuple[float | None, float | None]
 class LookaheadSettings:
     """How much is measured.
 
-    `max_tokens`: a request, `batched_tokens` where many are decoded at once; `repeats`: rounds over
-    all cells; `parts`: of lookahead_cells, or all.
-    `most_seconds`: after so long no cell is repeated any more.
+    `max_tokens`: a request, `batched_tokens` where many are decoded at once, `natural_tokens` where
+    the demo pair takes real processor time; `repeats`: rounds over all cells; `parts`: of
+    lookahead_cells, or all. `most_seconds`: no round but the first is begun that would end later.
     """
 
     max_tokens: int
@@ -82,9 +82,10 @@ class LookaheadSettings:
     parts: tuple[str, ...] = ()
     most_seconds: float = math.inf
     batched_tokens: int = 64
+    natural_tokens: int = 64
 
 
-FULL = LookaheadSettings(320, 2, quick=False, most_seconds=16 * 60)
+FULL = LookaheadSettings(240, 2, quick=False, most_seconds=18 * 60)
 QUICK = LookaheadSettings(200, 1, quick=True)
 
 
@@ -108,38 +109,48 @@ class LookaheadBench:
         wanted: Sequence[Cell],
         *,
         tell: Callable[[str], None],
-        save: Callable[[Sequence[CellResult]], None],
-    ) -> list[CellResult]:
+        save: Callable[[Measured], None],
+    ) -> Measured:
         """Every cell once a round, plain decoding before the first that is compared with it.
 
-        Those in slow motion take long and are measured in the first round alone.
-        A cell that fails does not end the others. `save` hears of all after each.
+        Those in slow motion take long and are measured in the first round alone. A round that
+        is not over in time does not count. A cell that fails does not end the others. `save`
+        hears of all after each.
         """
+        measured = Measured(self._in_order(wanted))
+        repeated = [one for one in measured.cells if one.cell.load != DILATED]
+        took: dict[Cell, float] = {}
+        began = time.monotonic()
+        for number in range(self._settings.repeats):
+            in_turn = repeated if number else measured.cells
+            until = time.monotonic() - began + sum(took.get(one.cell, 0.0) for one in repeated)
+            if number and until > self._settings.most_seconds:
+                tell(f"{until / 60:.0f} minutes would be over after another round: it is left out")
+                break
+            for place, result in enumerate(in_turn, start=1):
+                seconds = time.monotonic() - began
+                if number and seconds > self._settings.most_seconds:
+                    tell(f"{seconds / 60:.0f} minutes are over: this round does not count")
+                    return measured
+                of_round = f"{place} of {len(in_turn)} in round {number + 1}"
+                tell(f"{of_round}, after {seconds:.0f} s: {result.cell.name}")
+                try:
+                    result.runs[number] = await self._measure(result.cell)
+                except PacelineError as error:
+                    result.errors.append(str(error))
+                    tell(f"{result.cell.name} failed: {error}")
+                took[result.cell] = time.monotonic() - began - seconds
+                save(measured)
+            measured.rounds = number + 1
+        return measured
+
+    def _in_order(self, wanted: Sequence[Cell]) -> list[CellResult]:
         results: list[CellResult] = []
         for cell in wanted:
             plain = plain_cell(cell.batch, cell.load)
             if all(one.cell != plain for one in results):
                 results.append(CellResult(plain, 0.0))
             results.append(CellResult(cell, self._acceptance(cell)))
-        rounds = [results]
-        repeated = [one for one in results if one.cell.load != DILATED]
-        rounds += [repeated] * (self._settings.repeats - 1)
-        done, total = 0, sum(len(one) for one in rounds)
-        began = time.monotonic()
-        for repeat, in_turn in enumerate(rounds):
-            for result in in_turn:
-                done += 1
-                seconds = time.monotonic() - began
-                if repeat and seconds > self._settings.most_seconds:
-                    tell(f"{seconds / 60:.0f} minutes are over: the rest is not repeated")
-                    return results
-                tell(f"{done} of {total}, after {seconds:.0f} s: {result.cell.name}")
-                try:
-                    result.runs.append(await self._measure(result.cell))
-                except PacelineError as error:
-                    result.errors.append(str(error))
-                    tell(f"{result.cell.name} failed: {error}")
-                save(results)
         return results
 
     def _acceptance(self, cell: Cell) -> float:
@@ -177,6 +188,8 @@ class LookaheadBench:
         if cell.load == DILATED:
             load = recorded_load(self._recording, min(tokens, DILATED_TOKENS), folded=False)
             return first_of_each(load, DILATED_REQUESTS)
+        if cell.load == NATURAL:
+            tokens = min(tokens, self._settings.natural_tokens)
         return recorded_load(self._recording, tokens, folded=cell.load not in COMPUTED)
 
 
@@ -198,7 +211,7 @@ def run_lookahead(
     guesses = _guesses(wanted, settings.max_tokens)
 
     def result(
-        measured: Sequence[CellResult],
+        measured: Measured,
         simulated: Mapping[Cell, float] | None = None,
     ) -> LookaheadResult:
         return result_of(measured, target, drafter, recording, simulated)
@@ -209,7 +222,7 @@ def run_lookahead(
         bench = LookaheadBench(pairs, recording, guesses, settings)
         measured = asyncio.run(bench.run(wanted, tell=tell, save=lambda some: save(result(some))))
     tell("simulating the same cells")
-    simulated = bench.simulate([one.cell for one in measured if one.runs], target, drafter)
+    simulated = bench.simulate([one.cell for one in measured.cells if one.runs], target, drafter)
     return result(measured, simulated)
 
 

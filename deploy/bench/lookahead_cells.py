@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -30,10 +29,8 @@ FANOUT_WINDOW = 12
 """Of policies with branches, for one sequence of a set acceptance: what is foreseen is longer."""
 TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
 """Of the cell by whose trees the time between steps is measured."""
-FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 16, 2
-"""Of the cells of fanout whose branches are verified as well as sent ahead."""
-SPREAD_TREE_WINDOW = 24
-"""The same of spread, whose drafters hold more branches."""
+FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 32, 2
+"""Of the cells of fanout and spread whose branches are verified as well as sent ahead."""
 HITS_BRANCHES = ("fanout", "spread", "replicas", "auto")
 """Policies to which the second of a drafter's guesses matters."""
 DILATION = 16.0
@@ -44,15 +41,17 @@ So that a pass of the demo drafter with a dozen branches is hidden, on a core.
 DILATED_RTTS_MS = (0.1, 10.0)
 DEMO_ACCEPTANCE = 0.95
 """About that of the demo pair: what lockstep's window is chosen by where it is dilated."""
-NUM_SPREAD = 4 if len(os.sched_getaffinity(0)) >= 8 else 2
-"""Drafters of spread. Each is a process that wants a third of a core."""
+NUM_SPREAD = 2
+"""Drafters of spread where chains are verified."""
+NUM_SPREAD_TREE = 4
+"""The same where trees are: the layout of the best that there is."""
 NUM_REPLICAS = 2
 """Target groups of replicas, which needs as many times the GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One policy under one condition.
+    """One policy under one condition. `num_drafters`: that the layout has.
 
     `acceptance` and `hit_rate` are those that were set; None: as recorded or natural, or of no use.
     """
@@ -65,11 +64,7 @@ class Cell:
     batch: int
     window: int
     branches: int = 1
-
-    @property
-    def num_drafters(self) -> int:
-        """Drafters that the policy uses."""
-        return NUM_SPREAD if self.policy is PolicyName.SPREAD else 1
+    num_drafters: int = 1
 
     @property
     def num_targets(self) -> int:
@@ -87,6 +82,7 @@ class Cell:
             load = f", acceptance {self.acceptance:g}"
         hits = "" if self.hit_rate is None else f", hits {self.hit_rate:g}"
         tree = f", trees of {self.window}" if self.branches > 1 else ""
+        tree += f", {self.num_drafters} drafters" if self.num_drafters > 1 else ""
         return f"{self.policy.value}, rtt {self.rtt_ms:g} ms{load}{hits}{tree}{batch}"
 
 
@@ -167,8 +163,10 @@ def _cells_of(
             rtt_ms=rtt_ms,
         )
     load: Load = "recorded" if acceptance is None else "set"
+    drafters = NUM_SPREAD if policy is PolicyName.SPREAD else 1
     return [
-        Cell(policy, load, rtt_ms, acceptance, hit_rate, batch, window) for hit_rate in hit_rates
+        Cell(policy, load, rtt_ms, acceptance, hit_rate, batch, window, num_drafters=drafters)
+        for hit_rate in hit_rates
     ]
 
 
@@ -195,8 +193,8 @@ def _trees_of(policy: PolicyName) -> Iterator[Cell]:
         tree = (TREE_BATCH, TREE_WINDOW, TREE_BRANCHES)
         yield Cell(policy, "set", RTTS_MS[0], acceptance, hit_rate, *tree)
     if policy in (PolicyName.FANOUT, PolicyName.SPREAD):
-        window = FANOUT_TREE_WINDOW if policy is PolicyName.FANOUT else SPREAD_TREE_WINDOW
-        tree = (1, window, FANOUT_TREE_BRANCHES)
+        drafters = NUM_SPREAD_TREE if policy is PolicyName.SPREAD else 1
+        tree = (1, FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES, drafters)
         for rtt_ms in RTTS_MS:
             for acceptance in ACCEPTANCES:
                 yield Cell(policy, "set", rtt_ms, acceptance, HIT_RATES[0], *tree)

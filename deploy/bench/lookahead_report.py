@@ -16,6 +16,7 @@ from deploy.bench.lookahead_results import (
     num_gpus,
     plain_of,
     same_text,
+    speedup,
 )
 
 LEGEND = """
@@ -24,8 +25,9 @@ pair computes, with all times {dilation:g} times those of the profiles, and told
 what driver and gRPC take here. Rows "natural": the demo pair as fast as it computes, on a core each
 (a core counts as a GPU).
 /GPU: tokens/s a GPU; "!": faster than another row of the same load and link, but worse a GPU.
-/off: tokens/s over plain decoding in this run. theory: the closed form of the policy
-(ALGORITHMS.md section 5), without the driver's own time. ideal: every outcome foreseen.
+/off: tokens/s over plain decoding in the same round, the median of {rounds} (dilated
+rows: of 1). theory: the closed form of the policy (ALGORITHMS.md section 5), without the driver's
+own time. ideal: every outcome foreseen.
 eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
 idle: target, drafter. sim: tokens/s of the same cell in the simulator, over what was measured.
 spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
@@ -43,6 +45,7 @@ def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> di
         "machine": machine,
         "emulated": True,
         "complete": result.is_whole,
+        "rounds": result.rounds,
         "profiles": {
             profile.role: {"name": profile.name, "source": profile.source.strip()}
             for profile in (result.target, result.drafter)
@@ -76,7 +79,10 @@ def print_lookahead(console: Console, result: LookaheadResult) -> None:
         _print_row(table, row)
     console.print(table)
     legend = LEGEND.format(
-        target=result.target.name, drafter=result.drafter.name, dilation=DILATION
+        target=result.target.name,
+        drafter=result.drafter.name,
+        dilation=DILATION,
+        rounds="1 round" if result.rounds == 1 else f"{result.rounds} whole rounds",
     )
     console.print(legend, highlight=False)
     for one in result.failed:
@@ -130,7 +136,7 @@ def _per_gpu(result: LookaheadResult, one: CellResult) -> float:
 def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
     cell, run = one.cell, one.median
     off, natural = cell.policy is PolicyName.OFF, cell.load == NATURAL
-    speedup = run.tokens_per_second / plain_of(result, one).median.tokens_per_second
+    gain = speedup(result, one)
     ideal = None if off else _ideal(result, one)
     return {
         "name": cell.name,
@@ -145,7 +151,7 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "branches": cell.branches,
         "drafters": 0 if off else cell.num_drafters,
         "target_groups": cell.num_targets,
-        "speedup": speedup,
+        "speedup": gain,
         "tokens_per_second": run.tokens_per_second,
         "tokens_per_second_per_gpu": _per_gpu(result, one),
         "gpus": num_gpus(result, cell),
@@ -158,9 +164,10 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "overruns": run.overruns,
         "theory": None if off else _theory(result, one),
         "ideal": ideal,
-        "efficiency": None if ideal is None else speedup / ideal,
+        "efficiency": None if ideal is None else gain / ideal,
         "simulated_tokens_per_second": result.simulated.get(cell),
         "spread": one.spread,
+        "repeats": len(one.runs),
         "same_text": same_text(result, one),
     }
 

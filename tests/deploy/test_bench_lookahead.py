@@ -30,8 +30,9 @@ from deploy.bench.lookahead_load import (
     walk,
     warm_up_of,
 )
+from deploy.bench.lookahead_measure import CellRun
 from deploy.bench.lookahead_report import lookahead_json
-from deploy.bench.lookahead_results import result_of
+from deploy.bench.lookahead_results import CellResult, Measured, result_of
 from deploy.bench.lookahead_simulated import simulated_speed
 from deploy.bench.record_replay import pinned
 from workers.emulated.profiles import load_profile
@@ -227,7 +228,7 @@ async def test_a_cell_that_fails_is_told_and_does_not_end_the_others(tmp_path: P
     told: list[str] = []
     saved: list[int] = []
     measured = await bench.run(
-        wanted, tell=told.append, save=lambda some: saved.append(len([*some]))
+        wanted, tell=told.append, save=lambda some: saved.append(len(some.cells))
     )
     result = result_of(measured, TARGET, DRAFTER, None, {})
     document = lookahead_json(result, {})
@@ -244,7 +245,37 @@ async def test_repeats_end_when_the_time_is_over(tmp_path: Path) -> None:
     settings = LookaheadSettings(24, 5, quick=True, most_seconds=0.0)
     bench = LookaheadBench({"set": _NoPair(tmp_path)}, None, {}, settings)
     measured = await bench.run(wanted, tell=lambda line: None, save=lambda some: None)
-    assert [len(one.errors) for one in measured] == [1, 1]
+    assert [len(one.errors) for one in measured.cells] == [1, 1]
+    assert measured.rounds == 1
+
+
+def _run(tokens_per_second: float) -> CellRun:
+    return CellRun(((1, 2),), tokens_per_second, 1.0, 0.1, None, 18.3, None, 0.5, 0)
+
+
+def test_what_a_cell_gains_is_told_within_a_round_and_of_whole_rounds() -> None:
+    """The second round is slower as a whole; a cell that was in it gains no less for that."""
+    first, second = cells(TARGET, DRAFTER, quick=False, parts=("chain",))[:2]
+    measured = Measured(
+        [
+            CellResult(plain_cell(1, "set"), 0.0, {0: _run(50.0), 1: _run(40.0)}),
+            CellResult(first, 0.75, {0: _run(100.0), 1: _run(84.0)}),
+            CellResult(second, 0.85, {0: _run(150.0)}),
+        ]
+    )
+
+    def speedups() -> tuple[object, list[object]]:
+        document = lookahead_json(result_of(measured, TARGET, DRAFTER, None, {}), {})
+        rows = document["rows"]
+        assert isinstance(rows, list)
+        return document["rounds"], [(row["speedup"], row["repeats"]) for row in rows]
+
+    assert speedups() == (1, [(1.0, 1), (2.0, 1), (3.0, 1)])
+    measured.cells[2].runs[1] = _run(124.0)
+    measured.rounds = 2
+    rounds, ratios = speedups()
+    assert rounds == 2
+    assert ratios == [(1.0, 2), (pytest.approx(2.05), 2), (pytest.approx(3.05), 2)]
 
 
 @pytest.mark.slow
@@ -265,7 +296,7 @@ def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     lengths = [len(rows) for one in saved if isinstance(rows := one["rows"], list)]
     assert lengths == list(range(1, len(saved) + 1))
     assert not any(one["complete"] for one in saved)
-    assert any(f"{len(saved)} of {len(saved)}, after " in line for line in told)
+    assert any(f"{len(saved)} of {len(saved)} in round 1, after " in line for line in told)
     rows = document["rows"]
     assert isinstance(rows, list)
     assert {"off", "lockstep", "chain"} <= {row["policy"] for row in rows}
