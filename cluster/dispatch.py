@@ -48,7 +48,7 @@ from cluster.requests import widest_proposal
 from cluster.round_tap import RoundTap
 from cluster.target_groups import TargetGroups
 from cluster.target_link import TargetDescription
-from cluster.worker_wire import DraftInstruction, proposal_from_wire, verdicts_from_wire
+from cluster.worker_wire import DraftInstruction, proposals_from_wire, verdicts_from_wire
 from paceline.errors import PacelineError, ProtocolError
 from paceline.v1 import drafting_pb2, target_pb2
 
@@ -206,19 +206,18 @@ class Dispatch:
         """A pass of the drafter. What breaks the contract is dropped; returns how many did."""
         proposals: list[Proposal] = []
         malformed, target = 0, self.target
-        for message in batch.proposals:
+        for message in (*batch.proposals, *batch.tips):
             generation = self._callers.get(message.sequence_id)
             if generation is None or target is None:
                 self.scheduler.totals.dropped_proposals += 1  # it crossed the end of its sequence
                 continue
             try:
-                proposal = proposal_from_wire(
+                proposals += proposals_from_wire(
                     message,
                     generation.speculation.rule,
                     branches=widest_proposal(generation.speculation),
                     vocab_size=target.vocab_size,
                 )
-                proposals.append(proposal)
             except ProtocolError as error:
                 malformed += 1
                 _log.info("a proposal of %s is dropped: %s", name, error)

@@ -209,7 +209,8 @@ class DrafterLink:
                 batch = response.proposals
                 self.meter.malformed += self._listener.proposed(name, batch)
                 self.meter.passed(batch.pass_seconds, batch.overrun_seconds)
-                self.meter.tokens += sum(len(p.token_ids) for p in batch.proposals)
+                told = (*batch.proposals, *batch.tips)
+                self.meter.tokens += sum(len(one.token_ids) for one in told)
             elif response.HasField("declined"):
                 declined = response.declined
                 self._listener.declined(name, declined.sequence_id, declined.reason)

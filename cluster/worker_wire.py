@@ -22,7 +22,7 @@ from paceline.v1 import drafting_pb2, target_pb2, types_pb2
 from workers.draft_probs_wire import distributions_from_wire, distributions_to_wire
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
-from workers.verification.rules import check_proposal
+from workers.verification.rules import FACTS, check_proposal
 
 MAX_STOPPING_VALUES = 16
 
@@ -139,6 +139,22 @@ def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
             return drafting_pb2.DraftRequest(close=close)
 
 
+def proposals_from_wire(
+    message: drafting_pb2.Proposal | drafting_pb2.Tips,
+    rule: Rule,
+    *,
+    branches: int,
+    vocab_size: int,
+) -> Sequence[Proposal]:
+    """What a message proposes for a sequence under `rule`, with so many `branches` granted.
+
+    Raises ProtocolError where it breaks the contract.
+    """
+    if isinstance(message, drafting_pb2.Tips):
+        return tips_from_wire(message, rule, vocab_size=vocab_size)
+    return (proposal_from_wire(message, rule, branches=branches, vocab_size=vocab_size),)
+
+
 def proposal_from_wire(
     message: drafting_pb2.Proposal, rule: Rule, *, branches: int, vocab_size: int
 ) -> Proposal:
@@ -161,6 +177,33 @@ def proposal_from_wire(
         distributions={} if draft_probs is None else draft_probs.of_node,
         stopping_state=_stopping_state(message),
     )
+
+
+def tips_from_wire(message: drafting_pb2.Tips, rule: Rule, *, vocab_size: int) -> list[Proposal]:
+    """Proposals of a token each for a sequence under `rule`.
+
+    Raises ProtocolError where they break the contract.
+    """
+    lengths, hashes = list(message.base_lengths), list(message.base_hashes)
+    token_ids = list(message.token_ids)
+    if not 0 < len(lengths) == len(hashes) == len(token_ids) <= MAX_PROPOSED:
+        raise ProtocolError(
+            f"tips: expected 1 to {MAX_PROPOSED} base_lengths and as many base_hashes and "
+            f"token_ids, got {len(lengths)}, {len(hashes)} and {len(token_ids)}"
+        )
+    if FACTS[rule].needs_draft_probs:
+        raise ProtocolError(
+            f"tips: expected none under the rule {rule.value!r}: tell distributions"
+        )
+    if max(token_ids) >= vocab_size:
+        raise ProtocolError(
+            f"tips.token_ids: expected ids below {vocab_size}, got {max(token_ids)}"
+        )
+    sequence_id = message.sequence_id
+    return [
+        Proposal(sequence_id, length, prefix_hash, (token_id,))
+        for length, prefix_hash, token_id in zip(lengths, hashes, token_ids, strict=True)
+    ]
 
 
 def _is_sound_chain(

@@ -362,7 +362,9 @@ Global___DraftResponse: _TypeAlias = DraftResponse  # noqa: Y015
 
 @_typing.final
 class ProposalBatch(_message.Message):
-    """What one forward pass of the drafter produced: at most one proposal for each base of a sequence."""
+    """What one forward pass of the drafter produced: at most one proposal for each base of a sequence,
+    those in `tips` included.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -370,6 +372,7 @@ class ProposalBatch(_message.Message):
     PASS_SECONDS_FIELD_NUMBER: _builtins.int
     TOKENS_FED_FIELD_NUMBER: _builtins.int
     OVERRUN_SECONDS_FIELD_NUMBER: _builtins.int
+    TIPS_FIELD_NUMBER: _builtins.int
     pass_seconds: _builtins.float
     """Duration of the pass."""
     tokens_fed: _builtins.int
@@ -380,6 +383,12 @@ class ProposalBatch(_message.Message):
     """
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]: ...
+    @_builtins.property
+    def tips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tips]:
+        """Further proposals, of one token each: what they say is no other than in `proposals`. At most
+        one for a sequence.
+        """
+
     def __init__(
         self,
         *,
@@ -387,14 +396,54 @@ class ProposalBatch(_message.Message):
         pass_seconds: _builtins.float = ...,
         tokens_fed: _builtins.int = ...,
         overrun_seconds: _builtins.float = ...,
+        tips: _abc.Iterable[Global___Tips] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrun_seconds", b"overrun_seconds", "pass_seconds", b"pass_seconds", "proposals", b"proposals", "tokens_fed", b"tokens_fed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["overrun_seconds", b"overrun_seconds", "pass_seconds", b"pass_seconds", "proposals", b"proposals", "tips", b"tips", "tokens_fed", b"tokens_fed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ProposalBatch: _TypeAlias = ProposalBatch  # noqa: Y015
+
+@_typing.final
+class Tips(_message.Message):
+    """Proposals of one token each for one sequence, in columns: reading some dozens, as the branches of
+    fan-out are in a pass, takes a third of the time. Entry i proposes the token token_ids[i] under
+    the base of base_lengths[i] tokens with the hash base_hashes[i]; no two bases are the same. The
+    lists are of one length, from 1 to 1024. Not under rules that need distributions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    BASE_LENGTHS_FIELD_NUMBER: _builtins.int
+    BASE_HASHES_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    @_builtins.property
+    def base_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def base_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As Base.hash."""
+
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        base_lengths: _abc.Iterable[_builtins.int] | None = ...,
+        base_hashes: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_hashes", b"base_hashes", "base_lengths", b"base_lengths", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tips: _TypeAlias = Tips  # noqa: Y015
 
 @_typing.final
 class Proposal(_message.Message):

@@ -40,19 +40,23 @@ def spread_over(forks: Iterable[Fork], budget: int, exponent: float) -> dict[int
     F ∝ weight^(1/(1+r)) with r = `exponent`, that of the hit curve: the chance that the k-th best
     candidate is it falls as k^-(1+r). In whole numbers that is to give out branches one by one,
     each to where it is likeliest to be hit. Forks that are not there yet get theirs too, so that
-    they find some left.
+    they find some left. Of a smaller budget each node has as much as it is given first.
     """
     heap = [(-fork.weight, index, 0, fork) for index, fork in enumerate(forks)]
     heapq.heapify(heap)
+    later = [(count + 1) ** -(1 + exponent) for count in range(RANKS)]
     counts: dict[int, int] = {}
-    while heap and budget > 0:
-        _, index, count, fork = heapq.heappop(heap)
-        budget -= 1
+    for _ in range(budget):
+        if not heap:
+            break
+        _, index, count, fork = heap[0]
+        count += 1
         if fork.node is not None:
-            counts[fork.node] = count + 1
-        if count + 1 < RANKS:
-            chance = fork.weight * (count + 2) ** -(1 + exponent)
-            heapq.heappush(heap, (-chance, index, count + 1, fork))
+            counts[fork.node] = count
+        if count < RANKS:
+            heapq.heapreplace(heap, (-fork.weight * later[count], index, count, fork))
+        else:
+            heapq.heappop(heap)
     return counts
 
 
@@ -76,30 +80,25 @@ def candidates_to_send(
     `reached`: the chance of each node that it will be committed. `mean`: that of a first candidate
     of which nothing is known.
     """
-    fan_out = tree.grant.fan_out
-    open_nodes = {node: one for node, one in expansions.items() if tree.room(node) > 0}
-    forks = [Fork(node, reached[node] * (1 - one.chances[0])) for node, one in open_nodes.items()]
+    fan_out, shares = tree.grant.fan_out, max(1, tree.grant.shares)
+    open_nodes = tree.with_room(expansions)
+    forks = [Fork(node, reached[node] * (1 - expansions[node].chances[0])) for node in open_nodes]
     end = tree.chain_end()
     forks += [
         Fork(None, reached[end] * mean**ahead * (1 - mean)) for ahead in range(tree.room(end))
     ]
-    shares = max(1, tree.grant.shares)
-    likelier = spread_over(forks, fan_out if shares == 1 else -(-fan_out // 2), exponent)
-    counts = likelier if shares == 1 else spread_over(forks, fan_out, exponent)
-    firsts: list[tuple[int, int]] = []
-    others: list[tuple[int, int]] = []
-    begun = 0
-    for node, one in expansions.items():
-        begun += sum(number is not None for number in one.nodes[1:])
-        if node not in open_nodes:
-            continue
-        if one.nodes[0] is None:
-            firsts.append((node, 0))
-        others += [
-            (node, index)
-            for index in range(1, min(1 + counts.get(node, 0), len(one.nodes)))
-            if one.nodes[index] is None and _is_mine(tree, node, index, likelier.get(node, 0))
-        ]
+    counts = spread_over(forks, fan_out, exponent)
+    likelier = counts if shares == 1 else spread_over(forks, -(-fan_out // 2), exponent)
+    firsts = [(node, 0) for node in open_nodes if expansions[node].nodes[0] is None]
+    others = [
+        (node, index)
+        for node, count in counts.items()
+        for index in range(1, min(1 + count, len(expansions[node].nodes)))
+        if expansions[node].nodes[index] is None
+        and _is_mine(tree, node, index, likelier.get(node, 0))
+    ]
+    # Every node is the first candidate under another one, or begins a branch.
+    begun = tree.num_nodes - sum(one.nodes[0] is not None for one in expansions.values())
     for places in (firsts, others):
         places.sort(key=lambda place: -reached[place[0]])
     return (firsts + others[: max(0, fan_out - begun)])[: tree.nodes_left]

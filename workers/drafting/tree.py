@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.errors import ProtocolError
 from paceline.rules import Stopping
@@ -72,6 +72,13 @@ class DraftTree(NodeTree):
         if left <= 0 or (self.spec.end_token_ids and self.ends(node)):
             return 0
         return left
+
+    def with_room(self, nodes: Iterable[int]) -> list[int]:
+        """Those of `nodes` that a token may follow."""
+        if self.spec.end_token_ids:
+            return [node for node in nodes if self.room(node) > 0]
+        deepest, depths = self._deepest, self._depths
+        return [node for node in nodes if depths[node] < deepest]
 
     @property
     def nodes_left(self) -> int:

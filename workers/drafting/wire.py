@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.convert import ANY_VOCABULARY, spec_from_wire, stopping_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.v1 import drafting_pb2, types_pb2
@@ -101,8 +103,10 @@ def to_responses(
     news: SessionNews, pass_seconds: float, *, overrun_seconds: float = 0.0
 ) -> list[drafting_pb2.DraftResponse]:
     """What a pass gave for one stream: a batch, then what it had to decline."""
+    tips, others = _split(news.proposals)
     batch = drafting_pb2.ProposalBatch(
-        proposals=[_proposal(proposal) for proposal in news.proposals],
+        proposals=[_proposal(proposal) for proposal in others],
+        tips=[_tips(several) for several in tips],
         pass_seconds=pass_seconds,
         tokens_fed=news.tokens_fed,
         overrun_seconds=overrun_seconds,
@@ -114,6 +118,42 @@ def to_responses(
         for sequence_id, reason in news.declined
     ]
     return [drafting_pb2.DraftResponse(proposals=batch), *declined]
+
+
+def _split(proposals: Sequence[Proposal]) -> tuple[list[list[Proposal]], list[Proposal]]:
+    """Those that can be told in columns, by sequence, and the others."""
+    if len(proposals) == 1:
+        return [], [*proposals]
+    of_sequence: dict[int, list[Proposal]] = {}
+    others = []
+    for one in proposals:
+        if len(one.token_ids) > 1 or one.last or one.stopping_state or not _is_bare(one):
+            others.append(one)
+        else:
+            of_sequence.setdefault(one.sequence_id, []).append(one)
+    tips = []
+    for several in of_sequence.values():
+        if len(several) > 1:
+            tips.append(several)
+        else:
+            others += several
+    return tips, others
+
+
+def _is_bare(proposal: Proposal) -> bool:
+    """Whether there are tokens, and nothing more is said of them."""
+    return bool(proposal.token_ids) and not (
+        proposal.parents or proposal.multiplicities or proposal.distributions
+    )
+
+
+def _tips(proposals: Sequence[Proposal]) -> drafting_pb2.Tips:
+    return drafting_pb2.Tips(
+        sequence_id=proposals[0].sequence_id,
+        base_lengths=[one.base_length for one in proposals],
+        base_hashes=[one.base_hash for one in proposals],
+        token_ids=[one.token_ids[0] for one in proposals],
+    )
 
 
 def _proposal(proposal: Proposal) -> drafting_pb2.Proposal:
