@@ -206,7 +206,8 @@ class Dispatch:
         """A pass of the drafter. What breaks the contract is dropped; returns how many did."""
         proposals: list[Proposal] = []
         malformed, target = 0, self.target
-        for message in (*batch.proposals, *batch.tips):
+        told: list[drafting_pb2.Proposal | drafting_pb2.Tips] = [*batch.proposals, *batch.tips]
+        for message in told:
             generation = self._callers.get(message.sequence_id)
             if generation is None or target is None:
                 self.scheduler.totals.dropped_proposals += 1  # it crossed the end of its sequence

@@ -13,7 +13,7 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,7 @@ from deploy.bench.lookahead_pairs import (
 from deploy.bench.lookahead_results import CellResult, LookaheadResult, Measured, Save, result_of
 from deploy.bench.lookahead_simulated import simulated_speed
 from deploy.bench.record_replay import demo_recording, recording_path
+from deploy.bench.time_sharing import time_sharing
 from paceline.errors import PacelineError
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.recording import Recording
@@ -178,7 +179,8 @@ class LookaheadBench:
 
     async def _measure(self, cell: Cell) -> CellRun:
         pair, load = self._pairs[cell.load], self._load(cell)
-        return await measure_cell(pair, cell, load, self._guess(cell))
+        with time_sharing() if cell.load == NATURAL else nullcontext():
+            return await measure_cell(pair, cell, load, self._guess(cell))
 
     def _load(self, cell: Cell) -> list[LoadRequest]:
         tokens = self._settings.max_tokens if cell.batch == 1 else self._settings.batched_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -43,8 +44,10 @@ DEMO_ACCEPTANCE = 0.95
 """About that of the demo pair: what lockstep's window is chosen by where it is dilated."""
 NUM_SPREAD = 2
 """Drafters of spread where chains are verified."""
-NUM_SPREAD_TREE = 4
-"""The same where trees are: the layout of the best that there is."""
+NUM_SPREAD_TREE = 4 if len(os.sched_getaffinity(0)) >= 4 else 2
+"""The same where trees are: the layout of the best that there is. With four, drafters and driver
+want 1.6 cores together, and on two they wait for each other (docs/performance.md).
+"""
 NUM_REPLICAS = 2
 """Target groups of replicas, which needs as many times the GPUs."""
 
@@ -194,7 +197,7 @@ def _trees_of(policy: PolicyName) -> Iterator[Cell]:
         yield Cell(policy, "set", RTTS_MS[0], acceptance, hit_rate, *tree)
     if policy in (PolicyName.FANOUT, PolicyName.SPREAD):
         drafters = NUM_SPREAD_TREE if policy is PolicyName.SPREAD else 1
-        tree = (1, FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES, drafters)
+        shape = (1, FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES, drafters)
         for rtt_ms in RTTS_MS:
             for acceptance in ACCEPTANCES:
-                yield Cell(policy, "set", rtt_ms, acceptance, HIT_RATES[0], *tree)
+                yield Cell(policy, "set", rtt_ms, acceptance, HIT_RATES[0], *shape)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from deploy.bench.time_sharing import time_sharing
 from deploy.bench.worker_processes import WorkerProcess, WorkerProcesses
 from workers.emulated.replay_text import Guess
 from workers.models import ModelFiles
@@ -103,7 +104,10 @@ class EmulatedPair(WorkerProcesses):
 
 
 class NaturalPair(WorkerProcesses):
-    """A real target and a real drafter on a core each, whose passes take what they take."""
+    """A real target and a real drafter on a core each, whose passes take what they take.
+
+    They compute all the time, so they have no priority over the driver (time_sharing.py).
+    """
 
     dilation = 1.0
 
@@ -123,16 +127,17 @@ class NaturalPair(WorkerProcesses):
         """Launch both; return when they serve."""
         target, drafter = self._target, self._drafter
         memory = ("--kv-memory-mib", str(_NATURAL_KV_MIB))
-        shard = self.launch(
-            "shard",
-            "workers.target_shard",
-            [str(target.folder), "--weights", target.weights, *memory],
-        )
-        small = self.launch(
-            "drafter",
-            "workers.drafter",
-            [str(drafter.folder), "--weights", drafter.weights, *memory],
-        )
+        with time_sharing():
+            shard = self.launch(
+                "shard",
+                "workers.target_shard",
+                [str(target.folder), "--weights", target.weights, *memory],
+            )
+            small = self.launch(
+                "drafter",
+                "workers.drafter",
+                [str(drafter.folder), "--weights", drafter.weights, *memory],
+            )
         self.target_addresses = tuple(shard.addresses(1))
         (self._drafter_address,) = small.addresses(1)
 
