@@ -40,7 +40,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = None,
         max_tokens: Annotated[
             int | None,
-            typer.Option(help="Most tokens a row. Default: 64; rules 32; lookahead 320."),
+            typer.Option(help="Most tokens a row. Default: 64; rules 32; lookahead 240."),
         ] = None,
         repeats: Annotated[
             int | None,
