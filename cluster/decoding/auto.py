@@ -49,7 +49,7 @@ dear there is nothing to find out."""
 PROBE_CANDIDATES, PROBE_VERDICTS, PROBE_WINDOW = 6, 16, 2
 """A probe lasts until so many candidates were tried, or so many verdicts; its window is small."""
 
-FIRST_TRIED, SHARE_TRIED, SHARE_THAT_FOLLOWS = 8, 16, 4
+FIRST_TRIED, SHARE_TRIED, SHARE_THAT_FOLLOWS = 8, 16, 2
 """So many sequences may be tried at a time while nothing is known; later one in so many of the
 batch. One in so many may change its policy in a step."""
 
