@@ -20,13 +20,15 @@ def test_a_deployment_that_cannot_be_leaves_nothing_behind(
     """More shards than heads; KV that no machine holds; more shards than cores; no checkpoint."""
     import ray
 
-    model = make_tiny_checkpoint(tmp_path / "target")
+    model = make_tiny_checkpoint(
+        tmp_path / "target", num_attention_heads=2, num_key_value_heads=1, head_dim=8
+    )
     before = ray.available_resources()["CPU"]
     refused: list[tuple[Config, type[PacelineError], str]] = [
         (
-            config_of(model, tensor_parallel=7),
+            config_of(model, tensor_parallel=3),
             ConfigError,
-            "tensor_parallel is 7, but the model has 6 attention heads",
+            "tensor_parallel is 3, but the model has 2 attention heads",
         ),
         (
             config_of(model, tensor_parallel=2, kv_memory=1 << 50),
