@@ -185,12 +185,16 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
         from workers.engine.model import check_degree
 
         check_degree(folders[config.target.model], config.target.tensor_parallel)
-    if all(name in CATALOGUE for name in names):
+    longest = config.target.max_model_len
+    if longest == "auto" and all(name in CATALOGUE for name in names):
         return
-    from workers.engine.checkpoint import inspect_checkpoint
+    from workers.engine.checkpoint import choose_length, inspect_checkpoint
 
     target, *drafters = names
-    digest = inspect_checkpoint(folders[target]).vocabulary_digest
+    info = inspect_checkpoint(folders[target])
+    if longest != "auto":
+        choose_length(longest, info.max_model_len)
+    digest = info.vocabulary_digest
     for name in drafters:
         if inspect_checkpoint(folders[name]).vocabulary_digest != digest:
             raise VocabularyMismatchError(

@@ -100,7 +100,9 @@ def choose_length(asked: int | None, own: int) -> int:
     if asked is None:
         return own
     if not 0 < asked <= own:
-        raise ConfigError(f"max_model_len must be from 1 to the checkpoint's {own}, got {asked}")
+        raise ConfigError(
+            f"target.max_model_len must be from 1 to the checkpoint's {own}, got {asked}"
+        )
     return asked
 
 
