@@ -1,7 +1,7 @@
 """Rules that toss coins keep the law when the target is lost half-way, through all the parts.
 
 The target's server is stopped while requests run and started again at its port, once for every
-batch of them, after so many steps, in which no token has a say. What enumeration can say of the
+batch of them, after so many verdicts, in which no token has a say. What enumeration can say of the
 same is in tests/cluster/decoding/test_failover_laws.py.
 """
 
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from cluster.decoding.sequence import Sequence as Decoded
 from paceline import Completion
 from tests.cluster.served_laws import (
+    AT_ONCE,
     NUM_REQUESTS,
     PROMPT,
     Case,
@@ -36,8 +37,9 @@ from workers.server import RunningServer
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
 TARGET_RTT_MS = 30.0
-LOST_AFTER = 2
-"""Steps of a batch: the prompts', and one more; of the next there is no answer."""
+LOST_AFTER = AT_ONCE + 1
+"""Verdicts of a batch: the prompts', and those of one more step; of the next there is no answer.
+Not steps, of which the batch before leaves one without verdicts, that ends its sequences."""
 REJECTION = Case("rejection", "model", 1)
 CASES = (
     REJECTION,
@@ -57,9 +59,9 @@ class Faulty:
     again: list[int] = field(default_factory=list)
 
     async def lose_target(self) -> None:
-        """After some steps; it is back at once."""
-        before = self.system.driver.stats().steps
-        await eventually(lambda: self.system.driver.stats().steps >= before + LOST_AFTER)
+        """After some verdicts; it is back at once."""
+        before = self.system.driver.stats().verdicts
+        await eventually(lambda: self.system.driver.stats().verdicts >= before + LOST_AFTER)
         port = int(self.target.address.rpartition(":")[2])
         await self.target.stop()
         self.target = await start_target(self.folder_of.target, port=port)
