@@ -1,0 +1,3 @@
+from __future__ import annotations
+
+import workers  # noqa: F401  (what it does before gRPC is imported)

@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from workers.grpc_threads import read_in_place
+from workers.grpc_settings import apply_grpc_settings
 
-read_in_place()  # before anything on this floor, or above it, imports gRPC
+apply_grpc_settings()  # before anything on this floor, or above it, imports gRPC

@@ -12,20 +12,23 @@ SCRIPT = """
 import importlib, os, sys
 importlib.import_module(sys.argv[1])
 order = list(sys.modules)
-print(order.index("workers.grpc_threads") < order.index("grpc"), os.environ["GRPC_EXPERIMENTS"])
+print(order.index("workers.grpc_settings") < order.index("grpc"), os.environ["GRPC_EXPERIMENTS"])
+print(os.environ["GRPC_VERBOSITY"])
 """
 
 
-@pytest.mark.parametrize("module", ["workers.server", "cluster.connections"])
+@pytest.mark.parametrize(
+    "module", ["workers.server", "cluster.connections", "deploy.commands.generate"]
+)
 @pytest.mark.parametrize("operators", [None, "tcp_frame_size_tuning"])
-def test_sockets_are_read_in_place_unless_an_operator_says_otherwise(
+def test_they_are_set_in_time_unless_an_operator_says_otherwise(
     module: str, operators: str | None
 ) -> None:
-    environ = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     if operators is not None:
         environ["GRPC_EXPERIMENTS"] = operators
     told = subprocess.run(
         [sys.executable, "-c", SCRIPT, module], env=environ, capture_output=True, text=True
     )
     expected = operators or "-event_engine_client,-event_engine_listener"
-    assert told.stdout.split() == ["True", expected], told.stderr
+    assert told.stdout.split() == ["True", expected, "ERROR"], told.stderr
