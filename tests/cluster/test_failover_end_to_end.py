@@ -36,7 +36,7 @@ from workers.server import RunningServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
-TARGET_RTT_MS = 30.0
+TARGET_RTT_MS = 60.0
 LOST_AFTER = AT_ONCE + 1
 """Verdicts of a batch: the prompts', and those of one more step; of the next there is no answer.
 Not steps, of which the batch before leaves one without verdicts, that ends its sequences."""
