@@ -6,6 +6,7 @@ What is heavy to import is imported where it is needed.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,21 +54,19 @@ def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) 
     from workers.drafter import DrafterOptions
 
     assert plan.kind != "target"
-    if files is None:
-        return DrafterOptions(
-            kind=plan.kind,
-            threads=plan.threads,
-            max_sequences=config.target.max_num_seqs,
-            cores=plan.cores,
-        )
-    return DrafterOptions(
+    options = DrafterOptions(
         kind=plan.kind,
-        folder=files.folder,
-        weights=files.weights,
         threads=plan.threads,
-        kv_memory_bytes=_kv_bytes(config),
         max_sequences=config.target.max_num_seqs,
         cores=plan.cores,
+    )
+    if files is None:
+        return options
+    return replace(
+        options,
+        folder=files.folder,
+        weights=files.weights,
+        kv_memory_bytes=_kv_bytes(config),
         device="cuda" if plan.reserved_gpus else "cpu",
     )
 

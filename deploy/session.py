@@ -79,10 +79,8 @@ def running_address(config: Config, home: Path) -> str | None:
     record = read_record(home)
     if record is None or record.deployment_digest != config.deployment_digest():
         return None
-    record = present_record(home)
-    if record is None or record.address is None:
-        return None
-    return record.address if ray_head.is_listening(record.address) else None
+    address = _of_today(record).address
+    return address if address is not None and ray_head.is_listening(address) else None
 
 
 def present_record(home: Path) -> ClusterRecord | None:
@@ -92,9 +90,11 @@ def present_record(home: Path) -> ClusterRecord | None:
     on which a driver comes back at the address that it had.
     """
     record = read_record(home)
-    if record is None or record.address is None or record.head is not None:
-        return record
-    if ray_head.is_listening(record.address):
+    return None if record is None else _of_today(record)
+
+
+def _of_today(record: ClusterRecord) -> ClusterRecord:
+    if record.address is None or record.head is not None or ray_head.is_listening(record.address):
         return record
     return replace(record, address=_told_by_controller(record) or record.address)
 

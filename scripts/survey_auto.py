@@ -21,9 +21,10 @@ from typing import Annotated
 import typer
 
 from cluster.decoding.policies import PolicyName
+from cluster.simulation.figures import in_swing_of
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
-from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes, load_profile
+from workers.emulated.profiles import LinkProfile, load_profile
 from workers.emulated.replay_text import Guess
 
 PAIRS = (
@@ -109,7 +110,7 @@ def _speed(
         load_profile(target, role="target"),
         policy,
         window,
-        drafter=_slower(load_profile(drafter, role="drafter"), cell.slower),
+        drafter=load_profile(drafter, role="drafter").scaled(cell.slower),
         drafters=1,
         link=LinkProfile(rtt_ms=cell.rtt_ms),
     )
@@ -118,20 +119,12 @@ def _speed(
     fleet = Fleet(layout, load)
     fleet.run()
     assert fleet.same_text, f"{policy.value} gave another text"
-    firsts = [one.first_at for one in fleet.answered]
-    begin = max(firsts) if in_swing else min(firsts)
+    if in_swing:
+        tokens_in_swing, seconds = in_swing_of(fleet.answered)
+        return tokens_in_swing / seconds, fleet
+    begin = min(one.first_at for one in fleet.answered)
     end = max(one.last_at for one in fleet.answered)
-    counted = sum(
-        num for one in fleet.answered for at, num in one.arrivals if at > begin or not in_swing
-    )
-    return counted / (end - begin), fleet
-
-
-def _slower(profile: DeviceProfile, factor: float) -> DeviceProfile:
-    times = profile.pass_ms
-    table = tuple(tuple(ms * factor for ms in row) for row in times.table)
-    slower = PassTimes(batch=times.batch, tokens=times.tokens, table=table)
-    return profile.model_copy(update={"pass_ms": slower})
+    return sum(len(one.token_ids) for one in fleet.answered) / (end - begin), fleet
 
 
 def main(

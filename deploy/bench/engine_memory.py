@@ -14,10 +14,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from workers.engine.kv_sizes import kv_sizes_of
+from workers.engine.linears import activation_dtype
+from workers.engine.weight_form import BITS_OF_A_WEIGHT, WeightForm
 
 COPY_BYTES = 256 * 1024 * 1024
 _COPY_ROUNDS = 7
-_WEIGHT_BYTES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0}
 
 
 def copy_bandwidth(threads: int, *, num_bytes: int = COPY_BYTES) -> float:
@@ -54,20 +55,23 @@ class ModelBytes:
         return self.read_a_step + self.kv_a_token * sum(contexts)
 
 
-def model_bytes(folder: Path, weights: str) -> ModelBytes:
+def model_bytes(folder: Path, weights: WeightForm) -> ModelBytes:
     """Sizes of a checkpoint, its weights in a form; KV has 16 bits unless activations have 32."""
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    each = _WEIGHT_BYTES[weights]
+    each = BITS_OF_A_WEIGHT[weights] / 8
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     in_linears = sum(linear.weight.numel() for linear in linears)
     kv = kv_sizes_of(config)
-    kv_bytes = 4 if weights in ("float32", "float16") else 2
     return ModelBytes(
         weights=int(sum(one.numel() for one in model.parameters()) * each),
         read_a_step=int(in_linears * each),
-        kv_a_token=2 * kv["num_layers"] * kv["num_heads"] * kv["head_size"] * kv_bytes,
+        kv_a_token=2
+        * kv["num_layers"]
+        * kv["num_heads"]
+        * kv["head_size"]
+        * activation_dtype(weights).itemsize,
         vocab_size=config.vocab_size,
     )
 

@@ -11,6 +11,7 @@ from itertools import accumulate, pairwise
 
 from cluster.decoding.events import Request
 from cluster.decoding.policies import PolicyName
+from cluster.simulation.figures import in_swing_of
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout
 from cluster.simulation.layout import Load as SimulatedLoad
@@ -64,10 +65,9 @@ def simulated_speed(
     answers = {one.request.sequence_id: one for one in fleet.answered}
     tokens, seconds = 0, 0.0
     for start, end in pairwise(starts[1:]):
-        together = [answers[number] for number in range(start, end)]
-        first = max(one.first_at for one in together)
-        seconds += max(one.last_at for one in together) - first
-        tokens += sum(num for one in together for at, num in one.arrivals if at > first)
+        counted, lasted = in_swing_of([answers[number] for number in range(start, end)])
+        tokens += counted
+        seconds += lasted
     return tokens / seconds
 
 

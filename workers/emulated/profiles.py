@@ -71,6 +71,12 @@ class DeviceProfile(_Closed):
     source: Annotated[str, Field(min_length=1)]
     pass_ms: PassTimes
 
+    def scaled(self, factor: float) -> DeviceProfile:
+        """The same device, all of whose passes take `factor` times as long."""
+        table = tuple(tuple(ms * factor for ms in row) for row in self.pass_ms.table)
+        times = self.pass_ms.model_copy(update={"table": table})
+        return self.model_copy(update={"pass_ms": times})
+
 
 class LinkProfile(_Closed):
     """A network path: there and back takes `rtt_ms`; each way `mbit_per_second` (0: no bound)."""

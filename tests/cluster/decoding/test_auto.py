@@ -14,7 +14,6 @@ import pytest
 from cluster.decoding.policies import PolicyName
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
-from tests.workers.emulated.scaled import scaled
 from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes, load_profile
 from workers.emulated.replay_text import Guess
 
@@ -141,10 +140,10 @@ def test_requests_that_come_and_go() -> None:
     "given",
     [
         {"acceptance": 0.0, "tokens": 300},
-        {"drafter": scaled(DRAFTER, 10), "tokens": 300},
+        {"drafter": DRAFTER.scaled(10), "tokens": 300},
         {"acceptance": 0.0, "batch": 64, "tokens": 40},
         {"acceptance": 0.3, "batch": 64, "tokens": 60},
-        {"drafter": scaled(DRAFTER, 10), "batch": 64, "tokens": 40},
+        {"drafter": DRAFTER.scaled(10), "batch": 64, "tokens": 40},
         {"acceptance": 0.0, "batch": 8, "tokens": 100, "rtt_ms": 10.0},
     ],
     ids=[
@@ -175,7 +174,7 @@ def test_speculation_shrinks_to_nothing_as_the_step_becomes_compute_bound() -> N
 
 def test_an_instant_drafter_next_door_is_worth_waiting_for() -> None:
     """Its window costs less time than the plain step that a chain makes after each rollback."""
-    given: dict[str, Any] = {"drafter": scaled(DRAFTER, 0.02), "acceptance": 0.75}
+    given: dict[str, Any] = {"drafter": DRAFTER.scaled(0.02), "acceptance": 0.75}
     fixed = [decode(policy, window=window, **given)[0] for policy, window in FIXED]
     auto, fleet = decode(PolicyName.AUTO, **given)
     assert choices(fleet)["lockstep"] > choices(fleet).total() / 2

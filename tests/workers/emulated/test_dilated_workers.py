@@ -22,7 +22,6 @@ from tests.cluster.system import (
     start_target,
 )
 from tests.workers.emulated.asking import answers, complete
-from tests.workers.emulated.scaled import scaled
 from workers.drafter import DrafterOptions
 from workers.emulated.device_clock import MOST_MADE_GOOD, DeviceClock
 from workers.emulated.dilated import check_dilation
@@ -41,7 +40,7 @@ PROMPTS = ([40, 41, 42], [50, 51])
 
 def _quick(name: str) -> DeviceProfile:
     """A profile with a tenth of its times, so that a step takes 37 ms at this dilation."""
-    return scaled(load_profile(name), 0.1)
+    return load_profile(name).scaled(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def test_a_dilation_that_is_too_small_is_refused(checkpoints: Checkpoints) -> No
 
 async def test_a_worker_that_is_too_slow_ends_before_it_serves(tmp_path: Path) -> None:
     folder = make_checkpoints(tmp_path).target
-    too_fast = scaled(load_profile("1b-h100"), 1e-5)
+    too_fast = load_profile("1b-h100").scaled(1e-5)
     options = DrafterOptions(kind="model", folder=folder, kv_memory_bytes=KV_BYTES)
     with pytest.raises(ConfigError, match="too small"):
         await serve_dilated_drafter(options, too_fast, 1.0, host=HOST)

@@ -12,7 +12,6 @@ from cluster.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
 from paceline.generation import Completion
 from tests.workers.emulated.asking import answers
-from tests.workers.emulated.scaled import scaled
 from workers.emulated.drafter import parse_guess
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.relay import Relay
@@ -31,7 +30,7 @@ PROMPTS = [[100, 101, 102], list(range(200, 240)), [300]]
 
 def _fast(name: str) -> DeviceProfile:
     """A profile with a hundredth of its times: what is tested here is not how long it takes."""
-    return scaled(load_profile(name), 0.01)
+    return load_profile(name).scaled(0.01)
 
 
 @pytest.fixture(scope="module")
