@@ -104,7 +104,7 @@ def figures_of(courses: Sequence[Course]) -> Figures:
 
 
 def in_swing_of(together: Sequence[Answered]) -> tuple[int, float]:
-    """Of requests asked together, from when each has a token to the last of all: tokens, seconds."""
+    """Tokens and seconds of requests asked together: from when each has one to the last of all."""
     begin = max(one.first_at for one in together)
     tokens = sum(num for one in together for at, num in one.arrivals if at > begin)
     return tokens, max(one.last_at for one in together) - begin
