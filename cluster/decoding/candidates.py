@@ -1,0 +1,199 @@
+"""The candidates beyond the committed tokens of a sequence, and those that a step verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.decoding.counts import Foresight
+from cluster.decoding.windows import (
+    MERGED_CHANCES,
+    RANK_CHANCES,
+    Node,
+    Window,
+    likeliest,
+    window_of,
+)
+from paceline.prefix_hash import extend_hash
+from paceline.rules import DRAFTER_KINDS
+
+
+class Candidates:
+    """A tree of candidates under `root`, the last committed token, in the order of their coming.
+
+    With `chain` there is one branch at most.
+
+    With `verified_width` some of the candidates are held for other outcomes: a step verifies the
+    likeliest of them, at most so many children of a node. Where it is 1, that is the chain of first
+    children. Without it a step verifies what came first. `merged`: candidates of a drafter of
+    each kind stand side by side and are verified, so that much wider.
+    """
+
+    __slots__ = (
+        "_by_hash",
+        "_foreign",
+        "_nodes",
+        "_pinned",
+        "_rank_chances",
+        "chain",
+        "root",
+        "verified_width",
+    )
+
+    def __init__(
+        self, root: Node, *, chain: bool, verified_width: int | None, merged: bool
+    ) -> None:
+        self.chain = chain
+        self.verified_width = verified_width
+        self._rank_chances = RANK_CHANCES
+        if merged and verified_width is not None:
+            self.verified_width = verified_width + len(DRAFTER_KINDS) - 1
+            self._rank_chances = MERGED_CHANCES
+        self._nodes: list[Node] = []
+        self._pinned: list[Node] = []
+        self._by_hash: dict[int, Node] = {}
+        self._foreign = False
+        self._set_root(root)
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates held, those that are being verified included."""
+        return len(self._nodes)
+
+    def num_verifiable(self, limit: int) -> int:
+        """Candidates that a step of at most `limit` could verify, perhaps more than those."""
+        return self.num_candidates if self.verified_width is None else len(self._choose(limit))
+
+    @property
+    def num_pinned(self) -> int:
+        """Candidates that are being verified."""
+        return len(self._pinned)
+
+    def pin(self, limit: int, *, num_paths: int = 0) -> Window:
+        """The `limit` candidates that are to be verified, held fast until the verdict.
+
+        With `num_paths` (k-SEQ) all candidates down to the depth at which so many paths surely
+        fit: which of them are cut off must not depend on what they are.
+        """
+        if num_paths:
+            deepest = self.root.length + limit // num_paths
+            self._pinned = [node for node in self._nodes if node.length <= deepest]
+        else:
+            self._pinned = self._choose(limit)
+        return window_of(
+            self.root, self._pinned, with_multiplicities=bool(num_paths), in_line=self._in_line
+        )
+
+    def chain_of(self, limit: int) -> Window:
+        """The `limit` candidates of a window that nothing holds fast: it is judged by content."""
+        nodes = self._choose(limit)
+        return window_of(self.root, nodes, with_multiplicities=False, in_line=self._in_line)
+
+    def unpin(self) -> None:
+        """There will be no verdict on what was pinned."""
+        self._pinned = []
+        if self._foreign:
+            self._foreign = False
+            self._keep([])  # What the drafter of now drew may stand beside it.
+
+    def run_ahead_follows(self, accepted: Sequence[int]) -> bool:
+        """Whether candidates beyond the window continue this path, all of which was accepted."""
+        leaf = self._pinned[accepted[-1]] if accepted else self.root
+        pinned = {id(node) for node in self._pinned}
+        return bool(leaf.children) and not any(id(child) in pinned for child in leaf.children)
+
+    def foresight(self, accepted: Sequence[int], token_id: int | None) -> Foresight:
+        """What is held for the place after this path of pinned candidates, where `token_id` comes.
+
+        `token_id` None: nothing comes there yet.
+        """
+        leaf = self._pinned[accepted[-1]] if accepted else self.root
+        if token_id is None or not leaf.children:
+            return Foresight.NOTHING
+        if leaf.children[0].token_id == token_id:
+            return Foresight.FIRST
+        held = any(child.token_id == token_id for child in leaf.children)
+        return Foresight.BRANCH if held else Foresight.OTHERS
+
+    def drop_run_ahead(self) -> None:
+        """Forget all candidates but those that are being verified: another drafter begins."""
+        self._keep(self._pinned)
+        self._foreign = bool(self._pinned)
+
+    def check_integrity(self) -> None:
+        """Assert that the tree hangs together."""
+        seen = {id(self.root)}
+        for node in self._nodes:
+            assert node.parent is not None
+            assert id(node.parent) in seen, "a candidate stands before its parent"
+            assert node in node.parent.children
+            assert node.length == node.parent.length + 1
+            assert node.prefix_hash == extend_hash(node.parent.prefix_hash, node.token_id)
+            seen.add(id(node))
+        assert sum(len(node.children) for node in [self.root, *self._nodes]) == len(self._nodes)
+        assert all(id(node) in seen for node in self._pinned)
+        assert not self.chain or all(len(n.children) <= 1 for n in [self.root, *self._nodes])
+
+    def _set_root(self, root: Node) -> None:
+        root.parent = None
+        self.root = root
+        self._pinned = []
+        self._foreign = False
+        self._keep_below(root)
+
+    @property
+    def _in_line(self) -> bool:
+        """Whether what a step verifies is a chain, whatever is held."""
+        return self.chain or self.verified_width == 1
+
+    def _keep_below(self, root: Node) -> None:
+        """Hold what hangs from a root, all of which is held already. What is below stays as it is.
+
+        In a chain that is all from some place on.
+        """
+        kept: list[Node] = []
+        if root.children and self.chain:
+            first = root.children[0].length - self._nodes[0].length
+            kept = self._nodes[first:]
+        elif root.children:
+            held = {root}
+            for node in self._nodes:
+                if node.parent in held:
+                    held.add(node)
+                    kept.append(node)
+        for node in (root, *kept):
+            if node.distribution is not None and not node.children:
+                node.distribution = None  # The next children may be another drafter's draws.
+        self._nodes = kept
+        # Of equal prefixes the first, but the root above all.
+        self._by_hash = {node.prefix_hash: node for node in reversed(kept)}
+        self._by_hash[root.prefix_hash] = root
+
+    def _keep(self, nodes: Sequence[Node]) -> None:
+        """Hold those of `nodes` that hang from the root, and nothing else."""
+        root = self.root
+        if not nodes or not root.children:
+            root.children, root.distribution = [], None
+            self._nodes, self._by_hash = [], {root.prefix_hash: root}
+            return
+        held = {id(root)}
+        kept = []
+        by_hash = {root.prefix_hash: root}
+        for node in nodes:
+            if id(node.parent) in held:
+                held.add(id(node))
+                kept.append(node)
+                by_hash.setdefault(node.prefix_hash, node)
+        for node in (root, *kept):
+            if node.children:
+                node.children = [child for child in node.children if id(child) in held]
+            if not node.children:
+                node.distribution = None  # The next children may be another drafter's draws.
+        self._nodes, self._by_hash = kept, by_hash
+
+    def _choose(self, limit: int) -> list[Node]:
+        """The candidates that a step verifies, each after its parent."""
+        if self.verified_width is None:
+            return self._nodes[:limit]
+        return likeliest(
+            self.root, limit, width=self.verified_width, rank_chances=self._rank_chances
+        )
