@@ -127,11 +127,6 @@ class Dispatch:
 
     # The target.
 
-    @property
-    def target(self) -> TargetDescription | None:
-        """What the target is, or was: of its groups, the one that has the least room."""
-        return self.groups.target
-
     def target_joined(self, group: int, description: TargetDescription) -> None:
         """Fresh streams to every shard of a group are open. Raises CheckpointError."""
         self.groups.join(group, description)
@@ -205,7 +200,7 @@ class Dispatch:
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> int:
         """A pass of the drafter. What breaks the contract is dropped; returns how many did."""
         proposals: list[Proposal] = []
-        malformed, target = 0, self.target
+        malformed, target = 0, self.groups.target
         told: list[drafting_pb2.Proposal | drafting_pb2.Tips] = [*batch.proposals, *batch.tips]
         for message in told:
             generation = self._callers.get(message.sequence_id)

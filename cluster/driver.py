@@ -191,7 +191,7 @@ class Driver:
 
     def describe(self) -> ModelDescription:
         """What is served. Raises UnavailableError before the start."""
-        running, target = self._started(), self._dispatch.target
+        running, target = self._started(), self._dispatch.groups.target
         checkpoint = running.checkpoint
         assert target is not None
         layout = len(running.drafters.meters), self._options.target_groups
@@ -262,7 +262,7 @@ class Driver:
         return self._running
 
     def _open_for_requests(self) -> tuple[_Running, TargetDescription]:
-        running, target = self._started(), self._dispatch.target
+        running, target = self._started(), self._dispatch.groups.target
         if self._dispatch.unavailable is not None:
             raise self._dispatch.unavailable
         if self.scheduler.num_waiting >= self._options.max_waiting:

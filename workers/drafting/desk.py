@@ -13,11 +13,11 @@ from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from paceline.value import value_class
-from workers.drafting.excerpt import excerpt_of, excerpts_of
 from workers.drafting.nodes import NewNodes
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
 from workers.drafting.rhythm import Rhythm
+from workers.drafting.telling import proposals_of
 from workers.drafting.tree import DraftTree, Grant
 
 _SLOW_CHANGE = 0.8
@@ -238,7 +238,7 @@ class DraftingDesk:
                 session.close(sequence_id)
             elif draft is not None:
                 first = len(tree.tokens) if first is None else first
-                _propose(sequence_id, draft, first, mine.proposals)
+                mine.proposals.extend(proposals_of(sequence_id, draft, first))
         return list(news.values())
 
     def pass_took(self, milliseconds: float) -> None:
@@ -268,33 +268,6 @@ class DraftingDesk:
         for session in self._sessions:
             for sequence_id, tree in session.trees.items():
                 yield session, sequence_id, tree
-
-
-def _propose(sequence_id: int, draft: Draft, first: int, proposals: list[Proposal]) -> None:
-    """Add what was drafted; the nodes from `first` on are told."""
-    tree = draft.tree
-    tree.extend(draft.new)
-    final = draft.last or tree.finished
-    last = final or draft.grant_used or tree.used_up
-    if last:
-        tree.tell_last(until_grant=not final)
-    # Of branches in many places only what is new is told, each under its own base.
-    excerpts = excerpts_of(tree, first) if tree.grant.fan_out else [excerpt_of(tree, first)]
-    for excerpt in excerpts:
-        base_length, base_hash = tree.base(excerpt.base)
-        proposals.append(
-            Proposal(
-                sequence_id,
-                base_length,
-                base_hash,
-                excerpt.token_ids,
-                last and excerpt is excerpts[-1],
-                excerpt.parents,
-                excerpt.multiplicities,
-                excerpt.distributions,
-                draft.stopping_state,
-            )
-        )
 
 
 def _check_vocabulary(name: str, token_ids: Sequence[int], info: DrafterInfo) -> None:

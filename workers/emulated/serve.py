@@ -24,7 +24,8 @@ from workers.emulated.replay_text import Guess, ReplayText
 from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from workers.engine.rank_parts import Progress
 from workers.server import RunningServer, start_server
-from workers.target_shard import TargetShard, TargetShardOptions
+from workers.target_servicer import TargetShard
+from workers.target_shard import TargetShardOptions
 
 
 async def serve_replay_target(

@@ -1,0 +1,36 @@
+"""What a drafter tells of what it drafted."""
+
+from __future__ import annotations
+
+from workers.drafting.excerpt import excerpt_of, excerpts_of
+from workers.drafting.proposal import Proposal
+from workers.drafting.proposer import Draft
+
+
+def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
+    """Add what was drafted to its tree, and tell of the nodes from `first` on."""
+    tree = draft.tree
+    tree.extend(draft.new)
+    final = draft.last or tree.finished
+    last = final or draft.grant_used or tree.used_up
+    if last:
+        tree.tell_last(until_grant=not final)
+    # Of branches in many places only what is new is told, each under its own base.
+    excerpts = excerpts_of(tree, first) if tree.grant.fan_out else [excerpt_of(tree, first)]
+    proposals = []
+    for excerpt in excerpts:
+        base_length, base_hash = tree.base(excerpt.base)
+        proposals.append(
+            Proposal(
+                sequence_id,
+                base_length,
+                base_hash,
+                excerpt.token_ids,
+                last and excerpt is excerpts[-1],
+                excerpt.parents,
+                excerpt.multiplicities,
+                excerpt.distributions,
+                draft.stopping_state,
+            )
+        )
+    return proposals

@@ -1,0 +1,152 @@
+"""The gRPC servicer of target.proto around an engine.
+
+Everything runs on one event loop, the forward pass included: a step has nothing to overlap with on
+its own device, and stepping in a thread was measured to gain nothing. gRPC answers pings below
+Python, so a long pass does not look like a dead process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from paceline.errors import PacelineError
+from paceline.v1 import target_pb2, target_pb2_grpc
+from workers.engine.tensor_parallel.ranked import RankedEngine, group_of
+from workers.engine.tensor_parallel.sharding import Place
+from workers.loading import in_own_thread
+from workers.server import status_code
+from workers.target_stepper import StepEngine, Stepper, VerdictsOf
+from workers.verdicts import verdicts_of
+from workers.worker_clock import WorkerClock
+
+SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
+TAKE_OVER_SECONDS = 0.5
+"""How long a second Step stream waits for the first to end, before it is refused."""
+
+_LONGEST_SESSION = 64
+_Context = grpc.aio.ServicerContext[Any, Any]
+_END = grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+class TargetShard(target_pb2_grpc.TargetServiceServicer):
+    """Answers UNAVAILABLE until `begin`. `threads`: of the engine."""
+
+    def __init__(self, *, threads: int = 1, clock: WorkerClock | None = None) -> None:
+        self._engine: StepEngine | None = None
+        self._verdicts_of: VerdictsOf = verdicts_of
+        self._threads = threads
+        self._clock = clock or WorkerClock()
+        # Held by the stream that may step: KV blocks belong to it.
+        self._live = asyncio.Lock()
+
+    def add_to(self, server: grpc.aio.Server) -> tuple[str]:
+        """Have a server offer it; the names of its services."""
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
+        return (SERVICE_NAME,)
+
+    def begin(self, engine: StepEngine, verdicts_of: VerdictsOf = verdicts_of) -> None:
+        """Start serving. `verdicts_of` takes what the engine's `step` returns."""
+        self._engine, self._verdicts_of = engine, verdicts_of
+
+    async def DescribeTarget(
+        self, request: target_pb2.DescribeTargetRequest, context: _Context
+    ) -> target_pb2.DescribeTargetResponse:
+        return _describe(await self._loaded(context))
+
+    async def Meet(
+        self, request: target_pb2.MeetRequest, context: _Context
+    ) -> target_pb2.MeetResponse:
+        engine = await self._loaded(context)
+        if not 0 < len(request.session) <= _LONGEST_SESSION:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT,
+                f"session: expected 1 to {_LONGEST_SESSION} characters, got {len(request.session)}",
+            )
+        if isinstance(engine, RankedEngine) and engine.group is not None:
+            await self._take(context, else_status=grpc.StatusCode.UNAVAILABLE)
+            try:
+                await in_own_thread(lambda: _meet(engine, request), threads=self._threads)
+            except PacelineError as error:
+                await context.abort(status_code(error), str(error))
+            finally:
+                self._live.release()
+        return target_pb2.MeetResponse(description=_describe(engine))
+
+    async def _take(self, context: _Context, *, else_status: grpc.StatusCode) -> None:
+        """Take the shard for a meeting or a stream; the caller releases it."""
+        try:
+            async with asyncio.timeout(TAKE_OVER_SECONDS):
+                await self._live.acquire()
+        except TimeoutError:
+            await context.abort(
+                else_status, "this shard is stepping for another stream; end that one first"
+            )
+
+    # It reads and writes by the context rather than iterate and yield: a generator that is
+    # cancelled at a yield is closed by whoever collects it, and until then the next stream would
+    # find the shard taken. The next step is asked for while the answer is on its way, not after it.
+    async def Step(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
+    ) -> None:
+        engine = await self._loaded(context)
+        await self._take(context, else_status=grpc.StatusCode.FAILED_PRECONDITION)
+        reading = asyncio.ensure_future(context.read())
+        try:
+            stepper = Stepper(engine, self._verdicts_of, self._clock)
+            while (request := await reading) is not _END:
+                response = stepper.step(request)
+                reading = asyncio.ensure_future(context.read())
+                await context.write(response)
+        except PacelineError as error:
+            await context.abort(status_code(error), str(error))
+        finally:
+            if (group := group_of(engine)) is not None:
+                group.leave()  # Whoever waits for this rank fails at once.
+            self._live.release()
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _loaded(self, context: _Context) -> StepEngine:
+        if self._engine is None:
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, "the checkpoint is still being loaded; try again"
+            )
+        assert self._engine is not None
+        return self._engine
+
+
+def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
+    place, rendezvous = Place(), None
+    if (group := group_of(engine)) is not None:
+        place, rendezvous = group.place, group.rendezvous
+    return target_pb2.DescribeTargetResponse(
+        model=engine.info.name,
+        vocab_size=engine.info.vocab_size,
+        vocabulary_digest=engine.info.vocabulary_digest,
+        max_model_len=engine.max_model_len,
+        block_size=engine.block_size,
+        num_blocks=engine.num_blocks,
+        rank=place.rank,
+        tensor_parallel=place.degree,
+        end_token_ids=engine.info.end_token_ids,
+        pid=os.getpid(),
+        batch_invariant=bool(engine.batch_invariant),
+        rendezvous=rendezvous or "",
+        checkpoint_digest=engine.info.digest,
+    )
+
+
+def _meet(engine: RankedEngine, request: target_pb2.MeetRequest) -> None:
+    """Raises WorkerLostError; CheckpointError where the ranks loaded different things."""
+    assert engine.group is not None
+    engine.group.meet(request.session, request.rendezvous)
+    try:
+        engine.agree()
+    except PacelineError:
+        engine.group.leave()
+        raise
