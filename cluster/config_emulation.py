@@ -93,6 +93,11 @@ def _check_replayed(config: Config, drafters: Sequence[DrafterConfig]) -> None:
     """Workers that replay share a made-up vocabulary and have no logits."""
     for one in drafters:
         _refuse_model(one.model)
+        if "prefix_cache" in one.model_fields_set:
+            raise refusal(
+                "drafters: an emulated drafter has no KV to share unless target.dilation is set; "
+                'remove the key "prefix_cache"'
+            )
     chosen = config.speculation
     if chosen.verification != "coupled":
         raise refusal(

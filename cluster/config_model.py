@@ -154,7 +154,7 @@ class TargetConfig(_Closed):
 
 
 class DrafterConfig(_Closed):
-    """`count` drafters of one kind. `model` and `emulated` are of kind "model" alone.
+    """`count` drafters of one kind. `model`, `emulated` and `prefix_cache` are of kind "model".
 
     `emulated` is a latency profile; such a drafter guesses right at the rate `acceptance`, and with
     its second guess at the rate `hit_rate` where the first is wrong.
@@ -169,6 +169,8 @@ class DrafterConfig(_Closed):
     hit_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1
     threads: AutoCount = "auto"
+    # Sequences of one tenant share the KV of equal prefixes.
+    prefix_cache: bool = True
 
     @model_validator(mode="before")
     @classmethod
@@ -184,6 +186,10 @@ class DrafterConfig(_Closed):
                 raise refusal(
                     f'a drafter of kind "{self.kind}" has no model; remove the key "{key}"'
                 )
+        if self.kind != "model" and "prefix_cache" in self.model_fields_set:
+            raise refusal(
+                f'a drafter of kind "{self.kind}" has no KV to share; remove the key "prefix_cache"'
+            )
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
             raise refusal('"acceptance" and "hit_rate" are of emulated drafters; remove them')
         return self

@@ -54,6 +54,7 @@ def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) 
     from workers.drafter import DrafterOptions
 
     assert plan.kind != "target"
+    assert plan.drafter is not None
     options = DrafterOptions(
         kind=plan.kind,
         threads=plan.threads,
@@ -68,6 +69,7 @@ def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) 
         weights=files.weights,
         kv_memory_bytes=_kv_bytes(config),
         device="cuda" if plan.reserved_gpus else "cpu",
+        prefix_cache=plan.drafter.prefix_cache,
     )
 
 

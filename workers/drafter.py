@@ -30,8 +30,9 @@ class DrafterOptions:
     """What a drafter loads, and where it computes.
 
     `folder`, `weights` ("float32" or "int8"), `threads` and `kv_memory_bytes` are for kind "model"
-    alone, `kv_memory_bytes` None meaning what open_engine takes; `device` is "cpu", "cuda" or
-    "auto". `max_sequences`: of all streams together. `cores` None: wherever the system puts it.
+    alone, `kv_memory_bytes` None meaning what open_engine takes, and so is `prefix_cache`: whether
+    sequences of one tenant share KV of equal prefixes. `device` is "cpu", "cuda" or "auto".
+    `max_sequences`: of all streams together. `cores` None: wherever the system puts it.
     """
 
     kind: DrafterKind
@@ -42,6 +43,7 @@ class DrafterOptions:
     max_sequences: int = 64
     cores: tuple[int, ...] | None = None
     device: Device = "cpu"
+    prefix_cache: bool = True
 
 
 async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) -> RunningServer:
@@ -77,7 +79,7 @@ async def _load_proposer(options: DrafterOptions) -> Proposer:
         return NgramProposer()
     if options.kind == "recycling":
         return RecyclingProposer()
-    return ModelProposer(await load_drafter_model(options))
+    return ModelProposer(await load_drafter_model(options), prefix_cache=options.prefix_cache)
 
 
 async def load_drafter_model(options: DrafterOptions) -> AnyEngine:
@@ -104,6 +106,7 @@ def main(
     max_sequences: int = 64,
     cores: str | None = None,
     device: str = "cpu",
+    prefix_cache: bool = True,
 ) -> None:
     """Serve a drafter from this process, without Ray: for tests and for looking into faults.
 
@@ -120,6 +123,7 @@ def main(
         max_sequences=max_sequences,
         cores=parse_cores(cores),
         device=parse_choice("device", device, DEVICES),
+        prefix_cache=prefix_cache,
     )
     run_standalone(lambda: serve_drafter(options, host=host, port=port))
 

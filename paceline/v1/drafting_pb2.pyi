@@ -161,7 +161,9 @@ class OpenSequence(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     tenant: _builtins.str
-    """Whose requests share what the drafter learns (recycling tables). Empty: everybody's."""
+    """Whose requests share what the drafter learns (recycling tables) and computes (KV of equal
+    prefixes). Empty: everybody's.
+    """
     @_builtins.property
     def spec(self) -> _types_pb2.SequenceSpec: ...
     @_builtins.property

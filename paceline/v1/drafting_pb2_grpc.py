@@ -59,8 +59,8 @@ class DraftingServiceServicer:
     def Draft(self, request_iterator, context):
         """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
         when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
-        tables) outlives streams: it is kept by OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled
-        in order. A message about a sequence that is not open is ignored: it may have crossed a close.
+        tables) and what it computed of it (KV of equal prefixes) outlive streams: they are kept by
+        OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled in order. A message about a sequence that is not open is ignored: it may have crossed a close.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,8 +36,8 @@ class DraftingServiceStub:
     Draft: _grpc.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]
     """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
     when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
-    tables) outlives streams: it is kept by OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled
-    in order. A message about a sequence that is not open is ignored: it may have crossed a close.
+    tables) and what it computed of it (KV of equal prefixes) outlive streams: they are kept by
+    OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled in order. A message about a sequence that is not open is ignored: it may have crossed a close.
     """
 
 @_typing.type_check_only
@@ -48,8 +48,8 @@ class DraftingServiceAsyncStub(DraftingServiceStub):
     Draft: _aio.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]  # type: ignore[assignment]
     """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
     when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
-    tables) outlives streams: it is kept by OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled
-    in order. A message about a sequence that is not open is ignored: it may have crossed a close.
+    tables) and what it computed of it (KV of equal prefixes) outlive streams: they are kept by
+    OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled in order. A message about a sequence that is not open is ignored: it may have crossed a close.
     """
 
 class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -69,8 +69,8 @@ class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_drafting_pb2.DraftResponse], _abc.AsyncIterator[_drafting_pb2.DraftResponse]]:
         """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
         when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
-        tables) outlives streams: it is kept by OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled
-        in order. A message about a sequence that is not open is ignored: it may have crossed a close.
+        tables) and what it computed of it (KV of equal prefixes) outlive streams: they are kept by
+        OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled in order. A message about a sequence that is not open is ignored: it may have crossed a close.
         """
 
 def add_DraftingServiceServicer_to_server(servicer: DraftingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -157,6 +157,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ),
         ("[[drafters]]\nkind = 'recycling'\nmodel = 'x'", 'of kind "recycling" has no model'),
         ("[[drafters]]\nkind = 'ngram'\nmodel = 'x'", 'of kind "ngram" has no model'),
+        ("[[drafters]]\nkind = 'ngram'\nprefix_cache = true", 'of kind "ngram" has no KV to share'),
         ("[[drafters]]\ncount = 0", "drafters[0].count: expected at least 1, got 0"),
         ("[server]\ngrpc_port = 70000", "server.grpc_port: expected at most 65535, got 70000"),
         ("[server]\ngrpc_port = 8000", "http_port and grpc_port are both 8000"),

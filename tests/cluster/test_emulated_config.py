@@ -65,6 +65,10 @@ def test_what_is_emulated_has_the_stand_in_for_a_model(tmp_path: Path) -> None:
             "what is emulated replays and has no model, got 'demo-draft'",
         ),
         (
+            EMULATED.replace("acceptance", "prefix_cache = true\nacceptance"),
+            "an emulated drafter has no KV to share unless target.dilation is set",
+        ),
+        (
             EMULATED.replace('emulated = "70b', "model = 'demo'\nemulated = \"70b"),
             "target: what is",
         ),

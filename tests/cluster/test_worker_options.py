@@ -17,6 +17,7 @@ hung_after = 40
 [[drafters]]
 kind = "ngram"
 [[drafters]]
+prefix_cache = false
 """
 
 
@@ -28,6 +29,7 @@ def test_workers_get_what_the_configuration_says(tmp_path: Path) -> None:
     assert target.deadlines.collective < 40, "a rank waits less long than it may seem to hang"
     drafter = drafter_options(config, model, files)
     assert (drafter.folder, drafter.weights, drafter.kv_memory_bytes) == (tmp_path, "int8", 4194304)
+    assert not drafter.prefix_cache
     tables = drafter_options(config, ngram, None)
     assert (tables.kind, tables.folder) == ("ngram", None)
     assert tables.max_sequences == drafter.max_sequences == 96, "as many as the target decodes"

@@ -52,8 +52,10 @@ class ModelProposer:
     had this model's logits.
     """
 
-    def __init__(self, engine: AnyEngine) -> None:
+    def __init__(self, engine: AnyEngine, *, prefix_cache: bool = True) -> None:
+        """`prefix_cache`: whether sequences of one tenant share KV of equal prefixes."""
         self._engine = engine
+        self._shares_prefixes = prefix_cache
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
         self._held: dict[DraftTree, _Held] = {}
         self._chances = {
@@ -75,9 +77,11 @@ class ModelProposer:
         )
 
     def open(self, tree: DraftTree) -> None:
-        sequence = self._cache.open(tree)
+        sequence = self._cache.open(tree, tenant=tree.tenant)
         try:
-            sequence.extend(tree.committed)
+            if self._shares_prefixes:
+                sequence.adopt(tree.committed)
+            sequence.extend(tree.committed[len(sequence) :])
         except OverloadedError:
             self._cache.close(tree)
             raise
@@ -96,6 +100,7 @@ class ModelProposer:
         if moves:
             self._engine.move_kv(held.kv.block_table, moves)
         held.kv.keep(kept)
+        self._offer(held.kv)
         held.growth.committed(kept)
 
     def known(self, tree: DraftTree) -> NewNodes:
@@ -124,6 +129,7 @@ class ModelProposer:
             assert turn.piece is not None
             held = self._held[turn.tree]
             held.kv.mark_stored(len(turn.piece.token_ids))
+            self._offer(held.kv)
             result.tokens_fed += len(turn.piece.token_ids)
             fed += [(turn.tree, held.growth, node) for node in turn.nodes]
         if logits_TV.device.type == "cpu":
@@ -170,7 +176,10 @@ class ModelProposer:
             nodes = held.growth.to_feed(pass_ms=pass_ms)
             if not nodes:
                 turns.append(_Turn(tree, None, []))
-            elif held.kv.missing(tree) <= SHORT:
+                continue
+            if self._shares_prefixes and nodes == [ROOT]:
+                held.kv.adopt(tree)
+            if held.kv.missing(tree) <= SHORT:
                 self._take(turns, result, tree, nodes, limit=None)
             else:
                 prefilling.append(tree)
@@ -180,6 +189,10 @@ class ModelProposer:
             limit = PREFILL_BESIDE if beside else PREFILL_ALONE
             self._take(turns, result, prefilling[0], [ROOT], limit=limit)
         return turns
+
+    def _offer(self, kv: TreeKv) -> None:
+        if self._shares_prefixes:
+            kv.offer()
 
     def _take(
         self,

@@ -49,6 +49,16 @@ class TreeKv:
         assert not self._nodes
         self._sequence.truncate_to(self.num_committed - 1)
 
+    def adopt(self, tree: DraftTree) -> None:
+        """Use what other sequences of its tenant stored of its next committed tokens."""
+        assert not self._nodes
+        self._sequence.adopt(tree.committed)
+
+    def offer(self) -> None:
+        """Let other sequences of its tenant use what is stored of its committed tokens."""
+        # Not of the last: forget_root may have it fed once more.
+        self._sequence.offer(self.num_committed - 1)
+
     def committed_slice(self, tree: DraftTree, *, limit: int | None) -> Slice:
         """The slice that feeds committed tokens, at most `limit`; the root's logits if it comes
         so far. Raises OverloadedError.
@@ -98,6 +108,10 @@ class TreeKv:
         first = self.num_committed
         slots = self._slots_of(kept)
         number_of = {old: number for number, old in enumerate(kept.nodes, start=1)}
+        for target, source in enumerate(slots):
+            if source != target:
+                self._sequence.mark_moved(first + target)
+                break
         tokens = self._sequence.token_ids
         tokens[first:] = [tokens[first + slot] for slot in slots]
         self._sequence.truncate_to(first + len(slots))

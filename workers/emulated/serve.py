@@ -84,7 +84,8 @@ async def serve_dilated_drafter(
     async def load() -> None:
         engine = await real_drafter.load_drafter_model(options)
         check_dilation(engine, profile, dilation, tokens=1)
-        proposer = DilatedProposer(ModelProposer(engine), profile, clock)
+        model = ModelProposer(engine, prefix_cache=options.prefix_cache)
+        proposer = DilatedProposer(model, profile, clock)
         drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
 
     return await real_drafter.serve_once_loaded(drafter, load, host=host, port=port)

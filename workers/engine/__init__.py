@@ -22,5 +22,6 @@ kv_cache.py       the buffers; kv_sizes.py: how large; block_pool.py: who holds 
 forward.py        Hugging Face's own code, or a lean equivalent
 invariance.py, self_test.py   a row's bits do not depend on its company
 thread_choice.py  how many threads help at this moment
+shared_blocks.py  blocks that several sequences read: what begins alike is computed once
 local_cache.py    sequences whose KV a drafter keeps by itself
 """

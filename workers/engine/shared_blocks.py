@@ -1,0 +1,107 @@
+"""A pool of KV blocks that knows what is in some of them: equal prefixes are computed once.
+
+A block is known by a hash of all tokens up to its end and of the tenant whose they are, so equal
+prefixes are found and those of other tenants are not. A known block that no sequence holds stays
+until its room is needed; the one whose last use is longest ago goes first. Who offers a block
+promises that nobody will write it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from paceline.errors import OverloadedError
+from workers.engine.block_pool import BlockPool
+
+
+class SharedBlocks:
+    """The blocks 0 to num_blocks - 1, free, held, or kept for whoever needs what they hold."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._pool = BlockPool(num_blocks)
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        # Blocks that nobody but the cache holds, the longest unused first.
+        self._idle: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_available(self) -> int:
+        """How many blocks can be had: the free ones and those kept for nobody in particular."""
+        return self._pool.num_free + len(self._idle)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take blocks to write to, evicting what must go.
+
+        Raises OverloadedError, evicting and taking none, when fewer are available.
+        """
+        if count > self.num_available:
+            raise OverloadedError(f"{count} KV blocks wanted, {self.num_available} free")
+        for _ in range(count - self._pool.num_free):
+            block, _ = self._idle.popitem(last=False)
+            del self._block_of[self._key_of.pop(block)]
+            self._pool.free([block])
+        return self._pool.allocate(count)
+
+    def let_go(self, blocks: Sequence[int]) -> None:
+        """One holder less of each block of a sequence, given in the order of its table."""
+        # A prefix is of use without what follows it, not the reverse: so it is the last to be idle.
+        for block in reversed(blocks):
+            self._pool.free([block])
+            if block in self._key_of and self._pool.holders(block) == 1:
+                self._idle[block] = None
+
+    def knows(self, key: bytes) -> bool:
+        """Whether a block is known by this key."""
+        return key in self._block_of
+
+    def hold(self, key: bytes) -> int | None:
+        """The block known by a key, with one holder more; None: there is none."""
+        block = self._block_of.get(key)
+        if block is not None:
+            self._idle.pop(block, None)
+            self._pool.share(block)
+        return block
+
+    def offer(self, key: bytes, block: int) -> None:
+        """Let a block, which its holder will not write again, be known by a key."""
+        if key not in self._block_of:  # else another sequence computed the same meanwhile
+            self._pool.share(block)
+            self._block_of[key] = block
+            self._key_of[block] = key
+
+    def is_idle(self, key: bytes) -> bool:
+        """Whether the known block of this key is held by no sequence."""
+        return self._block_of[key] in self._idle
+
+    def check_tables(self, tables: Iterable[tuple[Sequence[int], int, Sequence[bytes]]]) -> None:
+        """Assert that blocks are neither leaked nor written by one while others read them.
+
+        Of each sequence that holds blocks: its table, how many blocks of it are full, and their
+        keys as far as they are known.
+        """
+        running = list(tables)
+        self._pool.check_integrity([*(table for table, _, _ in running), list(self._key_of)])
+        assert {block: key for key, block in self._block_of.items()} == self._key_of
+        held = {block for table, _, _ in running for block in table}
+        assert set(self._idle) == set(self._key_of) - held
+        for table, num_full, keys in running:
+            assert all(self._pool.holders(block) == 1 for block in table[num_full:]), "shared"
+            for block, key in zip(table, keys, strict=False):
+                assert self._key_of.get(block, key) == key, "a block is known by another's key"
+
+
+def extend_keys(
+    keys: list[bytes], token_ids: Sequence[int], count: int, *, block_size: int, tenant: str
+) -> None:
+    """Append SHA-256 keys until there are those of the first `count` blocks of `token_ids`."""
+    if len(keys) >= count:
+        return
+    parent = keys[-1] if keys else hashlib.sha256(tenant.encode()).digest()
+    for index in range(len(keys), count):
+        tokens = array("Q", token_ids[index * block_size : (index + 1) * block_size])
+        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+        keys.append(parent)
