@@ -6,7 +6,8 @@ state.py          what the scheduler owns
 
 A sequence:
 sequence.py       all that is known of one
-token_tree.py, windows.py    its committed tokens, the candidates after them, what a step verifies
+token_tree.py     its committed tokens, the candidates after them (candidates.py)
+windows.py        what a step verifies
 held_kv.py        its KV on a target group
 counts.py, totals.py, utilisation.py   what is counted
 
