@@ -27,6 +27,6 @@ step_costs.py     what they must know of steps to stop by cost
 Policies:
 lookahead.py, draft_view.py   what a policy looks at and answers
 policies.py       each of them
-auto.py           the one that chooses among them, by cohorts.py, options.py, pilot.py, forecast.py,
-                  beliefs.py, estimates.py and step_model.py
+auto.py           the one that chooses among them, by choices.py, cohorts.py, options.py, pilot.py,
+                  forecast.py, outlook.py, beliefs.py, estimates.py and step_model.py
 """

@@ -13,6 +13,7 @@ from cluster.decoding.counts import CountedVerdict, Foresight, counted
 from cluster.decoding.events import SequenceVerdict, StepDone
 from cluster.decoding.group import Group
 from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
+from cluster.decoding.pilot import FIRST_WINDOW
 from cluster.decoding.replicas import told_by
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.state import DecodingState, Outbox
@@ -39,7 +40,7 @@ class Commit:
         """As it is counted, where the sequence's end kept so many of its tokens."""
         return counted(
             self.part,
-            accepted=self.verdict.num_accepted,
+            path=accepted_path(self.verdict),
             kept=kept,
             committed=len(self.token_ids),
             foresight=self.foresight,
@@ -114,10 +115,12 @@ def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
         out.callers.append(Emit(sequence.sequence_id, commit.offset, token_ids, verdict.accepted))
         if sequence.pilot is not None:
             state.auto.judged(sequence.pilot, verdict, event.now, sequence.drafter, sequence.tree)
-            sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
+            sequence.steer(sequence.pilot)
         state.drafters.outcome(
             sequence, commit.position, token_ids, commit.verdict.top_tokens, out.drafters
         )
+    if state.auto.chose_first():
+        _begin_as_chosen(state, out)
     state.drafters.stepped(event.now, state.running, out.drafters)
     prefill_tokens = answer.batching.answered(step, event.step_seconds)
     state.totals.prefilled += prefill_tokens
@@ -128,6 +131,21 @@ def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
             step_seconds=event.step_seconds,
             tokens=state.totals.counts.committed - answer.committed_before,
         )
+
+
+def _begin_as_chosen(state: DecodingState, out: Outbox) -> None:
+    """Something was chosen at last: those of `auto` that had no verdict yet begin with it.
+
+    While prompts are computed their drafter runs far ahead, so that at first all fill their windows
+    at once: small ones, therefore.
+    """
+    for sequence in state.sequences():
+        pilot = sequence.pilot
+        if pilot is not None and pilot.rests and sequence.first_token_at is None:
+            state.auto.admitted(pilot)
+            pilot.window = min(pilot.window, FIRST_WINDOW * pilot.branches)
+            sequence.steer(pilot)
+            state.drafters.grant(sequence, out.drafters)
 
 
 def _commit(

@@ -21,13 +21,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.decoding.beliefs import Beliefs
+from cluster.decoding.choices import Choice
 from cluster.decoding.cohorts import Cohort, Cohorts, Plan
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, StepDone
 from cluster.decoding.forecast import Conditions, off
 from cluster.decoding.options import Option, options_of
 from cluster.decoding.pilot import FIRST_WINDOW, Pilot
-from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.token_tree import TokenTree
 
 GAIN_TO_DRAFT = 1.01
@@ -72,6 +72,7 @@ class Controller:
         # Sequences that were being tried in the last step; such as are counted in this one.
         self._tried = self._tried_now = 0
         self._latest: Plan | None = None
+        self._is_first = False  # `latest` is, and nobody has asked yet.
         self._num_begun = 0  # before anything was chosen
 
     def admitted(self, pilot: Pilot) -> None:
@@ -81,13 +82,18 @@ class Controller:
             self._num_begun += 1
             pilot.try_out(FIRST_WINDOW)
             return
-        if latest is None or latest.choice is PolicyName.OFF:
+        if latest is None or latest.choice is Choice.OFF:
             pilot.rest()
             pilot.probe_after = 0
             return
-        if pilot.allows(latest.choice) and not policy_named(latest.choice).waits:
-            pilot.choice, pilot.policy = latest.choice, policy_named(latest.choice)
+        if pilot.allows(latest.choice) and not latest.choice.policy.waits:
+            pilot.follow(latest.choice)
         pilot.window = min(pilot.limit, max(latest.window, pilot.branches))
+
+    def chose_first(self) -> bool:
+        """Whether something is chosen for those who begin, for the first time; true once."""
+        is_first, self._is_first = self._is_first, False
+        return is_first
 
     def answered(self, event: StepDone, *, num_drafters: int) -> None:
         """A step is back, before its verdicts are handed in. `num_drafters`: that can be used."""
@@ -154,7 +160,7 @@ class Controller:
             return
         if cohort.trial is not None and cohort.tries(pilot):
             plan = cohort.trial
-        if plan.choice is PolicyName.OFF:
+        if plan.choice is Choice.OFF:
             if not pilot.rests:
                 pilot.rest()
             elif pilot.verdicts >= pilot.probe_after and plan.hopeful:
@@ -163,7 +169,7 @@ class Controller:
             self._changes_left -= plan.choice is not pilot.choice
             if plan.choice is not pilot.choice or pilot.trying:
                 pilot.trying, pilot.probe_after, pilot.verdicts = False, 0, 0
-            pilot.choice, pilot.policy = plan.choice, policy_named(plan.choice)
+            pilot.follow(plan.choice)
             pilot.window, pilot.promised = plan.window, plan.promised
             pilot.patience = plan.patience
         else:
@@ -194,8 +200,8 @@ class Controller:
 
     def _decide(self, cohort: Cohort, conditions: Conditions) -> None:
         before = cohort.plan
-        rested = before is not None and before.choice is PolicyName.OFF
-        plain = off(conditions).tokens_per_ms * self.beliefs.factor(PolicyName.OFF)
+        rested = before is not None and before.choice is Choice.OFF
+        plain = off(conditions).tokens_per_ms * self.beliefs.factor(Choice.OFF)
         options = self._options(cohort, conditions)
         best = next(one for one in options if self.beliefs.proven(one.choice))
         needed = plain * GAIN_TO_DRAFT
@@ -207,15 +213,16 @@ class Controller:
                 cohort.rest_for = min(2 * cohort.rest_for, LAST_REST) if again else FIRST_REST
             hopeful = replace(conditions, chances=(HOPE,) * len(conditions.chances))
             hopes = self._options(cohort, hopeful)[0].worth >= plain * GAIN_TO_DRAFT
-            resting = Option(PolicyName.OFF, best.window, off(conditions), plain, plain)
+            resting = Option(Choice.OFF, best.window, off(conditions), plain, plain)
             cohort.plan = self._planned(cohort, conditions, resting, plain, hopeful=hopes)
         cohort.trial = None
         if options[0] is not best and options[0].worth >= needed:
             cohort.trial = self._planned(cohort, conditions, options[0], plain)
         sequences = self.beliefs.sequences
         if self._latest is None or 2 * cohort.members >= sequences:
-            alone = sequences == 1 and cohort.trial is not None
-            self._latest = cohort.trial if alone else cohort.plan
+            self._is_first = self._latest is None
+            alone = sequences == 1 and self._num_begun <= 1
+            self._latest = (alone and cohort.trial) or cohort.plan
         cohort.decided_at, cohort.doubted = self._step, False
         cohort.decisions += 1
 
@@ -228,7 +235,7 @@ class Controller:
         *,
         hopeful: bool = True,
     ) -> Plan:
-        told = self.beliefs.told(cohort, conditions, branches=policy_named(option.choice).fans_out)
+        told = self.beliefs.told(cohort, conditions, branches=option.choice.policy.fans_out)
         told["window"] = float(option.window)
         told["tokens_per_ms"], told["plain_tokens_per_ms"] = option.worth, plain
         drafting_ms = _drafting_ms(conditions, option.window // cohort.like.branches)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from cluster.decoding.choices import Choice
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.estimates import Acceptance, DraftTimes, Mean
 from cluster.decoding.events import Proposed, is_believable
 from cluster.decoding.forecast import Conditions, Forecast, granted_ahead
+from cluster.decoding.outlook import chain_outlook, shape_of
 from cluster.decoding.pilot import FIRST_GUESS, Correction, Pilot
-from cluster.decoding.policies import PolicyName, forks_within, policy_named
+from cluster.decoding.policies import PolicyName, forks_within
 from cluster.decoding.step_model import StepModel
 from cluster.decoding.token_tree import TokenTree
+from cluster.decoding.windows import lead_length
 
 FIRST_HIT_RATE = 0.5
 """Of branches of which nothing is known: worth a try."""
@@ -32,11 +36,11 @@ class Beliefs:
         self.steps = StepModel()
         self._drafters: dict[str, DraftTimes] = {}
         self._acceptances: dict[str, Acceptance] = {}
-        self._corrections: dict[PolicyName, Correction] = {}
-        # Of verdicts against the first candidate, the share that a branch had foreseen, and how
-        # many candidates it then held.
+        self._corrections: dict[Choice, Correction] = {}
+        # Of places where the first candidate was wrong, the share at which a branch was right; and
+        # where a verdict's own token was such a branch, how many candidates it then held.
         self._hits: dict[PolicyName, Mean] = {}
-        self._branch_lengths: dict[PolicyName, Mean] = {}
+        self._branch_lengths: dict[Choice, Mean] = {}
         self._forks = Mean()  # of sequences that have branches: positions that may fork
         self._tokens = Mean()  # of a verdict
 
@@ -100,25 +104,22 @@ class Beliefs:
         self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float, tree: TokenTree
     ) -> None:
         """From a verdict on a sequence of this cohort; `tree`: what it left."""
-        tried, accepted = verdict.tried, verdict.accepted
-        if accepted == verdict.depth and verdict.foresight is not Foresight.NOTHING:
-            # What was held for the place of the verdict's own token was judged as well.
-            tried, accepted = tried + 1, accepted + (verdict.foresight is Foresight.FIRST)
-        if tried:
-            pilot.acceptance.add(tried=tried, accepted=accepted)
-            cohort.acceptance.add(tried=tried, accepted=accepted, sequences=max(1, cohort.members))
-            known = self.acceptance(cohort.like.drafter)
-            known.add(tried=tried, accepted=accepted, sequences=self.sequences)
+        rights = _rights(pilot, verdict)
+        if rights:
+            pilot.acceptance.add(rights)
+            cohort.acceptance.add(rights, sequences=max(1, cohort.members))
+            self.acceptance(cohort.like.drafter).add(rights, sequences=self.sequences)
         self._tokens.add(verdict.committed, of=self.sequences)
         self._correct(pilot, cohort, verdict, now)
-        if policy_named(pilot.choice).fans_out:
+        if pilot.choice.policy.fans_out:
             times = self._drafters.get(cohort.like.drafter)
             pass_ms = times.pass_ms(self.sequences, branches=True) if times else 0.0
-            pace = self.steps.last.ms / pass_ms if pass_ms else 0.0
+            bounded = pass_ms and not pilot.choice.is_tree
+            pace = self.steps.last.ms / pass_ms if bounded else 0.0
             crowd = max(1, cohort.members)
             forks = forks_within(granted_ahead(pilot.window), pace=pace, crowd=crowd)
             self._forks.add(forks, of=self.sequences)
-            self._count_hits(pilot, verdict, tree)
+            self._count_hits(pilot, verdict, rights, tree)
 
     def _correct(self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float) -> None:
         """Compare what the policy brought since the verdict before with what it had promised.
@@ -135,24 +136,33 @@ class Beliefs:
             return
         forecast = pilot.promised * (now - before) / last_seconds
         # What its window was worth, so that luck with it does not count.
-        reached, brought = 1.0, 1.0
-        for chance in cohort.acceptance.chances(verdict.depth) if verdict.depth else ():
-            reached *= chance
-            brought += reached
+        chances = cohort.acceptance.chances(max(1, verdict.depth))
+        if pilot.choice.is_tree:
+            shape = shape_of(verdict.depth, verdict.window)
+            brought = shape.outlook(chances, self._hit_rate(pilot.choice)).tokens
+        else:
+            brought = chain_outlook(verdict.depth, chances).tokens
         correction = self._corrections.setdefault(pilot.choice, Correction())
         correction.add(brought, forecast, of=self.sequences)
-        for name, other in self._corrections.items():
-            if name is not pilot.choice:
+        for choice, other in self._corrections.items():
+            if choice is not pilot.choice:
                 other.forget(of=self.sequences)
 
-    def _count_hits(self, pilot: Pilot, verdict: CountedVerdict, tree: TokenTree) -> None:
+    def _count_hits(
+        self, pilot: Pilot, verdict: CountedVerdict, rights: Sequence[bool], tree: TokenTree
+    ) -> None:
+        hits = self._hits.setdefault(pilot.choice.named, Mean())
+        for _ in range(rights[: verdict.accepted].count(False)):
+            hits.add(1.0, of=self.sequences)
         if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
             hit = verdict.foresight is Foresight.BRANCH
-            self._hits.setdefault(pilot.choice, Mean()).add(float(hit), of=self.sequences)
+            hits.add(float(hit), of=self.sequences)
             if hit:
-                held = tree.num_verifiable(pilot.window)
                 lengths = self._branch_lengths.setdefault(pilot.choice, Mean())
-                lengths.add(held, of=self.sequences)
+                lengths.add(lead_length(tree.root, pilot.window), of=self.sequences)
+
+    def _hit_rate(self, choice: Choice) -> float:
+        return _leaning(self._hits.get(choice.named), FIRST_HIT_RATE)
 
     def conditions(self, cohort: Cohort) -> Conditions | None:
         """What a forecast for all of a cohort rests on; None: too little was seen yet."""
@@ -186,9 +196,9 @@ class Beliefs:
         members = max(1, cohort.members)
         return members, max(0, self.sequences - members)
 
-    def given(self, name: PolicyName, conditions: Conditions, cohort: Cohort) -> Conditions:
-        """The conditions with what its branches bring and cost a policy that has some."""
-        if not policy_named(name).fans_out:
+    def given(self, choice: Choice, conditions: Conditions, cohort: Cohort) -> Conditions:
+        """The conditions with what its branches bring and cost a choice that has some."""
+        if not choice.policy.fans_out:
             return conditions
         times = self._drafters[cohort.like.drafter]
         members, _ = self._shares(cohort)
@@ -201,8 +211,8 @@ class Beliefs:
             messages_a_fork=self._messages_a_fork(times),
             crowd=members,
             restart_ms=times.restart_ms(branches=True),
-            hit_rate=_leaning(self._hits.get(name), FIRST_HIT_RATE),
-            branch_length=_leaning(self._branch_lengths.get(name), min(window, ahead / 2)),
+            hit_rate=self._hit_rate(choice),
+            branch_length=_leaning(self._branch_lengths.get(choice), min(window, ahead / 2)),
         )
 
     def _messages_a_fork(self, times: DraftTimes) -> float:
@@ -231,14 +241,14 @@ class Beliefs:
         ms = self.steps.ms(last.rows + candidates, last.sequences, last.proposals)
         return tokens / ms >= self.sequences / plain_ms
 
-    def proven(self, name: PolicyName) -> bool:
+    def proven(self, choice: Choice) -> bool:
         """Whether enough is known of it for all to follow."""
-        hits = self._hits.get(name)
-        return not policy_named(name).fans_out or (hits is not None and hits.weight >= PROOF)
+        hits = self._hits.get(choice.named)
+        return not choice.policy.fans_out or (hits is not None and hits.weight >= PROOF)
 
-    def factor(self, name: PolicyName) -> float:
-        """What the policy brought over what was forecast, of late."""
-        correction = self._corrections.get(name)
+    def factor(self, choice: Choice) -> float:
+        """What it brought over what was forecast, of late."""
+        correction = self._corrections.get(choice)
         return 1.0 if correction is None else correction.factor
 
     def told(self, cohort: Cohort, conditions: Conditions, *, branches: bool) -> dict[str, float]:
@@ -252,6 +262,23 @@ class Beliefs:
             "pass_ms": times.pass_ms(members, branches=branches),
             "round_trip_ms": times.round_trip_ms,
         }
+
+
+def _rights(pilot: Pilot, verdict: CountedVerdict) -> tuple[bool, ...]:
+    """Whether the first candidate of each place that the verdict looked at was right.
+
+    Where the request asks for trees, whether any of a place was. What was held for the place of the
+    verdict's own token was judged as well.
+    """
+    if verdict.firsts is not None and pilot.branches == 1 and not pilot.merge:
+        rights = verdict.firsts
+        judges_held = len(rights) == verdict.accepted
+    else:
+        rights = (True,) * verdict.accepted + (False,) * (verdict.tried - verdict.accepted)
+        judges_held = verdict.accepted == verdict.depth
+    if judges_held and verdict.foresight is not Foresight.NOTHING:
+        rights += (verdict.foresight is Foresight.FIRST,)
+    return rights
 
 
 def _leaning(mean: Mean | None, prior: float) -> float:

@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cluster.decoding.choices import Choice
 from cluster.decoding.estimates import Acceptance
 from cluster.decoding.pilot import Pilot
-from cluster.decoding.policies import PolicyName
 from paceline.rules import Rule
 
 _LEVEL, _STAYS = 0.3, 0.22
@@ -51,7 +51,7 @@ class Plan:
     price if most of them were right.
     """
 
-    choice: PolicyName
+    choice: Choice
     window: int
     promised: float = 1.0
     patience: float = math.inf
@@ -113,7 +113,7 @@ class Cohort:
         stands = FIRST_STANDS if is_early else STANDS
         if self.plan is None or self.doubted or self.behind:
             stands = 1
-        elif self.plan.choice is PolicyName.OFF:
+        elif self.plan.choice is Choice.OFF:
             stands = self.rest_for
         return self.members * max(0, step - self.decided_at - stands + 1)
 

@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -40,7 +41,8 @@ class Foresight(enum.Enum):
 class CountedVerdict:
     """A verdict as it is counted. `depth`: of the window's longest path; `accepted` of it.
 
-    `tried`: positions that the verdict looked at; `committed`: output tokens.
+    `tried`: positions that the verdict looked at; `committed`: output tokens. `firsts`: of a tree,
+    for each place along the path where it had candidates, whether the first of them was right.
     """
 
     window: int
@@ -49,21 +51,23 @@ class CountedVerdict:
     accepted: int
     committed: int
     foresight: Foresight
+    firsts: tuple[bool, ...] | None = None
 
 
 def counted(
-    part: Slice, *, accepted: int, kept: int, committed: int, foresight: Foresight
+    part: Slice, *, path: Sequence[int], kept: int, committed: int, foresight: Foresight
 ) -> CountedVerdict:
     """The verdict on a slice that committed so many tokens, of which the sequence's end `kept`.
 
-    What lies beyond the end was not tried.
+    `path`: the candidates that it accepted. What lies beyond the end was not tried.
     """
-    depth = depth_of(part.window, part.parents)
+    depth, accepted = depth_of(part.window, part.parents), len(path)
     if kept < committed:
         accepted = min(accepted, kept)
         return CountedVerdict(part.window, depth, accepted, accepted, kept, Foresight.NOTHING)
     tried = min(depth, accepted + 1)
-    return CountedVerdict(part.window, depth, tried, accepted, kept, foresight)
+    firsts = firsts_along(part.parents, path) if part.parents else None
+    return CountedVerdict(part.window, depth, tried, accepted, kept, foresight, firsts)
 
 
 @dataclass(slots=True)
@@ -135,6 +139,18 @@ def depth_of(window: int, parents: tuple[int, ...]) -> int:
     for parent in parents:
         depths.append(depths[parent] + 1)
     return max(depths)
+
+
+def firsts_along(parents: Sequence[int], path: Sequence[int]) -> tuple[bool, ...]:
+    """For each place along an accepted path that a window has candidates for, whether the first of
+    them was right: after the path none of them was. `parents`: of the window, as Slice has them.
+    """
+    first_after: dict[int, int] = {}
+    for index, parent in enumerate(parents):
+        first_after.setdefault(parent, index)
+    above = (0, *(index + 1 for index in path))
+    found = [first_after[parent] == index for parent, index in zip(above, path, strict=False)]
+    return (*found, False) if above[-1] in first_after else tuple(found)
 
 
 def _at_least(histogram: list[int]) -> tuple[int, ...]:

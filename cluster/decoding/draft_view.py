@@ -48,7 +48,10 @@ class _View:
 
     @property
     def is_tree(self) -> bool:
-        return self._sequence.request.branches > 1 or self._sequence.request.merge
+        sequence = self._sequence
+        if sequence.pilot is not None and sequence.pilot.choice.is_tree:
+            return True
+        return sequence.request.branches > 1 or sequence.request.merge
 
     @property
     def useful_candidates(self) -> int:

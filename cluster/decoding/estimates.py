@@ -176,17 +176,16 @@ class Acceptance:
         self.candidates = 0
         """How many were tried in all."""
 
-    def add(self, *, tried: int, accepted: int, sequences: int = 1) -> None:
-        """A verdict tried so many positions from the first on, and accepted so many.
+    def add(self, rights: Sequence[bool], *, sequences: int = 1) -> None:
+        """A verdict tried these positions from the first on; whether each candidate was right.
 
         It is of one of so many sequences, whose verdicts are all added.
         """
-        self.candidates += tried
-        tried, accepted = min(tried, MAX_POSITION), min(accepted, MAX_POSITION)
+        self.candidates += len(rights)
         kept = 1 - (1 - self.DECAY) / sequences
-        for place in range(tried):
+        for place, right in enumerate(rights[:MAX_POSITION]):
             self._tried[place] = self._tried[place] * kept + 1
-            self._accepted[place] = self._accepted[place] * kept + (place < accepted)
+            self._accepted[place] = self._accepted[place] * kept + right
 
     def fade(self) -> None:
         """What was seen is long ago: it counts for little from now on."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.decoding.outlook import Outlook, chain_outlook, shape_of
 from cluster.decoding.policies import forks_within
 
 _NEGLIGIBLE = 0.01
@@ -74,29 +75,34 @@ def off(conditions: Conditions) -> Forecast:
 
 def lockstep(conditions: Conditions, window: int) -> Forecast:
     """Draft a window, verify it, repeat. The drafter rests, so it begins at once."""
-    reached, tokens = 1.0, 1.0
-    for chance in conditions.chances[:window]:
-        reached *= chance
-        tokens += reached
+    tokens = chain_outlook(window, conditions.chances).tokens
     begin_ms = max(conditions.pass_ms, conditions.restart_ms - conditions.pass_ms / 2)
     more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
     draft_ms = begin_ms + more_passes * conditions.pass_ms
     return Forecast(tokens, window, 0.0, draft_ms, conditions.step_ms(window, 0.0))
 
 
-def run_ahead(conditions: Conditions, window: int, *, waits: bool = False) -> Forecast:
+def run_ahead(
+    conditions: Conditions, window: int, *, waits: bool = False, is_tree: bool = False
+) -> Forecast:
     """The drafter keeps drafting; the target takes up to `window` candidates of what is there.
 
     `waits`: after a verdict that left candidates it waits for a whole window (pearl). With a hit
-    rate, so many cycles begin with a branch at hand (fanout).
+    rate, so many cycles begin with a branch at hand (fanout); `is_tree`: some are verified too.
     """
+
+    def outlook(at_hand: int) -> Outlook:
+        if is_tree:
+            return shape_of(at_hand, window).outlook(conditions.chances, conditions.hit_rate)
+        return chain_outlook(min(at_hand, window), conditions.chances)
+
     step_ms = conditions.step_ms(0.0, 0.0)
     for _ in range(_MOST_ROUNDS):
-        mean = _mean_cycle(conditions, window, step_ms=step_ms, waits=waits)
+        mean = _mean_cycle(conditions, window, outlook, step_ms=step_ms, waits=waits)
         passes = min(
             step_ms / conditions.pass_ms, granted_ahead(window) / max(0.1, conditions.tokens_a_pass)
         )
-        pace = step_ms / conditions.pass_ms
+        pace = 0.0 if is_tree else step_ms / conditions.pass_ms
         forks = forks_within(granted_ahead(window), pace=pace, crowd=conditions.crowd)
         messages = passes * (1 + conditions.messages_a_fork * forks)
         before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages)
@@ -110,6 +116,10 @@ def granted_ahead(window: int) -> int:
     return 2 * window + 1
 
 
+_Outlook = Callable[[int], Outlook]
+"""What a step brings, by the candidates on a path that are at hand."""
+
+
 @dataclass(slots=True)
 class _Cycle:
     """Sums over a cycle, each step by the chance that the cycle lasts until it; or their means."""
@@ -118,12 +128,16 @@ class _Cycle:
     tokens: float = 0.0
     candidates: float = 0.0
     waited_ms: float = 0.0
+    ends: float = 0.0
+    open_ends: float = 0.0
 
-    def add(self, alive: float, tokens: float, candidates: float, waited_ms: float) -> None:
+    def add(self, alive: float, outlook: Outlook, waited_ms: float) -> None:
         self.steps += alive
-        self.tokens += alive * tokens
-        self.candidates += alive * candidates
+        self.tokens += alive * outlook.tokens
+        self.candidates += alive * outlook.candidates
         self.waited_ms += alive * waited_ms
+        self.ends += alive * (1 - outlook.goes_on)
+        self.open_ends += alive * outlook.is_open
 
     def mixed(self, other: _Cycle, share: float) -> _Cycle:
         own = 1 - share
@@ -134,26 +148,39 @@ class _Cycle:
             own * self.waited_ms + share * other.waited_ms,
         )
 
+    def foreseen(self, hit_rate: float) -> float:
+        """The chance that a branch holds the token which ends it."""
+        return hit_rate * self.open_ends / self.ends if self.ends else 0.0
+
     def mean(self) -> _Cycle:
         steps = self.steps
         return _Cycle(1.0, self.tokens / steps, self.candidates / steps, self.waited_ms / steps)
 
 
-def _mean_cycle(conditions: Conditions, window: int, *, step_ms: float, waits: bool) -> _Cycle:
-    miss = _cycle(conditions, window, held=0.0, step_ms=step_ms, waits=waits)
+def _mean_cycle(
+    conditions: Conditions, window: int, outlook: _Outlook, *, step_ms: float, waits: bool
+) -> _Cycle:
+    miss = _cycle(conditions, window, outlook, held=0.0, step_ms=step_ms, waits=waits)
     hit_rate = conditions.hit_rate
     if not hit_rate:
         return miss.mean()
     held = conditions.branch_length
-    hit = _cycle(conditions, window, held=held, step_ms=step_ms, waits=waits)
-    return miss.mixed(hit, hit_rate).mean()
+    hit = _cycle(conditions, window, outlook, held=held, step_ms=step_ms, waits=waits)
+    after_miss, after_hit = miss.foreseen(hit_rate), hit.foreseen(hit_rate)
+    return miss.mixed(hit, after_miss / (1 - after_hit + after_miss)).mean()
 
 
 def _cycle(
-    conditions: Conditions, window: int, *, held: float, step_ms: float, waits: bool
+    conditions: Conditions,
+    window: int,
+    outlook: _Outlook,
+    *,
+    held: float,
+    step_ms: float,
+    waits: bool,
 ) -> _Cycle:
     """From a verdict after which `held` candidates continue what was committed."""
-    chances, cycle = conditions.chances, _Cycle()
+    cycle = _Cycle()
     most_held = granted_ahead(window)
     now, taken, alive = 0.0, 0.0, 1.0
     pace = conditions.tokens_a_pass / conditions.pass_ms
@@ -171,16 +198,12 @@ def _cycle(
         if waits and step and 0 <= at_hand < window and pace > 0:
             waited = (window - at_hand) / pace
             at_hand = float(window)
-        count = max(0, min(window, int(at_hand + 0.5)))
-        reached, tokens = 1.0, 1.0
-        for chance in chances[:count]:
-            reached *= chance
-            tokens += reached
-        cycle.add(alive, tokens, count, waited)
+        expected = outlook(max(0, int(at_hand + 0.5)))
+        cycle.add(alive, expected, waited)
         now += waited + step_ms
-        taken += count + 1
+        taken += expected.depth + 1
         # The token that the verdict adds must be the drafter's next one as well.
-        alive *= reached * chances[min(count, len(chances) - 1)]
+        alive *= expected.goes_on
         if alive < _NEGLIGIBLE:
             break
     return cycle

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cluster.decoding.beliefs import Beliefs
+from cluster.decoding.choices import Choice
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.forecast import Conditions, Forecast, lockstep, run_ahead
-from cluster.decoding.policies import PolicyName, policy_named
 
 GAIN_TO_CHANGE = 1.03
 """A policy takes another's place when it promises so much more."""
@@ -21,9 +21,9 @@ candidates must have been tried: it is what can be slower than plain decoding.""
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A policy with its best window. `worth`: tokens/ms; `preferred`: by what it is compared."""
+    """A choice with its best window. `worth`: tokens/ms; `preferred`: by what it is compared."""
 
-    choice: PolicyName
+    choice: Choice
     window: int
     forecast: Forecast
     worth: float
@@ -33,7 +33,7 @@ class Option:
 def options_of(
     cohort: Cohort, conditions: Conditions, beliefs: Beliefs, *, num_drafters: int
 ) -> list[Option]:
-    """The policies that draft, each with its best window; the best first.
+    """What drafts, each choice with its best window; the best first.
 
     What is in use is preferred, and so is what does not wait.
     """
@@ -41,24 +41,24 @@ def options_of(
     in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
     before = cohort.plan.window if cohort.plan else pilot.window
     found = []
-    for name, ahead in _FORECASTS.items():
-        policy = policy_named(name)
-        if not pilot.allows(name) or policy.needs.drafters > num_drafters:
+    for choice, ahead in _FORECASTS.items():
+        policy = choice.policy
+        if not pilot.allows(choice) or policy.needs.drafters > num_drafters:
             continue
-        preference = GAIN_TO_CHANGE if name in in_use else 1.0
+        preference = GAIN_TO_CHANGE if choice in in_use else 1.0
         if policy.waits:
             alone = beliefs.sequences == 1
             if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
                 continue  # Who waits in a batch misses a step of the others.
             preference /= GAIN_TO_WAIT
-        given = beliefs.given(name, conditions, cohort)
-        factor = beliefs.factor(name)
+        given = beliefs.given(choice, conditions, cohort)
+        factor = beliefs.factor(choice)
         tried = []
         for depth in _depths(before // cohort.like.branches, len(given.chances)):
             forecast = ahead(given, depth)
             worth = beliefs.worth(forecast, given, cohort) * factor
             window = min(cohort.like.limit, depth * cohort.like.branches)
-            tried.append(Option(name, window, forecast, worth, worth * preference))
+            tried.append(Option(choice, window, forecast, worth, worth * preference))
         # A larger window leaves room for luck; where it makes branches longer, they cost something.
         found.append(_first_of_the_best(tried if policy.fans_out else tried[::-1]))
     return sorted(found, key=lambda one: one.preferred, reverse=True)
@@ -83,10 +83,16 @@ def _pearl(conditions: Conditions, window: int) -> Forecast:
     return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
 
 
-_FORECASTS: dict[PolicyName, Callable[[Conditions, int], Forecast]] = {
-    PolicyName.LOCKSTEP: lockstep,
-    PolicyName.PEARL: _pearl,
-    PolicyName.CHAIN: run_ahead,
-    PolicyName.FANOUT: run_ahead,
-    PolicyName.SPREAD: run_ahead,
+def _tree(conditions: Conditions, window: int) -> Forecast:
+    return run_ahead(conditions, window, is_tree=True)
+
+
+_FORECASTS: dict[Choice, Callable[[Conditions, int], Forecast]] = {
+    Choice.LOCKSTEP: lockstep,
+    Choice.PEARL: _pearl,
+    Choice.CHAIN: run_ahead,
+    Choice.FANOUT: run_ahead,
+    Choice.FANOUT_TREE: _tree,
+    Choice.SPREAD: run_ahead,
+    Choice.SPREAD_TREE: _tree,
 }

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from cluster.decoding.choices import Choice
 from cluster.decoding.estimates import Acceptance
 from cluster.decoding.events import Request
 from cluster.decoding.lookahead import LookaheadPolicy
-from cluster.decoding.policies import Off, PolicyName, policy_named
+from cluster.decoding.policies import Off
 from paceline.rules import Rule
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class Pilot:
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(FIRST_GUESS))
     level: int | None = None
     cohort: Cohort | None = None
-    choice: PolicyName = PolicyName.CHAIN
-    policy: LookaheadPolicy = field(default_factory=lambda: policy_named(PolicyName.CHAIN))
+    choice: Choice = Choice.CHAIN
+    policy: LookaheadPolicy = field(default_factory=lambda: Choice.CHAIN.policy)
     window: int = 1
     promised: float = 0.0
     patience: float = math.inf
@@ -109,25 +110,26 @@ class Pilot:
         """Decode plainly until a probe; one that failed is followed by a longer rest."""
         failed_again = self.trying and self.probe_after > 0
         self.probe_after = min(2 * self.probe_after, LAST_PROBE) if failed_again else FIRST_PROBE
-        self.choice, self.policy = PolicyName.OFF, RESTING
+        self.choice, self.policy = Choice.OFF, RESTING
         self.promised = 1.0
         self.trying, self.verdicts = False, 0
 
     def try_out(self, window: int) -> None:
         """Draft for a few steps, to see what is accepted."""
-        self.choice, self.policy = PolicyName.CHAIN, policy_named(PolicyName.CHAIN)
+        self.follow(Choice.CHAIN)
         self.window = min(self.limit, window * self.branches)
         self.promised = 0.0
         self.trying, self.verdicts = True, 0
         self.acceptance.fade()
         self.tried_from = self.acceptance.candidates
 
-    def allows(self, name: PolicyName) -> bool:
-        """Whether the request can have this policy."""
-        needs = policy_named(name).needs
-        if self.merge and (needs.chains_only or needs.drafters > 1):
-            return False
-        return self.rule in needs.rules and not (needs.chains_only and self.branches > 1)
+    def follow(self, choice: Choice) -> None:
+        """Do this from now on."""
+        self.choice, self.policy = choice, choice.policy
+
+    def allows(self, choice: Choice) -> bool:
+        """Whether the request can have this."""
+        return choice.allowed(self.rule, branches=self.branches, merge=self.merge)
 
 
 @dataclass(slots=True)

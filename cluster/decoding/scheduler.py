@@ -141,7 +141,7 @@ class Scheduler:
                 sequence = Sequence.admitted(event.request, event.now)
                 if sequence.pilot is not None:
                     self._state.auto.admitted(sequence.pilot)
-                    sequence.policy, sequence.window = sequence.pilot.policy, sequence.pilot.window
+                    sequence.steer(sequence.pilot)
                 self._state.waiting.append(sequence)
                 self._refuse_what_never_fits([sequence], out)
             case Cancelled():

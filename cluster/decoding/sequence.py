@@ -99,6 +99,12 @@ class Sequence:
         """The id of the request's sequence."""
         return self.request.sequence_id
 
+    def steer(self, pilot: Pilot) -> None:
+        """Do as its pilot says from now on."""
+        self.policy, self.window = pilot.policy, pilot.window
+        if self.request.branches == 1 and not (self.request.merge or self.tree.chain):
+            self.tree.verified_width = pilot.choice.width
+
     @property
     def order(self) -> tuple[float, int]:
         """Its place among all: who came first is served first."""

@@ -75,6 +75,14 @@ def likeliest(root: Node, limit: int, *, width: int, rank_chances: Sequence[floa
     return chosen
 
 
+def lead_length(root: Node, limit: int) -> int:
+    """Candidates of the chain of first ones below a node, up to `limit`."""
+    length = 0
+    while length < limit and root.children:
+        root, length = root.children[0], length + 1
+    return length
+
+
 def window_of(
     root: Node, nodes: Sequence[Node], *, with_multiplicities: bool, in_line: bool = False
 ) -> Window:

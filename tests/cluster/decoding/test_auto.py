@@ -89,7 +89,7 @@ def test_several_drafters_are_tried_together() -> None:
     given: dict[str, Any] = {"hit_rate": 0.5, "drafters": 3, "tokens": 300}
     spread, _ = decode(PolicyName.SPREAD, window=8, **given)
     auto, fleet = decode(PolicyName.AUTO, **given)
-    assert choices(fleet)["spread"] > 0
+    assert choices(fleet)["spread"] + choices(fleet)["spread-tree"] > 0
     assert auto >= 0.95 * spread
 
 
@@ -120,7 +120,24 @@ def test_branches_in_a_batch() -> None:
     auto, fleet = decode(PolicyName.AUTO, **given)
     assert chain < 0.9 * fanout, "negative control: branches matter"
     assert auto >= 0.95 * fanout
-    assert choices(fleet)["fanout"] > choices(fleet).total() / 2
+    branched = choices(fleet)["fanout"] + choices(fleet)["fanout-tree"]
+    assert branched > choices(fleet).total() / 2
+
+
+def test_trees_are_verified_where_they_pay() -> None:
+    """Second guesses that are often right are worth more in a step than after it."""
+    given: dict[str, Any] = {"acceptance": 0.85, "hit_rate": 0.85, "tokens": 300}
+    ahead = max(decode(PolicyName.FANOUT, window=window, **given)[0] for window in (8, 12))
+    auto, fleet = decode(PolicyName.AUTO, window=32, **given)
+    assert choices(fleet)["fanout-tree"] > choices(fleet).total() / 2
+    assert auto >= 1.05 * ahead
+
+
+def test_nothing_is_lost_where_no_second_guess_is_right() -> None:
+    given: dict[str, Any] = {"acceptance": 0.85, "hit_rate": 0.0, "batch": 4, "tokens": 200}
+    chain, _ = decode(PolicyName.CHAIN, window=8, **given)
+    auto, _ = decode(PolicyName.AUTO, window=32, **given)
+    assert auto >= 0.95 * chain
 
 
 def test_requests_that_come_and_go() -> None:

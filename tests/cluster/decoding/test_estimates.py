@@ -49,12 +49,12 @@ def test_acceptance_leans_on_its_prior_until_there_is_evidence() -> None:
     sequence = Acceptance(drafter)
     assert sequence.chances(3) == pytest.approx((0.7,) * 3)
     for _ in range(60):
-        drafter.add(tried=3, accepted=2)  # 1, 1, 0
+        drafter.add((True, True, False))  # 1, 1, 0
     assert drafter.chance(1) > 0.95
     assert drafter.chance(3) < 0.1
     assert sequence.chance(1) == pytest.approx(drafter.mean), "of the sequence nothing is known yet"
     for _ in range(60):
-        sequence.add(tried=1, accepted=0)
+        sequence.add((False,))
     assert sequence.chance(1) < 0.1
     assert sequence.candidates == 60
 
@@ -62,9 +62,9 @@ def test_acceptance_leans_on_its_prior_until_there_is_evidence() -> None:
 def test_acceptance_follows_a_change() -> None:
     acceptance = Acceptance(0.7)
     for _ in range(200):
-        acceptance.add(tried=1, accepted=1)
+        acceptance.add((True,))
     for _ in range(100):
-        acceptance.add(tried=1, accepted=0)
+        acceptance.add((False,))
     assert acceptance.chance(1) < 0.15
 
 
@@ -94,12 +94,12 @@ def test_what_many_sequences_tell_at_a_time_lasts_as_long_as_what_one_tells() ->
     """Ten steps of rejections: of one sequence, and of each of 32."""
     one, many = Acceptance(0.9), Acceptance(0.9)
     for _ in range(10):
-        one.add(tried=1, accepted=0)
+        one.add((False,))
         for _ in range(32):
-            many.add(tried=1, accepted=0, sequences=32)
+            many.add((False,), sequences=32)
     steps = 0
     while many.chance(1) < 0.5:
         for _ in range(32):
-            many.add(tried=1, accepted=1, sequences=32)
+            many.add((True,), sequences=32)
         steps += 1
     assert 4 < steps < 20, "not at the first step, and not much later than the ten"

@@ -1,0 +1,94 @@
+"""Whatever the controller of `auto` chooses, and whenever: the text is plain decoding's.
+
+The schedules of test_policies_fuzz.py, in which each sequence changes its policy, its window and
+whether trees are verified at random moments, a step of it being under way or not.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cluster.decoding.choices import Choice
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.sequence import Sequence
+from cluster.decoding.token_tree import TokenTree
+from tests.cluster.decoding.test_policies_fuzz import Schedule, Tape
+
+
+class Steered(Schedule):
+    """All requests are of `auto`; the tape chooses in the controller's place."""
+
+    policies = (PolicyName.AUTO,)
+
+    def act(self) -> None:
+        for sequence in self.world.scheduler._state.running:
+            if self.tape.choose(3) == 0:
+                self.steer(sequence)
+        super().act()
+
+    def steer(self, sequence: Sequence) -> None:
+        """Another choice for this sequence, of those that it may have."""
+        pilot, choice = sequence.pilot, list(Choice)[self.tape.choose(len(Choice))]
+        assert pilot is not None
+        if choice is Choice.OFF:
+            pilot.rest()
+        elif pilot.allows(choice):
+            pilot.follow(choice)
+        pilot.window = 1 + self.tape.choose(pilot.limit)
+        was_tree = sequence.tree.num_pinned > 0 and pilot.choice.is_tree
+        self.seen["a tree in a step"] += was_tree
+        self.seen[pilot.choice.value] += 1
+        sequence.steer(pilot)
+
+
+def run(tape: bytes) -> Steered:
+    """A whole schedule."""
+    schedule = Steered(Tape(tape))
+    while not schedule.tape.ended:
+        schedule.act()
+    schedule.drain()
+    return schedule
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(min_size=20, max_size=200))
+def test_text_and_invariants_whatever_is_chosen(tape: bytes) -> None:
+    run(tape)
+
+
+def test_schedules_reach_every_choice() -> None:
+    seen = _run_many(200)
+    assert all(seen[choice.value] >= 5 for choice in Choice), seen
+    assert seen["a tree in a step"] >= 5
+
+
+def test_the_fuzzer_notices_a_tree_that_is_committed_wrongly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: of two candidates beside each other the wrong one is committed."""
+    right_commit = TokenTree.commit
+
+    def careless_commit(
+        tree: TokenTree, accepted: tuple[int, ...], token_id: int | None
+    ) -> tuple[int, ...]:
+        if accepted:
+            above = tree._pinned[accepted[-1]].parent
+            beside = [i for i, node in enumerate(tree._pinned) if node.parent is above]
+            accepted = (*accepted[:-1], beside[-1])
+        return right_commit(tree, accepted, token_id)
+
+    monkeypatch.setattr(TokenTree, "commit", careless_commit)
+    with pytest.raises(AssertionError):
+        _run_many(300)
+
+
+def _run_many(count: int) -> Counter[str]:
+    draw, seen = random.Random(3), Counter[str]()
+    for _ in range(count):
+        seen += run(draw.randbytes(150)).seen
+    return seen
