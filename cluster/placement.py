@@ -149,13 +149,13 @@ def _check_devices(config: Config, nodes: Sequence[Node], *, gpus_too: bool) -> 
     if gpus_too and wants_gpus and gpus < degree:
         raise UnavailableError(
             f"{_shards_asked(config)}, a GPU each, but the cluster has {gpus} GPUs free "
-            f"on {len(nodes)} nodes: expected at least {degree}; lower {_lower(config)}, free "
+            f"on {_nodes(nodes)}: expected at least {degree}; lower {_lower(config)}, free "
             'some, or set target.resources = "cpu"'
         )
     if degree > 1 and cpus < degree:
         raise UnavailableError(
             f"{_shards_asked(config)}, a CPU core or more each, but {cpus} cores are "
-            f"free on {len(nodes)} nodes: lower {_lower(config)}, or free some"
+            f"free on {_nodes(nodes)}: lower {_lower(config)}, or free some"
         )
 
 
@@ -184,6 +184,10 @@ def _share_gpus(config: Config, num_drafters: int, nodes: Sequence[Node]) -> tup
     return int(gpus >= num_shards), int(gpus >= num_shards + num_drafters)
 
 
+def _nodes(nodes: Sequence[Node]) -> str:
+    return f"{len(nodes)} node{'s' * (len(nodes) != 1)}"
+
+
 def _fit_one(shards: Sequence[WorkerPlan], nodes: Sequence[Node]) -> bool:
     """Whether a node has room for all shards; one has to where there is one shard."""
     cpus = sum(shard.reserved_cpus for shard in shards)
@@ -200,7 +204,10 @@ def _share_threads(
     cpus = sorted((int(node.cpus) for node in nodes), reverse=True) or [1]
     models = [drafter for drafter in drafters if drafter.kind == "model"]
     if len(cpus) == 1:
-        even_share = max(1, cpus[0] // (num_shards + len(models)))
+        given = [one.threads for one in models if one.threads != "auto"]
+        if config.target.threads != "auto":
+            given += [config.target.threads] * num_shards
+        even_share = max(1, (cpus[0] - sum(given)) // max(1, num_shards + len(models) - len(given)))
     else:
         per_node = -(-len(models) // (len(cpus) - 1))
         even_share = max(1, cpus[-1] // max(1, per_node))

@@ -129,8 +129,11 @@ def _auto_line(stats: Stats) -> str:
     """What policy `auto` chose, and what its controller believes."""
     drafting = stats.speculation
     total = sum(drafting.choices.values())
-    chosen = ", ".join(f"{name} {count / total:.0%}" for name, count in drafting.choices.items())
-    believed = ", ".join(f"{name} {value:.3g}" for name, value in drafting.estimates.items())
+    often_first = sorted(drafting.choices.items(), key=lambda choice: (-choice[1], choice[0]))
+    chosen = ", ".join(f"{name} {count / total:.0%}" for name, count in often_first)
+    believed = ", ".join(
+        f"{name} {value:.3g}" for name, value in sorted(drafting.estimates.items())
+    )
     return f"auto: {chosen} of {total} verdicts; estimates: {believed or 'none'}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Mapping
@@ -128,15 +129,29 @@ def refuse_second(home: Path) -> None:
 
 
 def refuse_taken_port(config: Config) -> None:
-    """Raise UnavailableError when the server's port is taken on this host."""
+    """Raise UnavailableError when the server's host is none, or its port is taken on this host."""
     server = config.server
+    try:
+        family = socket.getaddrinfo(server.host, None, type=socket.SOCK_STREAM)[0][0]
+    except (OSError, UnicodeError) as error:
+        raise _refused_host(server.host, error) from None
     if server.grpc_port == 0:
         return
     try:
-        with socket.create_server((server.host, server.grpc_port)):
+        with socket.create_server((server.host, server.grpc_port), family=family):
             return
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise _refused_host(server.host, error) from None
         raise UnavailableError(
             f"cannot listen on {server.host}:{server.grpc_port} ({error.strerror}): set "
             "server.grpc_port to another port (0: any free one), or end what holds it"
         ) from None
+
+
+def _refused_host(host: str, error: Exception) -> UnavailableError:
+    said = error.strerror if isinstance(error, OSError) else str(error)
+    return UnavailableError(
+        f"cannot listen on {host!r} ({said}): set server.host to an address of this host, to "
+        '"127.0.0.1" (callers on this host alone), or to "0.0.0.0" (callers from anywhere)'
+    )

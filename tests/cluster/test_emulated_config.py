@@ -10,10 +10,12 @@ import pytest
 
 from cluster.actors import DrafterActor, DriverActor, ShardActor, WorkerSetup
 from cluster.placement import Node, plan_placement
+from cluster.text import TextCodec
 from paceline import AsyncClient
+from paceline.generation import Message
 from tests.cluster.test_config import complaint_of, config_of
 from tests.tiny import make_tiny_checkpoint
-from workers.models import STAND_IN
+from workers.models import STAND_IN, resolve_model
 
 DILATED = """
 [target]
@@ -39,6 +41,12 @@ def test_what_is_emulated_has_the_stand_in_for_a_model(tmp_path: Path) -> None:
     assert config.target.model == STAND_IN
     (drafter,) = config.drafters
     assert (drafter.model, drafter.acceptance, drafter.hit_rate) == (STAND_IN, 0.9, 0.5)
+
+
+def test_what_is_emulated_can_be_chatted_with(tmp_path: Path) -> None:
+    codec = TextCodec(resolve_model(STAND_IN, home=tmp_path).folder)
+    chat = [Message("user", "w100 w101"), Message("assistant", "w102"), Message("user", "w103")]
+    assert codec.encode_messages(chat) == (100, 101, 102, 103)
 
 
 @pytest.mark.parametrize(

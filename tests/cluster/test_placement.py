@@ -42,6 +42,34 @@ def test_given_threads_are_kept() -> None:
     assert threads_of(config_of(drafter), Node("n", 8)) == [5, 3]
 
 
+def test_what_is_left_of_given_threads_is_shared() -> None:
+    given = DrafterConfig(model="demo-draft", threads=4)
+    assert threads_of(config_of(MODEL, threads=6), Node("n", 9)) == [6, 3]
+    assert threads_of(config_of(given, MODEL), Node("n", 10)) == [3, 4, 3]
+
+
+@pytest.mark.parametrize("threads", [None, 1, 2, 64])
+@pytest.mark.parametrize(
+    "drafters",
+    [
+        (),
+        (MODEL,),
+        (MODEL, MODEL, NGRAM),
+        (MODEL, DrafterConfig(model="demo-draft", threads=4)),
+    ],
+    ids=len,
+)
+def test_a_node_with_what_the_workers_ask_for_has_room(
+    drafters: tuple[DrafterConfig, ...], threads: int | None
+) -> None:
+    """A Ray head of our own promises at least that, however few cores there are."""
+    config = config_of(*drafters, threads=threads)
+    for num_cores in (1, 2, 3, 8):
+        asked = plan_placement(config, [Node("n", num_cores)], enforce=False)
+        node = Node("n", max(num_cores, asked.reserved_cpus))
+        assert plan_placement(config, [node]).workers == asked.workers
+
+
 def test_on_two_nodes_the_drafters_do_not_cost_the_target_its_cores() -> None:
     assert threads_of(config_of(MODEL), Node("a", 8), Node("b", 4)) == [8, 4]
 
@@ -159,7 +187,11 @@ def test_each_target_group_has_a_placement_group_of_its_own() -> None:
         ),
         (shards_of(4), Node("n", 16, gpus=2), "is 4, a GPU each, but the cluster has 2 GPUs"),
         (shards_of(1, resources="gpu"), Node("n", 16), "is 1, a GPU each, but the cluster has 0"),
-        (shards_of(3), Node("n", 2), "is 3, a CPU core or more each, but 2 cores are free"),
+        (
+            shards_of(3),
+            Node("n", 2),
+            "is 3, a CPU core or more each, but 2 cores are free on 1 node:",
+        ),
     ],
 )
 def test_more_shards_than_devices_are_refused(config: Config, node: Node, numbers: str) -> None:

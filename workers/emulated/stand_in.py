@@ -20,6 +20,8 @@ from workers.emulated.replay_text import NUM_RESERVED
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 8192
 END_TOKEN_ID = 2
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+"""Chats are taken too: all that is said, in its order."""
 
 
 def stand_in_at(folder: Path) -> Path:
@@ -50,7 +52,10 @@ def make_stand_in(folder: Path) -> Path:
     raw.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     raw.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, unk_token=words[0], eos_token=words[END_TOKEN_ID]
+        tokenizer_object=raw,
+        unk_token=words[0],
+        eos_token=words[END_TOKEN_ID],
+        chat_template=CHAT_TEMPLATE,
     )
     tokenizer.save_pretrained(folder)
     config = LlamaConfig(
