@@ -20,15 +20,12 @@ from paceline.convert import rule_to_wire
 from paceline.errors import InternalError, PacelineError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
 from workers.drafting.wire import apply_request, to_responses
 from workers.server import status_code
 from workers.worker_clock import WorkerClock
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
-QUIET_SECONDS = 0.0001
-QUIET_SECONDS_OF_MANY = 0.0003
-"""After a message, the next one is waited for so long before a pass begins. gRPC hands messages
-over one by one; with several sequences open, those that a step brought should share a pass."""
 CATCH_UP_SECONDS = 0.01
 """Messages that never end do not keep passes from being run."""
 HAND_OVER_SECONDS = 0.001

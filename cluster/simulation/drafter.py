@@ -10,6 +10,7 @@ from operator import attrgetter
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.simulation.clock import VirtualClock
+from cluster.simulation.costs import HostCosts
 from paceline.value import value_class
 from workers.drafting import tree
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
@@ -65,8 +66,8 @@ class _PassClock:
 class SimulatedDrafter:
     """One drafter device for the drivers that share it.
 
-    Messages that arrive during a pass are read after it, as in workers/drafting_service.py.
-    `pause_seconds`: between two passes, for answers to leave and messages to be read.
+    As in workers/drafting_service.py, messages that arrive during a pass are read after it, when
+    its answers have left, and a pass begins when no more came for a moment.
     """
 
     def __init__(
@@ -77,17 +78,17 @@ class SimulatedDrafter:
         guess: Guess,
         *,
         max_position: int,
-        pause_seconds: float,
+        costs: HostCosts,
     ) -> None:
         self.meter = DrafterMeter()
         self._clock = clock
-        self._pause = pause_seconds
+        self._costs = costs
         self._pass_clock = _PassClock()
         proposer = ReplayProposer(max_position, profile, text, guess, self._pass_clock)
         self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
         self._listeners: dict[DraftingSession, Listener] = {}
         self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
-        self._in_pass = False
+        self._is_busy = False  # with a pass, answers or messages
         self._held_until: float | None = None
 
     @property
@@ -108,11 +109,23 @@ class SimulatedDrafter:
 
     def receive(self, session: DraftingSession, message: DraftMessage) -> None:
         """A message arrived."""
-        if self._in_pass:
-            self._unread.append((session, message))
+        self._unread.append((session, message))
+        if not self._is_busy:
+            self._read()
+
+    def _read(self) -> None:
+        """Handle what has arrived, wait a moment for more, and then draft."""
+        self._is_busy = bool(self._unread)
+        if not self._is_busy:
+            self._begin_pass()
             return
-        self._apply(session, message)
-        self._begin_pass()
+        costs, told = self._costs, 0
+        while self._unread:
+            session, message = self._unread.popleft()
+            told += len(message)
+            self._apply(session, message)
+        quiet_ms = costs.quiet_ms if self._desk.num_open <= 1 else costs.quiet_of_many_ms
+        self._clock.at(self._clock.now + (quiet_ms + costs.heed_ms * told) / 1000, self._read)
 
     def _begin_pass(self) -> None:
         if not self._desk.has_work:
@@ -121,10 +134,11 @@ class SimulatedDrafter:
         if until is not None:
             self._hold(until)
             return
-        self._in_pass = True
+        self._is_busy = True
         self._pass_clock.seconds = 0.0
         news = self._desk.run_pass()
-        seconds = self._pass_clock.seconds
+        host_ms = self._costs.draft_ms * sum([len(one.proposals) for one in news])
+        seconds = self._pass_clock.seconds + host_ms / 1000
         self._clock.at(self._clock.now + seconds, self._end_pass, news, seconds)
 
     def _hold(self, until: float) -> None:
@@ -136,7 +150,7 @@ class SimulatedDrafter:
     def _hold_over(self, until: float) -> None:
         if self._held_until == until:
             self._held_until = None
-            if not self._in_pass:
+            if not self._is_busy:
                 self._begin_pass()
 
     def _end_pass(self, news: list[SessionNews], seconds: float) -> None:
@@ -148,13 +162,10 @@ class SimulatedDrafter:
             self.meter.drafted += sum([len(draft.token_ids) for draft in proposals])
             declined = tuple([sequence_id for sequence_id, _ in one.declined])
             self._listeners[one.session](DraftAnswer(proposals, declined, seconds))
-        self._clock.at(self._clock.now + self._pause, self._go_on)
-
-    def _go_on(self) -> None:
-        self._in_pass = False
-        while self._unread:
-            self._apply(*self._unread.popleft())
-        self._begin_pass()
+        pause_ms = self._costs.pause_ms + self._costs.draft_ms * sum(
+            len(one.proposals) for one in news
+        )
+        self._clock.at(self._clock.now + pause_ms / 1000, self._read)
 
     def _apply(self, session: DraftingSession, message: DraftMessage) -> None:
         declined = []

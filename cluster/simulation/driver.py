@@ -28,12 +28,12 @@ from cluster.decoding.instructions import (
     Instruction,
     OpenDraft,
     Refuse,
-    RunStep,
     SendOutcome,
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
 from cluster.simulation.clock import VirtualClock
+from cluster.simulation.costs import HostCosts
 from cluster.simulation.drafter import DraftAnswer, SimulatedDrafter
 from cluster.simulation.link import SimulatedLink
 from cluster.simulation.target import SimulatedTarget
@@ -42,24 +42,6 @@ from workers.emulated.profiles import LinkProfile
 
 _MESSAGE_BYTES, _TOKEN_BYTES = 60, 4
 """What a message on a link takes besides its tokens, about; what a token takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostCosts:
-    """What the driver and gRPC take, in milliseconds (docs/performance.md, Simulation).
-
-    `hop_ms`: a message from one process to another. `event_ms`: the driver's work on an event until
-    the next step leaves; beside it `sequence_ms` for each verdict of a step, and `proposal_ms` for
-    each proposal of a pass, which is told apart by where it continues the tree. `tell_ms`: on each
-    further message. `pause_ms`: a drafter's between two passes.
-    """
-
-    hop_ms: float = 0.45
-    event_ms: float = 0.05
-    sequence_ms: float = 0.045
-    proposal_ms: float = 0.02
-    tell_ms: float = 0.05
-    pause_ms: float = 0.1
 
 
 class Listener:
@@ -180,19 +162,19 @@ class SimulatedDriver:
 
     def _handle(self, event: Event) -> None:
         """Events in, instructions out: the step first, then drafters, then callers."""
-        costs = self._costs
-        instructions = self.scheduler.handle(event)
-        done = self._clock.now + _work_ms(event, costs) / 1000
+        costs, scheduler = self._costs, self.scheduler
+        done = self._clock.now + _before_ms(event, costs) / 1000
+        for step in scheduler.begin(event):
+            self._to_target[step.group].send(done, 0, self._targets[step.group].step, step)
         messages: dict[str, list[OpenDraft | SendOutcome | Grant | CloseDraft]] = {}
         told = []
-        for one in instructions:
+        for one in scheduler.rest():
             match one:
-                case RunStep():
-                    self._to_target[one.group].send(done, 0, self._targets[one.group].step, one)
                 case OpenDraft() | SendOutcome() | Grant() | CloseDraft():
                     messages.setdefault(one.drafter, []).append(one)
                 case _:
                     told.append(one)
+        done += _after_ms(event, costs) / 1000
         for name, message in messages.items():
             done += costs.tell_ms / 1000
             end = self._drafters[name]
@@ -228,14 +210,19 @@ class SimulatedDriver:
             self._hear(Tick)
 
 
-def _work_ms(event: Event, costs: HostCosts) -> float:
-    """What the driver does with an event."""
+def _before_ms(event: Event, costs: HostCosts) -> float:
+    """What the driver does with an event before a step can leave."""
     match event:
         case StepDone():
-            return costs.event_ms + costs.sequence_ms * len(event.verdicts)
+            return costs.event_ms + costs.verdict_ms * len(event.verdicts)
         case Proposed():
             return costs.event_ms + costs.proposal_ms * len(event.proposals)
-    return costs.event_ms + costs.sequence_ms
+    return costs.event_ms + costs.verdict_ms
+
+
+def _after_ms(event: Event, costs: HostCosts) -> float:
+    """What it does afterwards, beside telling drafters."""
+    return costs.settle_ms * len(event.verdicts) if isinstance(event, StepDone) else 0.0
 
 
 def _num_bytes(message: Sequence[OpenDraft | SendOutcome | Grant | CloseDraft | Proposal]) -> int:

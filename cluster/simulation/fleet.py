@@ -210,7 +210,7 @@ class Fleet(Listener):
                     self.text,
                     self._load.guess,
                     max_position=MAX_MODEL_LEN,
-                    pause_seconds=costs.pause_ms / 1000,
+                    costs=costs,
                 )
                 drafters.append(drafter)
         for _ in range(layout.targets):

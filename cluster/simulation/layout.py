@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.decoding.policies import PolicyName
-from cluster.simulation.driver import HostCosts
+from cluster.simulation.costs import HostCosts
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QUIET_SECONDS = 0.0001
+QUIET_SECONDS_OF_MANY = 0.0003
+"""After a message, the next one is waited for so long before a pass begins. gRPC hands messages
+over one by one; with several sequences open, those that a step brought should share a pass."""
 _KEPT = 0.8
 """Of the time between outcomes, so much is remembered from one to the next."""
 _PAUSE = 4.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from cluster.decoding.policies import PolicyName
-from cluster.simulation.driver import HostCosts
+from cluster.simulation.costs import HostCosts
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
 from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes
@@ -13,7 +13,7 @@ from workers.emulated.replay_text import Guess
 
 STEP_MS = 20.0
 DRAFT_MS = 2.5
-FREE = HostCosts(hop_ms=0.0, event_ms=0.0, sequence_ms=0.0, tell_ms=0.0, pause_ms=0.0)
+FREE = HostCosts(**{one.name: 0.0 for one in fields(HostCosts)})
 """A driver and messages that take no time."""
 
 

@@ -11,7 +11,7 @@ from cluster.decoding.instructions import RunStep
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.simulation import fleet as fleet_module
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.driver import HostCosts
+from cluster.simulation.costs import HostCosts
 from cluster.simulation.figures import course_of, figures_of
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Load

@@ -1,0 +1,36 @@
+"""What the programs themselves take, beside devices and networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """What driver, drafters and gRPC take, in milliseconds (docs/performance.md, Simulation).
+
+    `hop_ms`: a message from one process to another.
+
+    Of the driver, before a step leaves: `event_ms` for what arrived, `verdict_ms` for each verdict
+    and `proposal_ms` for each proposal in it, which is told apart by where it continues the tree.
+    After it, while the target computes: `settle_ms` for each verdict, to count it and to tell its
+    caller, and `tell_ms` for each message to a drafter.
+
+    Of a drafter: `draft_ms` for each proposal that a pass gives, as a part of the pass, and the
+    same again to send it; `pause_ms` between two passes; `heed_ms` for each thing that it is told,
+    and then `quiet_ms` or, with several sequences, `quiet_of_many_ms` for others to follow.
+    """
+
+    hop_ms: float = 0.3
+    event_ms: float = 0.1
+    verdict_ms: float = 0.02
+    proposal_ms: float = 0.01
+    settle_ms: float = 0.03
+    tell_ms: float = 0.05
+    pause_ms: float = 0.15
+    draft_ms: float = 0.004
+    heed_ms: float = 0.015
+    quiet_ms: float = 1000 * QUIET_SECONDS
+    quiet_of_many_ms: float = 1000 * QUIET_SECONDS_OF_MANY
