@@ -210,7 +210,7 @@ def run_lookahead(
     if any(cell.load != "set" for cell in wanted):
         recording = demo_recording(home, tell=tell)
     tell("choosing luck that is that of the long run")
-    guesses = _guesses(wanted, settings.max_tokens)
+    guesses = guesses_of(wanted, settings.max_tokens)
 
     def result(
         measured: Measured,
@@ -266,7 +266,7 @@ def _demo_files(home: Path) -> tuple[ModelFiles, ModelFiles]:
     return resolve_model("demo", home=home), resolve_model("demo-draft", home=home)
 
 
-def _guesses(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
+def guesses_of(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
     """How drafters guess, by the cells' rates where they are set. The luck is that of one seed."""
     found: dict[Rates, Guess] = {}
     load = set_load(1, max_tokens)

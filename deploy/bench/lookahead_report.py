@@ -138,6 +138,7 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
     off, natural = cell.policy is PolicyName.OFF, cell.load == NATURAL
     gain = speedup(result, one)
     ideal = None if off else _ideal(result, one)
+    simulated = result.simulated.get(cell)
     return {
         "name": cell.name,
         "policy": cell.policy.value,
@@ -165,7 +166,8 @@ def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
         "theory": None if off else _theory(result, one),
         "ideal": ideal,
         "efficiency": None if ideal is None else gain / ideal,
-        "simulated_tokens_per_second": result.simulated.get(cell),
+        "simulated_tokens_per_second": simulated,
+        "simulated_over_measured": None if simulated is None else simulated / one.speed,
         "spread": one.spread,
         "repeats": len(one.runs),
         "same_text": same_text(result, one),
@@ -229,18 +231,10 @@ def _print_row(table: Table, row: Mapping[str, object]) -> None:
         _number(row["acceptance_length"], ".2f"),
         " ".join(_number(share, ".0%") for share in idle if share is not None),
         _number(row["target_gap_ms"], ".2f"),
-        _number(_simulated_ratio(row), ".2f"),
+        _number(row["simulated_over_measured"], ".2f"),
         _number(row["spread"], ".1%"),
         "yes" if row["same_text"] else "no",
     )
-
-
-def _simulated_ratio(row: Mapping[str, object]) -> float | None:
-    """How well the simulator foresees a cell; None: it is not simulated."""
-    simulated, measured = row["simulated_tokens_per_second"], row["tokens_per_second"]
-    if not isinstance(simulated, float) or not isinstance(measured, float):
-        return None
-    return simulated / measured
 
 
 def _label(row: Mapping[str, object]) -> str:

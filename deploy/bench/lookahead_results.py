@@ -29,10 +29,15 @@ class CellResult:
         return next(run for run in self.runs.values() if run.tokens_per_second == middle)
 
     @property
+    def speed(self) -> float:
+        """Tokens/s in the middle of the rounds: of two, between them."""
+        return statistics.median(run.tokens_per_second for run in self.runs.values())
+
+    @property
     def spread(self) -> float:
         """(fastest - slowest) / median."""
         speeds = [run.tokens_per_second for run in self.runs.values()]
-        return (max(speeds) - min(speeds)) / statistics.median(speeds)
+        return (max(speeds) - min(speeds)) / self.speed
 
 
 @dataclass(slots=True)

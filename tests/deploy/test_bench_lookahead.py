@@ -305,3 +305,5 @@ def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
         assert row["same_text"] is True
         assert row["tokens_per_second"] > row["tokens_per_second_per_gpu"] > 0
         assert row["simulated_tokens_per_second"] > 0
+        foretold = row["simulated_tokens_per_second"] / row["tokens_per_second"]
+        assert row["simulated_over_measured"] == pytest.approx(foretold), "of one round"
