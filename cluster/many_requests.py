@@ -12,16 +12,24 @@ import grpc
 
 from cluster.driver import Driver
 from cluster.generation import Generation
-from paceline.errors import InternalError, PacelineError
+from paceline.channel import MAX_REQUEST_BYTES
+from paceline.errors import InternalError, PacelineError, PromptTooLongError
 from paceline.generation import Chunk, GenerateEvent, Started
-from paceline.inference_wire import failure_to_wire, fill_response, request_from_wire
+from paceline.inference_wire import (
+    event_to_wire,
+    failure_to_wire,
+    fill_response,
+    request_from_wire,
+)
+from paceline.status import MAX_DETAILS_BYTES
 from paceline.v1 import inference_pb2
 
-MAX_TOKEN_IDS = 100_000
+USUAL_BYTES = 1 << 20
 """Of a message, all answers in it together, unless a single answer has more."""
 
 _log = logging.getLogger(__name__)
-_Answer = tuple[int, GenerateEvent | PacelineError]
+_Answer = tuple[int, GenerateEvent | PacelineError, int]
+"""The request's number, what it is told, and how many bytes that takes at most."""
 
 
 class ManyRequests:
@@ -90,10 +98,17 @@ class ManyRequests:
     def _tell(self, number: int, answer: GenerateEvent | PacelineError) -> None:
         if number not in self._begun:
             return  # It was cancelled.
+        most = _most_bytes(answer)
+        if most > MAX_REQUEST_BYTES and (refusal := _refusal_of(answer)) is not None:
+            # gRPC would not send it, and would end the stream of all.
+            generation = self._generations[number]
+            self._tell(number, refusal)
+            generation.cancel()
+            return
         if not isinstance(answer, Started | Chunk):
             del self._begun[number]
             self._generations.pop(number, None)
-        self._answers.append((number, answer))
+        self._answers.append((number, answer, most))
         self._told.set()
 
     async def _write(self) -> None:
@@ -109,21 +124,40 @@ class ManyRequests:
 
 
 def _end_of_message(answers: list[_Answer], begin: int) -> int:
-    room = MAX_TOKEN_IDS
+    room = USUAL_BYTES
     for index in range(begin, len(answers)):
-        answer = answers[index][1]
-        if isinstance(answer, Started):
-            room -= len(answer.prompt_token_ids)
-        elif isinstance(answer, Chunk):
-            room -= len(answer.token_ids)
+        room -= answers[index][2]
         if room < 0:
             return max(index, begin + 1)
     return len(answers)
 
 
+def _most_bytes(answer: GenerateEvent | PacelineError) -> int:
+    """An upper bound that is quickly told."""
+    if isinstance(answer, Chunk):
+        # A token: its id, its origin, the length of its piece. A character is in text and pieces.
+        return 64 + 16 * len(answer.token_ids) + 8 * len(answer.text)
+    if isinstance(answer, Started):
+        return 1024 + 5 * len(answer.prompt_token_ids)
+    return 2 * MAX_DETAILS_BYTES
+
+
+def _refusal_of(answer: GenerateEvent | PacelineError) -> PacelineError | None:
+    """What is told in place of an answer that no message can hold; None: one can."""
+    if isinstance(answer, PacelineError):
+        return None
+    size = event_to_wire(answer).ByteSize()
+    if size <= MAX_REQUEST_BYTES:
+        return None
+    most = f"an answer may have {MAX_REQUEST_BYTES:,} bytes on the wire, this one has {size:,}"
+    if isinstance(answer, Started):
+        return PromptTooLongError("prompt", f"{most}, since it repeats the prompt; shorten it")
+    return InternalError(most)
+
+
 def _message_of(answers: list[_Answer]) -> inference_pb2.GenerateManyResponse:
     message = inference_pb2.GenerateManyResponse()
-    for number, answer in answers:
+    for number, answer, _ in answers:
         numbered = message.responses.add()
         numbered.number = number
         if isinstance(answer, PacelineError):

@@ -13,6 +13,10 @@ from dataclasses import dataclass
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message that either side takes or sends."""
 
+MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
+"""Largest request: on a stream that it shares, its number goes with it. A message beyond what a
+side takes ends the whole stream, so a client refuses such a request before it is sent."""
+
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:

@@ -6,13 +6,19 @@ from typing import Any
 
 import grpc
 
+from paceline.channel import MAX_REQUEST_BYTES
 from paceline.convert import (
     rule_to_wire,
     sampling_from_wire,
     sampling_to_wire,
     stopping_to_wire,
 )
-from paceline.errors import InternalError, InvalidRequestError, PacelineError
+from paceline.errors import (
+    InternalError,
+    InvalidRequestError,
+    PacelineError,
+    PromptTooLongError,
+)
 from paceline.generation import (
     Chunk,
     Finished,
@@ -75,7 +81,8 @@ def request_to_wire(
 ) -> inference_pb2.GenerateRequest:
     """The message of a request.
 
-    Raises InvalidRequestError naming the field when a value cannot be told on the wire at all.
+    Raises InvalidRequestError naming the field when a value cannot be told on the wire at all, or
+    is what makes the message longer than any may be.
     """
     request = inference_pb2.GenerateRequest(ignore_eos=options.ignore_eos)
     _input_to_wire(generate_input, request)
@@ -103,6 +110,7 @@ def request_to_wire(
         request.rule = _look_up(_RULES, options.rule, "rule")
     if options.stopping is not None:
         request.stopping = _look_up(_STOPPINGS, options.stopping, "stopping")
+    _check_size(request)
     return request
 
 
@@ -257,6 +265,23 @@ def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:
             raise InvalidRequestError(
                 "input", "expected one of prompt, prompt_token_ids and messages, got none"
             )
+
+
+def _check_size(request: inference_pb2.GenerateRequest) -> None:
+    size = request.ByteSize()
+    if size <= MAX_REQUEST_BYTES:
+        return
+    without = inference_pb2.GenerateRequest()
+    without.CopyFrom(request)
+    kind = without.WhichOneof("input")
+    if kind is not None:
+        without.ClearField(kind)
+    most = f"a request may have {MAX_REQUEST_BYTES:,} bytes on the wire, this one has"
+    if kind is not None and without.ByteSize() <= MAX_REQUEST_BYTES:
+        raise PromptTooLongError(kind, f"{most} {size:,}; shorten it")
+    raise InvalidRequestError(
+        "request", f"{most} {without.ByteSize():,} beside its prompt; shorten its other fields"
+    )
 
 
 def _set(message: Any, name: str, value: object, *, field: str | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 
@@ -23,6 +24,8 @@ from paceline.errors import (
 
 FIELD_KEY = "paceline-field"
 ERROR_KEY = "paceline-error"
+MAX_DETAILS_BYTES = 4000
+"""Of an error's text as gRPC encodes it for a header; both sides refuse headers of some 8 KB."""
 
 _BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
@@ -34,11 +37,25 @@ _BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
 
 
 def status_of(error: PacelineError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Code, details and trailing metadata by which a server tells `error`."""
+    """Code, details and trailing metadata by which a server tells `error`.
+
+    Details that quote something long are cut in the middle.
+    """
     metadata = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, InvalidRequestError):
         metadata.append((FIELD_KEY, error.field))
-    return grpc.StatusCode[outward(error).grpc_code], str(error), tuple(metadata)
+    code = grpc.StatusCode[outward(error).grpc_code]
+    return code, _shortened(str(error)), tuple(metadata)
+
+
+def _shortened(details: str) -> str:
+    """Its begin and its end, where the whole is too long for a header."""
+    kept, shown = len(details), details
+    while kept > MAX_DETAILS_BYTES or len(quote(shown)) > MAX_DETAILS_BYTES:
+        kept = min(kept // 2, MAX_DETAILS_BYTES)
+        left_out = f" ... ({len(details) - kept:,} characters) ... "
+        shown = details[: kept - kept // 2] + left_out + details[len(details) - kept // 2 :]
+    return shown
 
 
 def error_of(error: grpc.RpcError, address: str) -> PacelineError:

@@ -425,6 +425,10 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerateManyRequest(_message.Message):
+    """A message beyond 16 MiB ends the stream with RESOURCE_EXHAUSTED, and all its requests. A client must
+    not send one; an answer of which one would be needed fails its request alone.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import grpc
@@ -20,7 +20,10 @@ from paceline import (
     GenerateOptions,
     InternalError,
     InvalidRequestError,
+    Message,
+    PromptTooLongError,
 )
+from paceline.channel import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from paceline.inference_wire import request_to_wire
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster.system import System, eventually, make_checkpoints, running_system
@@ -172,7 +175,69 @@ async def test_cancelling_what_does_not_run_is_no_error_and_a_number_may_be_used
     call.cancel()
 
 
+async def _beside(system: System, asked: Awaitable[object]) -> BaseException | object:
+    """What comes of a request while another runs on its stream, which goes on to its end."""
+    good = asyncio.create_task(system.client.generate(PROMPTS[0], LONG))
+    await eventually(lambda: system.driver.scheduler.num_running == 1)
+    stream = system.client._shared
+    (result,) = await asyncio.gather(asked, return_exceptions=True)
+    assert len((await good).token_ids) == 200
+    assert system.client._shared is stream, "the stream broke"
+    await system.settle()
+    return result
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ("a" * MAX_MESSAGE_BYTES, LONG, "prompt"),
+        ([200] * MAX_MESSAGE_BYTES, LONG, "prompt_token_ids"),
+        ([Message("user", "Ü" * (MAX_MESSAGE_BYTES // 2))], LONG, "messages"),
+        ("a", GenerateOptions(stop=("x" * MAX_MESSAGE_BYTES,)), "request"),
+    ],
+)
+async def test_a_request_beyond_a_message_is_refused_before_it_is_sent(
+    system: System, prompt: GenerateInput, options: GenerateOptions, field: str
+) -> None:
+    refused = await _beside(system, system.client.generate(prompt, options))
+    assert isinstance(refused, InvalidRequestError)
+    assert refused.field == field
+    assert "16,776,192 bytes on the wire, this one has" in str(refused)
+
+
+async def test_the_largest_request_that_is_sent_is_answered(system: System) -> None:
+    """What is let through by the client does not end the stream at the server."""
+    text = "a" * (MAX_REQUEST_BYTES - 64)
+    refused = await _beside(system, system.client.generate(text, max_tokens=1))
+    assert isinstance(refused, PromptTooLongError)
+    assert "characters, which cannot fit into" in str(refused)
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+async def test_an_error_that_quotes_something_long_is_cut(
+    system: System, timeout: float | None
+) -> None:
+    """Of a shared stream it was a message that ended it, of a call a header that gRPC refused."""
+    async with AsyncClient(system.server.address, timeout=timeout) as client:
+        good = asyncio.create_task(client.generate(PROMPTS[0], LONG))
+        with pytest.raises(InvalidRequestError, match=r"expected one of .*characters\) \.\.\. Ü"):
+            await client.generate("a", drafter="Ü" * 8_000_000)
+        assert len((await good).token_ids) == 200
+    await system.settle()
+
+
+async def test_an_answer_beyond_a_message_fails_its_request_alone(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A context long enough for the real limit does not fit here.
+    monkeypatch.setattr(many_requests, "MAX_REQUEST_BYTES", 600)
+    refused = await _beside(system, system.client.generate([300] * 400, max_tokens=2))
+    assert isinstance(refused, PromptTooLongError)
+    assert "an answer may have 600 bytes on the wire, this one has 8" in str(refused)
+    assert await _beside(system, system.client.generate([300] * 200, max_tokens=2))
+
+
 async def test_long_messages_are_cut(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many_requests, "MAX_TOKEN_IDS", 1)
+    monkeypatch.setattr(many_requests, "USUAL_BYTES", 1)
     answers = await asyncio.gather(*(system.client.generate(p, LONG) for p in PROMPTS))
     assert all(len(answer.token_ids) == 200 for answer in answers)

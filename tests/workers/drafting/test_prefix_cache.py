@@ -213,6 +213,20 @@ def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: Engine) -> N
             assert torch.equal(own.values_NHBD[table], other.values_NHBD[:count]), "values differ"
 
 
+def test_eight_bit_weights_draft_the_same(folder: Path) -> None:
+    """A form in which drafters load. (With 4 bits a row's bits depend on the rows beside it.)"""
+    engines = [
+        Engine(folder, weights="int8", threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
+        for _ in range(2)
+    ]
+    _fresh[id(engines[0])] = engines[1]
+    with_it, without = (
+        _run_schedule(engines[0], Random(1), Rule.REJECTION, prefix_cache=cached)
+        for cached in (True, False)
+    )
+    assert with_it == without
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_are_to_the_bit_what_they_are_without(
     long_engine: Engine, other_engine: Engine, rule: Rule
