@@ -86,13 +86,13 @@ def plan_placement(
     """Share out the nodes.
 
     `cores`: the core numbers of the only node where nobody else uses it; workers are pinned to
-    them if there are enough. `enforce=False` lets workers reserve more than there is. Raises
+    them if there are enough. `enforce=False` lets workers reserve more cores than there are. Raises
     UnavailableError saying what is needed and what is there, for more shards than devices too.
     """
     drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
     num_model_drafters = sum(drafter.kind == "model" for drafter in drafters)
     degree, num_targets = config.target.tensor_parallel, config.target.groups
-    _check_devices(config, nodes, gpus_too=enforce)
+    _check_devices(config, nodes)
     shard_gpus, drafter_gpus = _share_gpus(config, num_model_drafters, nodes)
     shard_threads, drafter_threads = _share_threads(config, drafters, nodes)
     workers = [
@@ -140,13 +140,13 @@ def plan_placement(
     return Placement(tuple(groups), tuple(_pin(workers, cores)))
 
 
-def _check_devices(config: Config, nodes: Sequence[Node], *, gpus_too: bool) -> None:
+def _check_devices(config: Config, nodes: Sequence[Node]) -> None:
     """Refuse more shards than devices: they would take turns, and gain nothing."""
     resources, degree = config.target.resources, _num_shards(config)
     gpus = int(sum(node.gpus for node in nodes))
     cpus = int(sum(node.cpus for node in nodes))
     wants_gpus = resources == "gpu" or (resources == "auto" and gpus > 0)
-    if gpus_too and wants_gpus and gpus < degree:
+    if wants_gpus and gpus < degree:
         raise UnavailableError(
             f"{_shards_asked(config)}, a GPU each, but the cluster has {gpus} GPUs free "
             f"on {_nodes(nodes)}: expected at least {degree}; lower {_lower(config)}, free "

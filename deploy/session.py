@@ -18,7 +18,8 @@ from deploy.fetch_progress import show_fetch
 from deploy.head_guard import guarded
 from deploy.record import ClusterRecord, read_record
 from deploy.signals import ending_on_sigterm, signals_held
-from paceline.errors import UnavailableError, VocabularyMismatchError
+from deploy.worker_checks import check_workers
+from paceline.errors import UnavailableError
 from workers.models import CATALOGUE, is_present, resolve_model
 
 if TYPE_CHECKING:
@@ -136,9 +137,9 @@ def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead
 
 def start_own_head(config: Config, progress: Progress) -> ray_head.RayHead:
     """A head of ours with as many CPUs as this process may use, and as the workers reserve."""
-    progress("Ray: starting a local cluster")
     num_cores = len(own_cores())
     plan = plan_placement(config, [Node("local", num_cores)], enforce=False)
+    progress("Ray: starting a local cluster")
     if plan.reserved_cpus > num_cores:
         progress(f"Ray: the workers share {num_cores} cores, and ask for {plan.reserved_cpus}")
     return ray_head.start_head(num_cpus=max(num_cores, plan.reserved_cpus))
@@ -180,27 +181,8 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
         if name in CATALOGUE and not is_present(CATALOGUE[name], home=home):
             with show_fetch(console or Console(stderr=True), name) as show:
                 resolve_model(name, home=home, progress=show)
-    folders = {name: resolve_model(name, home=home).folder for name in names}
-    if config.target.tensor_parallel > 1:
-        from workers.engine.model import check_degree
-
-        check_degree(folders[config.target.model], config.target.tensor_parallel)
-    longest = config.target.max_model_len
-    if longest == "auto" and all(name in CATALOGUE for name in names):
-        return
-    from workers.engine.checkpoint import choose_length, inspect_checkpoint
-
-    target, *drafters = names
-    info = inspect_checkpoint(folders[target])
-    if longest != "auto":
-        choose_length(longest, info.max_model_len)
-    digest = info.vocabulary_digest
-    for name in drafters:
-        if inspect_checkpoint(folders[name]).vocabulary_digest != digest:
-            raise VocabularyMismatchError(
-                f"drafter {name!r} has another vocabulary than target {target!r}; "
-                "choose a drafter with the target's tokenizer, or kind ngram or recycling"
-            )
+    files = {name: resolve_model(name, home=home) for name in names}
+    check_workers(config, files, ray_runs=running_ray(os.environ) is not None)
 
 
 def own_cores() -> tuple[int, ...]:

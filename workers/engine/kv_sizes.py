@@ -48,7 +48,7 @@ def num_blocks_in(
     num_blocks, needed = kv_memory_bytes // per_block, blocks_for(max_model_len, block_size)
     if num_blocks < needed:
         raise ConfigError(
-            f"kv_memory of {kv_memory_bytes} bytes holds {num_blocks} blocks of {per_block} "
+            f"target.kv_memory of {kv_memory_bytes} bytes holds {num_blocks} blocks of {per_block} "
             f"bytes, but one sequence of max_model_len {max_model_len} takes {needed}: "
             f"give at least {needed * per_block} bytes, or lower max_model_len"
         )

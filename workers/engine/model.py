@@ -79,13 +79,14 @@ def empty_part(
     return model, parts, sharding
 
 
-def check_degree(folder: Path, degree: int) -> None:
-    """Check before anything is loaded that the model can be cut into so many shards.
+def part_config(folder: Path, place: Place) -> PreTrainedConfig:
+    """The configuration of a rank's part, of which nothing is loaded.
 
-    Raises CheckpointError where its architecture cannot, ConfigError for more shards than heads.
+    Raises CheckpointError where the architecture cannot be cut, ConfigError for more ranks than
+    heads.
     """
     config = read_config(folder)
-    Sharding(config, _base_prefix(config), Place(0, degree))
+    return Sharding(config, _base_prefix(config), place).local_config()
 
 
 class _Loading:

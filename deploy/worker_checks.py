@@ -1,0 +1,91 @@
+"""What workers would refuse to load, said before Ray starts. Light: torch comes when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from cluster.config_model import Config
+from paceline.errors import ConfigError, VocabularyMismatchError
+from workers.models import CATALOGUE, ModelFiles
+
+
+def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: bool) -> None:
+    """Look into the checkpoints, by the model names of `config`.
+
+    `ray_runs`: whether workers will run on a Ray that is there already, which may have GPUs; on a
+    head of ours they compute on CPUs. Raises CheckpointError, ConfigError, saying of which model,
+    or VocabularyMismatchError.
+    """
+    if not _may_be_refused(config, files):
+        return
+    from workers.engine.checkpoint import choose_length, inspect_checkpoint
+
+    target = config.target
+    info = inspect_checkpoint(files[target.model].folder)
+    longest = None if target.max_model_len == "auto" else target.max_model_len
+    choose_length(longest, info.max_model_len)
+    if target.emulated is None or target.dilation is not None:  # else nothing is computed
+        _check_engines(config, files, longest, ray_runs=ray_runs)
+    for name in _drafter_models(config):
+        digest = inspect_checkpoint(files[name].folder).vocabulary_digest
+        if digest != info.vocabulary_digest:
+            raise VocabularyMismatchError(
+                f"drafter {name!r} has another vocabulary than target {target.model!r}; "
+                "choose a drafter with the target's tokenizer, or kind ngram or recycling"
+            )
+
+
+def _may_be_refused(config: Config, files: Mapping[str, ModelFiles]) -> bool:
+    """Models of ours fit as they are, unless something is asked of them."""
+    target = config.target
+    usual = (
+        target.tensor_parallel == 1
+        and target.max_model_len == target.kv_memory == "auto"
+        and target.resources != "gpu"
+    )
+    return not usual or any(name not in CATALOGUE for name in files)
+
+
+def _drafter_models(config: Config) -> list[str]:
+    return list(dict.fromkeys(one.model for one in config.drafters if one.model))
+
+
+def _check_engines(
+    config: Config, files: Mapping[str, ModelFiles], longest: int | None, *, ray_runs: bool
+) -> None:
+    from workers.engine.ahead import check_ahead
+
+    target = config.target
+    kv_memory = None if target.kv_memory == "auto" else target.kv_memory
+    device: Literal["cpu", "cuda"] = "cpu"
+    if target.resources == "gpu":
+        device = "cuda"
+    elif target.resources == "auto" and ray_runs:
+        # Whether the target gets GPUs is known once Ray was asked: its engine will check the rest.
+        from workers.engine.model import part_config
+        from workers.engine.tensor_parallel.sharding import Place
+
+        part_config(files[target.model].folder, Place(0, target.tensor_parallel))
+        return
+    check_ahead(
+        files[target.model].folder,
+        device=device,
+        weights=files[target.model].weights,
+        kv_memory_bytes=kv_memory,
+        dtype=target.dtype,
+        max_model_len=longest,
+        degree=target.tensor_parallel,
+    )
+    if device == "cuda":
+        return  # a drafter may be left with a CPU
+    for name in _drafter_models(config):
+        try:
+            check_ahead(
+                files[name].folder,
+                device=device,
+                weights=files[name].weights,
+                kv_memory_bytes=kv_memory,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"drafter {name!r}: {error}") from error
