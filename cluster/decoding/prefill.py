@@ -14,14 +14,17 @@ price of large chunks is a bound for that of smaller ones.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-LONGEST = 2.5
-"""How often the time of a step without prefill a step with it is to take."""
+from cluster.decoding.prefill_price import PrefillPrice
+
+PROMISED = 3.0
+"""How often the time of a step without prefill one with it may take: two steps of delay."""
+_LEAST_MARGIN, _FIRST_MARGIN, _MOST_MARGIN = 1.1, 1.2, 1.5
+_EXCESSES = 32
 
 _DECAY = 0.8
 _SAMPLES = 5
@@ -54,49 +57,59 @@ class _PlainSteps:
 
 
 @dataclass(slots=True)
-class _Price:
-    """Milliseconds a token of prefill, by a line through the origin: large chunks count most."""
+class _AlonePrice:
+    """Milliseconds a token of prefill alone, by a line through the origin."""
 
     _tokens_ms: float = 0.0
     _tokens_squared: float = 0.0
-    _decoding: float = 0.0
+    _largest: int = 0
 
-    def learn(self, decoding_tokens: int, tokens: int, ms: float) -> None:
+    def learn(self, tokens: int, ms: float) -> None:
         self._tokens_ms = self._tokens_ms * _DECAY + tokens * ms
         self._tokens_squared = self._tokens_squared * _DECAY + tokens**2
-        self._decoding = self._decoding * _DECAY + decoding_tokens * tokens**2
+        self._largest = max(self._largest, tokens)
 
     def tokens_for(self, ms: float) -> float:
-        """How many tokens take so long; 0: nothing is known."""
-        if not self._tokens_squared:
+        """How many tokens take so long, at most as many as were tried; 0: nothing is known."""
+        if not self._tokens_ms:
             return 0.0
-        return ms * self._tokens_squared / self._tokens_ms if self._tokens_ms else math.inf
+        return min(ms * self._tokens_squared / self._tokens_ms, self._largest)
+
+
+class PrefillCosts:
+    """How long steps take by the tokens that they feed, and what prefill adds to them."""
+
+    def __init__(self) -> None:
+        # By the bit length of the number of tokens fed.
+        self._plain: dict[int, _PlainSteps] = {}
+        # Of prefill alone with the fixed costs of its steps, so more than it adds to those who decode.
+        self._alone = _AlonePrice()
+        self._beside = PrefillPrice()
+        self._decoding = 0.0
+        # What a chunk may have, by how long the ones before took: it grows as fast as can do no harm.
+        self._largest = 0.0
+        self._excess: deque[float] = deque((_FIRST_MARGIN,) * 2, maxlen=_EXCESSES)
 
     @property
-    def decoding_tokens(self) -> float:
-        """Beside how many of decoding it was learned."""
-        return self._decoding / self._tokens_squared if self._tokens_squared else 0.0
+    def times(self) -> float:
+        """How often the time of a step without prefill one with it is to take."""
+        return PROMISED / min(max(sorted(self._excess)[-2], _LEAST_MARGIN), _MOST_MARGIN)
 
+    def add(
+        self,
+        *,
+        decoding_tokens: int,
+        prefill_tokens: int,
+        step_seconds: float,
+        position: float = 0.0,
+    ) -> None:
+        """A step was answered that fed so many tokens for decoding and for prefill.
 
-@dataclass(slots=True)
-class PrefillCosts:
-    """How long steps take by the tokens that they feed, and what a token of prefill adds."""
-
-    # By the bit length of the number of tokens fed.
-    _plain: dict[int, _PlainSteps] = field(default_factory=dict)
-    # Of prefill alone with the fixed costs of its steps, so more than it adds to those who decode.
-    _alone: _Price = field(default_factory=_Price)
-    _largest_alone: int = 0
-    _beside: _Price = field(default_factory=_Price)
-    # What a chunk may have, by how long the ones before took: it grows as fast as can do no harm.
-    _largest: float = 0.0
-
-    def add(self, *, decoding_tokens: int, prefill_tokens: int, step_seconds: float) -> None:
-        """A step was answered that fed so many tokens for decoding and for prefill."""
+        `position`: the mean one of the prefilled.
+        """
         step_ms = step_seconds * 1000
         if not decoding_tokens:
-            self._alone.learn(0, prefill_tokens, step_ms)
-            self._largest_alone = max(self._largest_alone, prefill_tokens)
+            self._alone.learn(prefill_tokens, step_ms)
             return
         plain = self._plain.setdefault(decoding_tokens.bit_length(), _PlainSteps())
         if not prefill_tokens:
@@ -109,34 +122,32 @@ class PrefillCosts:
             return
         if step_ms < plain_ms:
             plain.samples.append((decoding_tokens, step_ms))
-        # A host's hiccup does not count whole; if it was none, the next step says so again.
-        bearable_ms = (LONGEST - 1) * plain_ms
-        extra_ms = min(max(0.0, step_ms - plain_ms), 2 * bearable_ms)
-        self._beside.learn(decoding_tokens, prefill_tokens, extra_ms)
-        if extra_ms <= bearable_ms:
-            times = LONGEST * plain_ms / (plain_ms + extra_ms)
+        extra_ms = max(0.0, step_ms - plain_ms)
+        if self._beside.is_known:
+            self._excess.append(step_ms / (plain_ms + self._beside.ms(prefill_tokens, position)))
+        self._beside.learn(prefill_tokens, position, extra_ms)
+        self._decoding += 0.2 * (decoding_tokens - self._decoding)
+        times = self.times * plain_ms / (plain_ms + extra_ms)
+        if times > 1:
             grown = (decoding_tokens + prefill_tokens) * times - decoding_tokens
             self._largest = max(self._largest, grown)
-        else:
-            largest = max(self._largest, prefill_tokens)
-            self._largest = min(largest, prefill_tokens * bearable_ms / extra_ms)
-            self._alone, self._largest_alone = _Price(), 0
 
-    def chunk_beside(self, decoding_tokens: int) -> int:
+    def chunk_beside(self, decoding_tokens: int, start: float = 0.0) -> int:
         """The most tokens of prefill beside so many of decoding; 0: measure a step without.
 
-        Else half as many as decode are taken whatever they seem to cost, so that prefill goes on.
+        They continue prompts at position `start`. Half as many as decode are taken whatever they seem to cost, so that prefill goes on.
         """
         plain_ms = self._plain_ms(decoding_tokens)
         if plain_ms is None or self._is_due(decoding_tokens):
             return 0
         at_least = max(1, decoding_tokens // 2)
-        bearable_ms = (LONGEST - 1) * plain_ms
+        bearable_ms = (self.times - 1) * plain_ms
+        if not self._beside.is_known:
+            return max(at_least, int(self._alone.tokens_for(bearable_ms)))
         # More who decode may take what a step does for nothing. The step has as many tokens then.
-        more = max(0.0, decoding_tokens - self._beside.decoding_tokens)
-        beside = min(self._beside.tokens_for(bearable_ms), self._largest) - more
-        alone = min(self._alone.tokens_for(bearable_ms), self._largest_alone)
-        return max(at_least, int(max(beside, alone)))
+        more = max(0.0, decoding_tokens - self._decoding)
+        beside = min(self._beside.tokens_for(bearable_ms, start), self._largest) - more
+        return max(at_least, int(beside))
 
     def _is_due(self, tokens: int) -> bool:
         """Whether a step of so many tokens should go without prefill, to be measured.
