@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cluster.decoding.draft_view import view_of
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
 from cluster.decoding.lookahead import Wait
-from cluster.decoding.prefill import PrefillCosts, share_prefill
+from cluster.decoding.prefill import PrefillCosts, share_prefill, start_of
 from cluster.decoding.residents import Residents, Target
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.waiting import WaitingLine
@@ -63,16 +63,22 @@ class Batching(Residents):
 
     def answered(self, step: RunStep, step_seconds: float) -> int:
         """Learn what a step cost; returns how many tokens of it were prefill."""
-        fed = decoding = 0
+        decoding = prefill = 0
+        positions = 0.0
         for part in step.slices:
             count = len(part.token_ids)
-            fed += count
             if part.verdict and (part.window or count == 1):
                 decoding += count
+            else:
+                prefill += count
+                positions += count * (part.start + count / 2)
         self._prefill_costs.add(
-            decoding_tokens=decoding, prefill_tokens=fed - decoding, step_seconds=step_seconds
+            decoding_tokens=decoding,
+            prefill_tokens=prefill,
+            step_seconds=step_seconds,
+            position=positions / prefill if prefill else 0.0,
         )
-        return fed - decoding
+        return prefill
 
     def plan(self, now: float) -> RunStep | None:
         """The next step, or None when there is nothing to do; sets `wake_at` for those who wait."""
@@ -149,9 +155,14 @@ class Batching(Residents):
         if not sequences:
             return
         fed = sum(len(part.token_ids) for part in draft.slices)
-        bearable = self._prefill_costs.chunk_beside(fed) if fed else draft.budget
         left = [one for one in sequences if one.sequence_id in self.running]
+        if not left:
+            return
         missing = [one.tree.num_committed - one.kv.length for one in left]
+        bearable = draft.budget
+        if fed:
+            start = start_of([one.kv.length for one in left], missing)
+            bearable = self._prefill_costs.chunk_beside(fed, start)
         shares = share_prefill(missing, min(draft.budget, bearable))
         for sequence, count in zip(left, shares, strict=True):
             if count:

@@ -1,15 +1,14 @@
 """How much prefill goes into a step: bounded by what it costs those who decode, and shared fairly.
 
 The promise: a prompt of any length delays another sequence's token by at most two steps of the same
-batch without it. So a step with prefill may take three times as long as without; to leave room for
-what a host does meanwhile, chunks are chosen for a little less.
+batch without it. So a step with prefill may take three times as long as without; what a host does
+meanwhile must have room in that. How much room is learned: as much as of late the second longest
+of 32 steps was beyond what was expected of it.
 
 What a step without prefill takes is measured, never guessed: where prompts do not pause, a step now
-and then goes without (nothing is lost by that: those who decode go on). How a step's time grows
-with prefill is not known beforehand, but two things hold on any device. A step of so many times the
-tokens takes at most so many times as long: that bounds how fast chunks may grow. And a token costs
-no less in a large chunk than in a small one (a step bound by memory takes some for nothing): so the
-price of large chunks is a bound for that of smaller ones.
+and then goes without (nothing is lost by that: those who decode go on). What prefill adds is
+learned as well (prefill_price.py). Until enough is known, one thing holds on any device: a step of
+so many times the tokens takes at most so many times as long. That bounds how fast chunks may grow.
 """
 
 from __future__ import annotations
@@ -23,10 +22,13 @@ from cluster.decoding.prefill_price import PrefillPrice
 
 PROMISED = 3.0
 """How often the time of a step without prefill one with it may take: two steps of delay."""
-_LEAST_MARGIN, _FIRST_MARGIN, _MOST_MARGIN = 1.1, 1.2, 1.5
-_EXCESSES = 32
+LEAST_ROOM, _FIRST_ROOM, MOST_ROOM = 1.1, 1.2, 1.5
+"""How often longer than expected a step may become, for that promise to hold."""
 
+_OVERRUNS = 32
 _DECAY = 0.8
+_PROGRESS = 0.25
+"""Of what is bearable: what a chunk's tokens may cost where its fixed part alone is too much."""
 _SAMPLES = 5
 _ENOUGH_SAMPLES = 2
 _STALE_AFTER, _FIRST_AFTER = 32, 4
@@ -82,18 +84,19 @@ class PrefillCosts:
     def __init__(self) -> None:
         # By the bit length of the number of tokens fed.
         self._plain: dict[int, _PlainSteps] = {}
-        # Of prefill alone with the fixed costs of its steps, so more than it adds to those who decode.
+        # Of prefill alone with all of its steps' costs: more than it adds to those who decode.
         self._alone = _AlonePrice()
         self._beside = PrefillPrice()
-        self._decoding = 0.0
-        # What a chunk may have, by how long the ones before took: it grows as fast as can do no harm.
-        self._largest = 0.0
-        self._excess: deque[float] = deque((_FIRST_MARGIN,) * 2, maxlen=_EXCESSES)
+        self._decoding: float = 0  # Beside how many tokens of decoding that was learned.
+        # The most that a whole step with prefill fed in a millisecond.
+        self._tokens_a_ms = 0.0
+        self._overruns: deque[float] = deque((_FIRST_ROOM,) * 2, maxlen=_OVERRUNS)
 
     @property
     def times(self) -> float:
         """How often the time of a step without prefill one with it is to take."""
-        return PROMISED / min(max(sorted(self._excess)[-2], _LEAST_MARGIN), _MOST_MARGIN)
+        second = sorted(self._overruns)[-2]
+        return PROMISED / min(max(second, LEAST_ROOM), MOST_ROOM)
 
     def add(
         self,
@@ -105,7 +108,7 @@ class PrefillCosts:
     ) -> None:
         """A step was answered that fed so many tokens for decoding and for prefill.
 
-        `position`: the mean one of the prefilled.
+        `position`: the mean one of those for prefill.
         """
         step_ms = step_seconds * 1000
         if not decoding_tokens:
@@ -123,31 +126,48 @@ class PrefillCosts:
         if step_ms < plain_ms:
             plain.samples.append((decoding_tokens, step_ms))
         extra_ms = max(0.0, step_ms - plain_ms)
-        if self._beside.is_known:
-            self._excess.append(step_ms / (plain_ms + self._beside.ms(prefill_tokens, position)))
-        self._beside.learn(prefill_tokens, position, extra_ms)
-        self._decoding += 0.2 * (decoding_tokens - self._decoding)
-        times = self.times * plain_ms / (plain_ms + extra_ms)
-        if times > 1:
-            grown = (decoding_tokens + prefill_tokens) * times - decoding_tokens
-            self._largest = max(self._largest, grown)
+        self._learn(decoding_tokens, prefill_tokens, position, plain_ms, extra_ms)
+        fed = decoding_tokens + prefill_tokens
+        self._tokens_a_ms = max(self._tokens_a_ms, fed / max(step_ms, plain_ms))
+
+    def _learn(
+        self, decoding: int, prefill: int, position: float, plain_ms: float, extra_ms: float
+    ) -> None:
+        """What prefill adds; of a prompt's short rest that a step takes for nothing: nothing."""
+        expected_ms = self._beside.ms(prefill, position)
+        is_usual = 2 * prefill >= self._fitting(decoding, position, plain_ms)
+        if is_usual and self._beside.is_tried:
+            self._overruns.append((plain_ms + extra_ms) / (plain_ms + expected_ms))
+        if not is_usual and self._beside.is_known and extra_ms <= expected_ms:
+            return
+        if not self._beside.is_known:
+            self._decoding = decoding
+        self._decoding += (1 - _DECAY) * (decoding - self._decoding)
+        self._beside.learn(prefill, position, extra_ms, is_usual=is_usual)
+
+    def _fitting(self, decoding: int, start: float, plain_ms: float) -> float:
+        """How much prefill is bearable by what is known, and where it goes on from there."""
+        bearable_ms = (self.times - 1) * plain_ms
+        bearable_ms = max(bearable_ms, self._beside.fixed_ms + _PROGRESS * bearable_ms)
+        # More who decode may take what a step does for nothing. The step has as many tokens then.
+        more = max(0.0, decoding - self._decoding)
+        harmless = self._tokens_a_ms * self.times * plain_ms - decoding
+        return min(self._beside.tokens_for(bearable_ms, start) - more, harmless)
 
     def chunk_beside(self, decoding_tokens: int, start: float = 0.0) -> int:
         """The most tokens of prefill beside so many of decoding; 0: measure a step without.
 
-        They continue prompts at position `start`. Half as many as decode are taken whatever they seem to cost, so that prefill goes on.
+        `start`: the position from which they go on. Half as many as decode are taken whatever they
+        seem to cost, so that prefill goes on.
         """
         plain_ms = self._plain_ms(decoding_tokens)
         if plain_ms is None or self._is_due(decoding_tokens):
             return 0
-        at_least = max(1, decoding_tokens // 2)
-        bearable_ms = (self.times - 1) * plain_ms
-        if not self._beside.is_known:
-            return max(at_least, int(self._alone.tokens_for(bearable_ms)))
-        # More who decode may take what a step does for nothing. The step has as many tokens then.
-        more = max(0.0, decoding_tokens - self._decoding)
-        beside = min(self._beside.tokens_for(bearable_ms, start), self._largest) - more
-        return max(at_least, int(beside))
+        if self._beside.is_known:
+            fits = self._fitting(decoding_tokens, start, plain_ms)
+        else:
+            fits = self._alone.tokens_for((self.times - 1) * plain_ms)
+        return max(1, decoding_tokens // 2, int(fits))
 
     def _is_due(self, tokens: int) -> bool:
         """Whether a step of so many tokens should go without prefill, to be measured.
@@ -184,3 +204,12 @@ def share_prefill(missing: Sequence[int], budget: int) -> list[int]:
         left -= shares[index]
     shares[0] = min(missing[0], budget - sum(shares))
     return shares
+
+
+def start_of(starts: Sequence[int], missing: Sequence[int]) -> float:
+    """From where a step's prefill goes on, on the mean, given where each sequence does.
+
+    Half is the oldest's, the other half first of all that one's which lacks least.
+    """
+    least = min(range(len(missing)), key=lambda index: missing[index])
+    return (starts[0] + starts[least]) / 2

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.decoding.prefill import LONGEST, PrefillCosts, share_prefill
+from cluster.decoding.prefill import LEAST_ROOM, PROMISED, PrefillCosts, share_prefill
 
 BUDGET = 512
-PROMISED = 3.0
-"""How often as long a step may take with prefill as without: two steps of delay."""
+MOST = PROMISED / LEAST_ROOM
+"""How often as long a step is made at most, on a device whose steps take what is expected."""
 
 StepMs = Callable[[int], float]
 
@@ -49,8 +49,8 @@ DEVICES: list[StepMs] = [dear, linear, processor, bent, accelerator, flat]
 
 
 def best_chunk(step_ms: StepMs, decoding: int) -> int:
-    """The largest that keeps the promise with the margin that we leave."""
-    fits = (p for p in range(1, BUDGET) if step_ms(decoding + p) <= LONGEST * step_ms(decoding))
+    """The largest that keeps the promise with the room that we leave."""
+    fits = (p for p in range(1, BUDGET) if step_ms(decoding + p) <= MOST * step_ms(decoding))
     return max(fits, default=1)
 
 
@@ -86,13 +86,14 @@ def test_no_step_is_too_long_from_the_first_one_and_soon_chunks_are_the_largest_
 ) -> None:
     """Nothing is known at first, and no step ever comes without prefill by itself."""
     device = Device(step_ms)
-    for _ in range(40):
+    for _ in range(60):
         device.step(decoding)
     assert device.longest <= PROMISED
     best = best_chunk(step_ms, decoding)
     assert max(device.chunks) <= best + 1
-    assert device.chunks[14] >= 0.9 * best - 1, "fifteen steps were not enough to find it"
-    assert device.chunks.count(0) <= 4, "measuring what a step takes without costs steps"
+    assert device.chunks[14] >= 0.75 * best - 1, "fifteen steps were not enough to find it"
+    assert device.chunks[-1] >= 0.9 * best - 1, "what needs no room is not made use of"
+    assert device.chunks.count(0) <= 5, "measuring what a step takes without costs steps"
 
 
 @pytest.mark.parametrize("step_ms", DEVICES)
