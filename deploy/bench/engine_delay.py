@@ -1,8 +1,10 @@
 """Part "delay" of `bench engine`: what a long prompt does to the tokens of others.
 
-Sequences decode plainly; then comes a prompt of 1,500 tokens. A delay is counted in steps of the
-same batch without it: the longest time between two tokens of a sequence while the prompt is
-prefilled, over the usual time, less the one step that it takes in any case.
+Sequences decode plainly; then comes a prompt of 1,500 tokens, and when it is done, and as many
+tokens came without it as beside it, another one. A delay is counted in steps of the same batch
+without a prompt: the time between two tokens of a sequence while one is prefilled, over the usual
+time, less the one step that it takes in any case. The longest is told beside the longest of the
+times without: a busy host holds up a step now and then, whatever is in it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from cluster.config_model import Config
@@ -23,23 +25,22 @@ from paceline.generation import Chunk, GenerateOptions, ModelDescription
 
 PART = "delay"
 PROMPT_TOKENS = 1500
+PROMPTS, QUICK_PROMPTS = 3, 1
 _OWN_PROMPT = 20
 _BEFORE, _QUICK_BEFORE = 24, 8
-"""Tokens that every sequence has before the prompt comes: the usual time is taken over these."""
+"""Tokens that every sequence has before the first prompt; of the first half no time counts."""
 
 
-def measure_delay(task: EngineTask) -> list[EngineRow]:
+def measure_delay(task: EngineTask) -> Iterator[EngineRow]:
     """A row for each batch of those who decode."""
     config = deployment(task.config)
     with running_side_by_side({OFF: config}, home=task.home, tell=task.tell) as clients:
         client = clients[OFF]
         description = client.describe()
-        rows = []
         for batch in task.batches_of(BATCHES):
             task.tell(f"delay: batch {batch}")
             delay = asyncio.run(_Delay(description, batch, quick=task.quick).run(client.address))
-            rows.append(_row(task, batch, delay))
-    return rows
+            yield _row(task, batch, delay)
 
 
 def deployment(config: Config) -> Config:
@@ -62,49 +63,90 @@ def all_but_a_twentieth(times: Sequence[float]) -> Sequence[float]:
 
 
 class _Delay:
-    """One measurement: who decodes, when their tokens came, and when the prompt was there."""
+    """One measurement: who decodes, when their tokens came, and when prompts were there."""
 
     def __init__(self, description: ModelDescription, batch: int, *, quick: bool) -> None:
         self._vocab_size = description.vocab_size
         self._batch = batch
+        self._prompts = QUICK_PROMPTS if quick else PROMPTS
         self._before = _QUICK_BEFORE if quick else _BEFORE
         longest = description.max_model_len
         self.prompt_tokens = min(PROMPT_TOKENS, longest - 1)
         self._max_tokens = min(1000, longest - _OWN_PROMPT)
         self._times: list[list[float]] = [[] for _ in range(batch)]
-        self._warm = asyncio.Event()
+        self._awaited = self._before
+        self._there = asyncio.Event()
+        self._error: BaseException | None = None
         self.usual: list[float] = []
-        self.beside: list[float] = []
+        """Seconds between two tokens of a sequence without a prompt."""
+        self.beside: list[list[float]] = []
+        """The same while it was there, by prompt."""
+        self.prefill_seconds: list[float] = []
 
     async def run(self, address: str) -> _Delay:
+        spans = []
         async with AsyncClient(address) as client:
             tasks = [asyncio.create_task(self._decode(client, n)) for n in range(self._batch)]
-            await self._warm.wait()
-            # Of its own, else the prefix cache has it from the batch before.
-            tokens = random_tokens(
-                self.prompt_tokens, vocab_size=self._vocab_size, seed=1000 + self._batch
-            )
-            began = time.perf_counter()
-            await client.generate(tokens, _options(1))
-            ended = time.perf_counter()
+            for task in tasks:
+                task.add_done_callback(self._ended)
+            await self._until(self._before)
+            for number in range(self._prompts):
+                first = min(map(len, self._times))
+                # Of its own, else the prefix cache has it from the one before.
+                tokens = random_tokens(
+                    self.prompt_tokens,
+                    vocab_size=self._vocab_size,
+                    seed=1000 * (1 + number) + self._batch,
+                )
+                began = time.perf_counter()
+                await client.generate(tokens, _options(1))
+                spans.append((began, time.perf_counter()))
+                now = min(map(len, self._times))
+                await self._until(now + max(now - first, self._before))
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        self._sort_times(spans)
+        return self
+
+    def _sort_times(self, spans: Sequence[tuple[float, float]]) -> None:
+        """Tell the times between two tokens apart, by when they began and ended."""
+        self.prefill_seconds = [ended - began for began, ended in spans]
+        self.beside = [[] for _ in spans]
         for times in self._times:
             for earlier, later in pairwise(times[self._before // 2 :]):
-                if later < began:
+                for beside, (began, ended) in zip(self.beside, spans, strict=True):
+                    if began < later and earlier < ended:
+                        beside.append(later - earlier)
+                        break
+                else:
                     self.usual.append(later - earlier)
-                elif earlier < ended:
-                    self.beside.append(later - earlier)
-        return self
+
+    async def _until(self, tokens: int) -> None:
+        """Wait until every sequence has so many tokens, or one has all that it may have."""
+        self._awaited = tokens
+        self._there.clear()
+        self._look()
+        await self._there.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for the tokens of one that failed."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = error
+            self._there.set()
+
+    def _look(self) -> None:
+        if min(map(len, self._times)) >= min(self._awaited, self._max_tokens):
+            self._there.set()
 
     async def _decode(self, client: AsyncClient, number: int) -> None:
         prompt = random_tokens(_OWN_PROMPT, vocab_size=self._vocab_size, seed=1 + number)
         async for event in client.stream(prompt, _options(self._max_tokens)):
             if isinstance(event, Chunk):
                 self._times[number].append(time.perf_counter())
-                if min(map(len, self._times)) >= self._before:
-                    self._warm.set()
+                self._look()
 
 
 def _options(max_tokens: int) -> GenerateOptions:
@@ -112,6 +154,8 @@ def _options(max_tokens: int) -> GenerateOptions:
 
 
 def _row(task: EngineTask, batch: int, delay: _Delay) -> EngineRow:
+    usual, by_prompt = delay.usual, delay.beside
+    beside = [seconds for times in by_prompt for seconds in times]
     return EngineRow(
         part=PART,
         name=OFF,
@@ -121,14 +165,19 @@ def _row(task: EngineTask, batch: int, delay: _Delay) -> EngineRow:
         degree=1,
         dtype=task.target_files().weights,
         threads=CORES,
-        step_ms=statistics.median(delay.usual) * 1000,
+        step_ms=statistics.median(usual) * 1000,
         details={
             "prompt_tokens": delay.prompt_tokens,
-            "steps_beside": len(delay.beside) // batch,
-            "median_ms_beside": statistics.median(delay.beside) * 1000,
-            "delay_steps": delay_in_steps(delay.usual, delay.beside),
-            "delay_steps_p95": delay_in_steps(delay.usual, all_but_a_twentieth(delay.beside)),
+            "prefill_tokens_per_second": delay.prompt_tokens
+            / statistics.median(delay.prefill_seconds),
+            "steps_beside": len(beside) // batch,
+            "steps_without": len(usual) // batch,
+            "median_ms_beside": statistics.median(beside) * 1000,
+            "delay_steps": delay_in_steps(usual, beside),
+            "delay_steps_by_prompt": [delay_in_steps(usual, times) for times in by_prompt],
+            "delay_steps_p95": delay_in_steps(usual, all_but_a_twentieth(beside)),
             # What the host does to a step when nothing of ours is new.
-            "delay_steps_without": delay_in_steps(delay.usual, delay.usual),
+            "delay_steps_without": delay_in_steps(usual, usual),
+            "delay_steps_without_p95": delay_in_steps(usual, all_but_a_twentieth(usual)),
         },
     )

@@ -8,6 +8,7 @@ other side quick, which is where it matters; then most of it is messages.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 
 from cluster.config_model import Config
 from deploy.bench.deployments import running_side_by_side
@@ -24,10 +25,12 @@ TOKENS, QUICK_TOKENS = 200, 60
 AIM_MS, AIM_MS_A_SEQUENCE = 1.0, 0.05
 
 
-def measure_driver(task: EngineTask) -> list[EngineRow]:
+def measure_driver(task: EngineTask) -> Iterator[EngineRow]:
     """A row for each policy and batch; a deployment of its own each, since meters are medians."""
     batches = task.batches_of(BATCHES[::2] if task.quick else BATCHES)
-    return [measure_one(task, policy, batch) for policy in POLICIES for batch in batches]
+    for policy in POLICIES:
+        for batch in batches:
+            yield measure_one(task, policy, batch)
 
 
 def measure_one(task: EngineTask, policy: str, batch: int) -> EngineRow:

@@ -63,9 +63,11 @@ def _gpu_goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
             yield Goal(f"{part}: step of verify 8 / off, at most", ratio, GPU_WINDOW)
 
 
-def engine_json(rows: Sequence[EngineRow], machine: Mapping[str, object]) -> dict[str, object]:
-    """The document of `bench engine --json`."""
-    return document("engine", rows, goals(rows), machine)
+def engine_json(
+    rows: Sequence[EngineRow], machine: Mapping[str, object], failed: Mapping[str, str]
+) -> dict[str, object]:
+    """The document of `bench engine --json`; `failed`: of each part that failed, why."""
+    return {**document("engine", rows, goals(rows), machine), "failed": dict(failed)}
 
 
 def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:
@@ -102,7 +104,8 @@ def _remarks(row: EngineRow) -> Iterator[str]:
             f"delay, batch {row.batch}: a prompt of {row.details['prompt_tokens']} tokens delays a "
             f"token by at most {row.details['delay_steps']:.2f} steps (aim 2; 19 of 20 tokens by "
             f"at most {row.details['delay_steps_p95']:.2f}; without it "
-            f"{row.details['delay_steps_without']:.2f})"
+            f"{row.details['delay_steps_without']:.2f} and "
+            f"{row.details['delay_steps_without_p95']:.2f})"
         )
 
 

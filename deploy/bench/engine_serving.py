@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.config_model import Config
@@ -54,12 +54,11 @@ class Served:
         return sum(map(len, self.token_ids))
 
 
-def measure_serving(task: EngineTask) -> list[EngineRow]:
+def measure_serving(task: EngineTask) -> Iterator[EngineRow]:
     """Our rows at every thread count and transformers', batch by batch in turns."""
     amount = QUICK if task.quick else FULL
     files = task.target_files()
     log = task.log_folder / "transformers.log"
-    rows: list[EngineRow] = []
     with (
         running_side_by_side(deployments(task.config), home=task.home, tell=task.tell) as clients,
         PeerProcess(files.folder, dtype=peer_dtype(files.weights), threads=CORES, log=log) as peer,
@@ -72,16 +71,17 @@ def measure_serving(task: EngineTask) -> list[EngineRow]:
                 progress = _Progress(task.tell, f"{name}, batch {batch}", len(requests))
                 asyncio.run(serve(client.address, [_WARM_UP], batch=1, tenant="warm-up"))
                 served = measure_own(client, requests, batch, progress.more)
-                rows.append(_own_row(name, files.weights, batch, served))
-                progress.end(rows[-1])
+                row = _own_row(name, files.weights, batch, served)
+                progress.end(row)
+                yield row
             progress = _Progress(task.tell, f"transformers, batch {batch}", len(requests))
-            rows.append(_static_row(peer, requests, batch, threads, progress.more))
-            progress.end(rows[-1])
+            row = _static_row(peer, requests, batch, threads, progress.more)
+            progress.end(row)
+            yield row
             if batch == max(BATCHES):
                 task.tell("serving: transformers' continuous batching")
                 limit = amount.continuous_seconds
-                rows.append(_continuous_row(peer, requests, batch, threads, limit))
-    return rows
+                yield _continuous_row(peer, requests, batch, threads, limit)
 
 
 class _Progress:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.decoding.instructions import OpenAtTarget, Slice
@@ -54,7 +54,7 @@ class StepAmount:
     peer_tokens: int
 
 
-def measure_steps(task: EngineTask) -> list[EngineRow]:
+def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
     """Rows of ours at every degree, batch and window, then transformers at every batch."""
     amount = StepAmount(4, 6) if task.quick else StepAmount(12, 16)
     files = task.target_files()
@@ -62,7 +62,6 @@ def measure_steps(task: EngineTask) -> list[EngineRow]:
     task.tell("steps: measuring a copy")
     bandwidths = {threads: copy_bandwidth(threads) for threads in range(1, CORES + 1)}
     runtime_bytes = runtime_memory()
-    rows: list[EngineRow] = []
     for degree, threads in SETTINGS:
         setting = shard_setting(files, sizes, degree=degree, threads=threads)
         task.tell(f"steps: starting {degree} x {threads} threads")
@@ -70,8 +69,8 @@ def measure_steps(task: EngineTask) -> list[EngineRow]:
             bench = StepBench(stream, setting, sizes, bandwidths[degree * threads])
             made = bench.run(amount, task)
             memory = _memory(stream.pids, setting, sizes, runtime_bytes)
-        rows += [replace(row, details={**row.details, **memory}) for row in made]
-    return [*rows, *_peer_rows(files, sizes, bandwidths, amount, task)]
+        yield from (replace(row, details={**row.details, **memory}) for row in made)
+    yield from _peer_rows(files, sizes, bandwidths, amount, task)
 
 
 def shard_setting(
@@ -215,9 +214,8 @@ def _peer_rows(
     bandwidths: Mapping[int, float],
     amount: StepAmount,
     task: EngineTask,
-) -> list[EngineRow]:
+) -> Iterator[EngineRow]:
     """transformers' generate over a batch of equal prompts, at the thread count it likes best."""
-    rows = []
     log = task.log_folder / "transformers.log"
     with PeerProcess(files.folder, dtype=peer_dtype(files.weights), threads=CORES, log=log) as peer:
         for batch in task.batches_of(BATCHES):
@@ -226,8 +224,7 @@ def _peer_rows(
                 _peer_row(peer, batch, threads, sizes, bandwidths[threads], amount)
                 for threads in range(1, CORES + 1)
             ]
-            rows.append(max(tried, key=lambda row: row.tokens_per_second or 0.0))
-    return rows
+            yield max(tried, key=lambda row: row.tokens_per_second or 0.0)
 
 
 def _peer_row(

@@ -109,7 +109,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         if suite == "engine" and device == "cuda":
             report = bench_suites.gpu(quick=quick)
         elif suite == "engine":
-            report = bench_suites.engine(config, part, batch, quick=quick, home=home)
+            report = bench_suites.engine(
+                config, part, batch, quick=quick, home=home, json_path=json_path
+            )
         elif suite == "lookahead":
             report = bench_suites.lookahead(
                 part, max_tokens, repeats, quick=quick, home=home, json_path=json_path
@@ -126,6 +128,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 report = bench_suites.rules(task, part, quick=quick)
         if json_path is not None:
             write_json(json_path, report)
+        if report.get("failed"):
+            raise typer.Exit(1)
 
 
 def _amount(

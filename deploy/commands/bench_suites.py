@@ -81,19 +81,27 @@ def engine(
     *,
     quick: bool,
     home: Path,
+    json_path: Path | None,
 ) -> Mapping[str, object]:
-    """Run the suite and print it; the document for programs."""
-    from deploy.bench.engine import USUAL_PARTS, run_engine
+    """Run the suite and print it; the document for programs, written after each row too."""
+    from deploy.bench.engine import USUAL_PARTS, EngineResult, run_engine
     from deploy.bench.engine_report import engine_json, print_engine
     from deploy.bench.engine_rows import EngineTask
     from deploy.bench.machine import describe_machine
 
     machine = describe_machine()
+
+    def save(result: EngineResult) -> None:
+        if json_path is not None:
+            write_json(json_path, engine_json(result.rows, machine, result.failed))
+
     with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
         task = EngineTask(config, home, Path(folder), quick, tell, batches)
-        rows = run_engine(task, parts or USUAL_PARTS)
-    print_engine(Console(), rows)
-    return engine_json(rows, machine)
+        result = run_engine(task, parts or USUAL_PARTS, save)
+    print_engine(Console(), result.rows)
+    for part, why in result.failed.items():
+        Console(stderr=True).print(f"part {part} failed: {why}", highlight=False, markup=False)
+    return engine_json(result.rows, machine, result.failed)
 
 
 def gpu(*, quick: bool) -> Mapping[str, object]:
@@ -107,7 +115,7 @@ def gpu(*, quick: bool) -> Mapping[str, object]:
     with teller(Console(stderr=True)) as tell:
         rows = with_speedups(measure_gpu(llama_8b(quick=quick), tell))
     print_engine(Console(), rows)
-    return engine_json(rows, machine)
+    return engine_json(rows, machine, {})
 
 
 def lookahead(

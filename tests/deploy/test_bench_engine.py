@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 from cluster.config import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
-from deploy.bench.engine import PARTS, USUAL_PARTS
+from deploy.bench.engine import PARTS, USUAL_PARTS, run_engine
 from deploy.bench.engine_delay import delay_in_steps
 from deploy.bench.engine_driver import measure_one
 from deploy.bench.engine_load import Request, random_tokens, seeded_requests
@@ -99,7 +101,7 @@ def test_deployments_are_plain(checkpoint: Path) -> None:
 
 
 def test_steps_are_measured_at_every_batch_and_window(task: EngineTask) -> None:
-    rows = with_speedups(PARTS["steps"](task))
+    rows = with_speedups(list(PARTS["steps"](task)))
     ours = [row for row in rows if row.engine == "paceline"]
     assert {(row.batch, row.window, row.degree, row.threads) for row in ours} == {
         (batch, window, degree, threads)
@@ -199,12 +201,44 @@ def test_the_delay_is_counted_in_usual_steps() -> None:
     assert delay_in_steps([0.02, 0.01, 0.01], [0.01, 0.025]) == pytest.approx(1.5)
 
 
-def test_the_delay_part_has_a_row_for_each_batch(task: EngineTask) -> None:
-    (row,) = PARTS["delay"](replace(task, batches=[4]))
+def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_path: Path) -> None:
+    """Part steps cannot write its log; part delay has a row for each batch."""
+    saved: list[tuple[int, list[str]]] = []
+    result = run_engine(
+        replace(task, log_folder=tmp_path / "missing", batches=[4]),
+        ("steps", "delay"),
+        save=lambda result: saved.append((len(result.rows), list(result.failed))),
+    )
+    assert list(result.failed) == ["steps"]
+    assert "missing" in result.failed["steps"]
+    (row,) = result.rows
     assert (row.part, row.name, row.batch) == ("delay", "off", 4)
-    assert isinstance(row.details["prompt_tokens"], int)
-    assert row.details["prompt_tokens"] > 100
-    assert isinstance(row.details["delay_steps"], float)
+    assert saved == [(0, ["steps"]), (1, ["steps"])]
+    details = row.details
+    assert isinstance(details["prompt_tokens"], int)
+    assert details["prompt_tokens"] > 100
+    assert isinstance(details["delay_steps"], float)
+    assert details["delay_steps_by_prompt"] == [details["delay_steps"]]
+    assert isinstance(details["steps_without"], int)
+    assert details["steps_without"] >= 4
+
+
+def test_a_failed_part_is_told_and_is_no_success(
+    call: Call, checkpoint: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    config, found = tmp_path / "broken.toml", tmp_path / "found.json"
+    config.write_text(f'drafters = []\n[target]\nmodel = "{broken}"\n')
+    arguments = ("--part", "steps", "--batch", "1", "--quick", "--json", str(found))
+    done = call("bench", "engine", "--config", str(config), *arguments)
+    assert done.code == 1
+    assert "part steps failed" in done.stderr
+    document = json.loads(found.read_text())
+    assert document["rows"] == []
+    assert list(document["failed"]) == ["steps"]
 
 
 def test_the_drivers_time_is_measured_with_so_many_sequences_at_once(task: EngineTask) -> None:

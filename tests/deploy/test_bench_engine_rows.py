@@ -98,7 +98,8 @@ def test_the_report_is_narrow_and_has_every_row() -> None:
     assert max(map(len, lines)) <= 80
     assert "batch 16: off / hf = 4.00 (aim 3)" in lines
     assert any("hf-continuous" in line for line in lines)
-    report = engine_json(RUN, {"cores": 2})
+    report = engine_json(RUN, {"cores": 2}, {"delay": "UnavailableError: no"})
+    assert report["failed"] == {"delay": "UnavailableError: no"}
     assert (report["suite"], report["emulated"]) == ("engine", False)
     rows = report["rows"]
     assert isinstance(rows, list)
