@@ -55,7 +55,7 @@ class PeerReport:
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """All that was found for one input file. `peer` is None where nothing was greedy."""
+    """All that was found for one input file. `peer`: None where nothing was greedy, or no model."""
 
     path: str
     rows: Rows
@@ -77,7 +77,8 @@ class FileReport:
 class Verifier:
     """Runs a matrix against the server at `address`.
 
-    `flags` name the rule and the branches. `make_peer` and `make_meter` are called once, if at all.
+    `flags` name the rule and the branches. `make_peer` and `make_meter` are called once, if at all;
+    None where there is no model to ask, as behind an emulated target that replays.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class Verifier:
         flags: RequestFlags,
         *,
         progress: RowProgress,
-        make_peer: Callable[[], TransformersPeer],
-        make_meter: Callable[[], MarginMeter],
+        make_peer: Callable[[], TransformersPeer] | None,
+        make_meter: Callable[[], MarginMeter] | None,
     ) -> None:
         """Raises InvalidRequestError where the rule keeps but the law at a temperature."""
         self._address = address
@@ -161,6 +162,8 @@ class Verifier:
         if chain or found.expected is None or found.got is None or isinstance(plain, Failure):
             return found
         if self._meter is None:
+            if self._make_meter is None:
+                return found
             self._meter = self._make_meter()
         chosen: dict[str, Any] = {
             "temperature": temperature,
@@ -187,9 +190,11 @@ class Verifier:
         )
         return [answer async for answer in stream]
 
-    def _compare_with_peer(self, run: Run) -> PeerReport:
+    def _compare_with_peer(self, run: Run) -> PeerReport | None:
         """Each answered row beside transformers: the prompt's tokens, then the text's."""
         if self._peer is None:
+            if self._make_peer is None:
+                return None
             self._peer = self._make_peer()
         report = PeerReport()
         with self._progress.counting("transformers", len(run.answers)) as advance:

@@ -13,7 +13,7 @@ from paceline.errors import InvalidRequestError
 _HIGHEST_PORT = 65535
 
 
-def _check_server(address: str | None) -> str | None:
+def check_server(address: str | None) -> str | None:
     """Refuse what is no HOST:PORT or [IPV6]:PORT before anything starts."""
     shape = r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})"
     found = re.fullmatch(shape, address) if address is not None else None
@@ -62,7 +62,7 @@ QuietOption = Annotated[
 ServerOption = Annotated[
     str | None,
     typer.Option(
-        callback=_check_server,
+        callback=check_server,
         help="HOST:PORT of an inference server. Default: the running cluster of the same "
         "configuration, else a private one that ends with the command.",
     ),

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy import ray_head
+from deploy.commands.options import check_server
 from deploy.session import present_record
 from paceline.errors import UnavailableError
 from workers.models import default_home
@@ -29,29 +30,47 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     @app.command("status")
     def status(
         as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+        server: Annotated[
+            str | None,
+            typer.Option(
+                callback=check_server,
+                help="HOST:PORT of an inference server, such as a job's. Default: that of "
+                "`paceline up`.",
+            ),
+        ] = None,
     ) -> None:
         """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
-        record = present_record(default_home(environ))
-        if record is None:
-            raise UnavailableError("nothing is up; start a cluster with `paceline up`")
-        if record.address is None:
-            raise UnavailableError(
-                "the cluster is still coming up, or its start was killed: wait, or `paceline down`"
-            )
-        if not ray_head.is_listening(record.address):
-            raise UnavailableError(
-                f"the server at {record.address} does not answer; clean up with `paceline down`"
-            )
+        if server is None:
+            address, ray_address = _of_up(environ)
+        else:
+            address, ray_address = server, None
+            if not ray_head.is_listening(server):
+                raise UnavailableError(f"nothing listens at {server}; is the server up there?")
         from paceline.client import Client
 
-        with Client(record.address, timeout=_PATIENCE_SECONDS) as client:
+        with Client(address, timeout=_PATIENCE_SECONDS) as client:
             stats, model = client.stats(), client.describe()
         if as_json:
-            fields = {"address": record.address, "ray_address": record.ray_address}
-            fields["model"] = model.model
+            fields = {"address": address, "ray_address": ray_address, "model": model.model}
             typer.echo(json.dumps(fields | summary(stats) | asdict(stats), indent=2))
         else:
-            show(record.address, model, stats)
+            show(address, model, stats)
+
+
+def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Addresses of the server and of the Ray cluster of `paceline up`."""
+    record = present_record(default_home(environ))
+    if record is None:
+        raise UnavailableError("nothing is up; start a cluster with `paceline up`")
+    if record.address is None:
+        raise UnavailableError(
+            "the cluster is still coming up, or its start was killed: wait, or `paceline down`"
+        )
+    if not ray_head.is_listening(record.address):
+        raise UnavailableError(
+            f"the server at {record.address} does not answer; clean up with `paceline down`"
+        )
+    return record.address, record.ray_address
 
 
 def summary(stats: Stats) -> dict[str, float | None]:

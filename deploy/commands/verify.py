@@ -47,7 +47,7 @@ from deploy.request_flags import (
 from deploy.row_progress import announce, row_progress
 from paceline.rules import Rule
 from paceline.text import counted
-from workers.models import default_home, resolve_model
+from workers.models import STAND_IN, default_home, resolve_model
 from workers.verification.rules import FACTS
 
 
@@ -178,12 +178,25 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             from deploy.verifier import Verifier
             from deploy.verify_report import print_report, report_json
 
+            replays = config.target.model == STAND_IN
+
+            def make_peer() -> TransformersPeer:
+                return TransformersPeer(target_folder(config, environ))
+
+            def make_meter() -> MarginMeter:
+                model = resolve_model(config.target.model, home=default_home(environ))
+                return MarginMeter(model, threads=len(os.sched_getaffinity(0)))
+
             runs = len(matrix.temperatures) * (1 + len(matrix.variants))
             announce(
                 console,
                 f"verifying: {counted(sum(len(rows) for _, rows in files), 'row')} in "
                 f"{counted(runs, 'run')} on the server at {address}",
             )
+            if replays:
+                announce(
+                    console, "verifying: the target is emulated, transformers has no such text"
+                )
             began = time.monotonic()
             with row_progress(console) as progress:
                 verifier = Verifier(
@@ -191,11 +204,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                     matrix,
                     flags,
                     progress=progress,
-                    make_peer=lambda: TransformersPeer(target_folder(config, environ)),
-                    make_meter=lambda: MarginMeter(
-                        resolve_model(config.target.model, home=default_home(environ)),
-                        threads=len(os.sched_getaffinity(0)),
-                    ),
+                    make_peer=None if replays else make_peer,
+                    make_meter=None if replays else make_meter,
                 )
                 reports = [verifier.verify_file(path, rows) for path, rows in files]
         announce(console, f"verified after {time.monotonic() - began:.1f} s")

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import socket
+
 import pytest
 
 from deploy.commands.status import show, summary
 from paceline import ModelDescription, SamplingParams, SpeculationStats, Stats
+from tests.deploy.conftest import Call, Served
 
 MODEL = ModelDescription("tiny", 384, 512, (2,), SamplingParams(), ("chain",), "chain", 8)
 DRAFTING = SpeculationStats(
@@ -19,8 +23,8 @@ DRAFTING = SpeculationStats(
     branch_hits=3,
     target_idle=0.04,
     efficiency=0.75,
-    choices={"chain": 9, "off": 1},
-    estimates={"step_ms": 18.25},
+    choices={"off": 1, "chain": 9},
+    estimates={"step_ms": 18.25, "drafter-0.pass_ms": 2.5},
 )
 
 
@@ -41,7 +45,10 @@ def test_figures_of_drafting_are_shown(capsys: pytest.CaptureFixture[str]) -> No
         "verdicts, branches hit 75%; with work at hand target idle 4%, drafters idle none; "
         "efficiency 0.75" in shown
     )
-    assert "auto: chain 90%, off 10% of 10 verdicts; estimates: step_ms 18.2" in shown
+    assert (
+        "auto: chain 90%, off 10% of 10 verdicts; estimates: drafter-0.pass_ms 2.5, step_ms 18.2"
+        in shown
+    )
 
 
 def test_nothing_counted_yet_is_none(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +56,24 @@ def test_nothing_counted_yet_is_none(capsys: pytest.CaptureFixture[str]) -> None
     assert set(summary(stats).values()) == {None}
     show("here:1", MODEL, stats)
     assert "acceptance by position none; used none of 0" in capsys.readouterr().out
+
+
+def test_any_server_can_be_asked(call: Call, served: Served) -> None:
+    """That of a job, say, which `up` knows nothing of."""
+    done = call("status", "--server", served.address)
+    assert done.code == 0, done.stderr
+    assert f" at {served.address}, up " in done.stdout
+    told = json.loads(call("status", "--server", served.address, "--json").stdout)
+    assert told["address"] == served.address
+    assert told["ray_address"] is None
+    assert {worker["kind"] for worker in told["workers"]} >= {"target", "model"}
+
+
+def test_a_server_that_is_none_is_named(call: Call) -> None:
+    assert call("status", "--server", "nowhere").code == 2
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        done = call("status", "--server", address)
+    assert done.code == 3
+    assert f"nothing listens at {address}" in done.stderr

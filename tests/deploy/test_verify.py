@@ -61,6 +61,23 @@ def test_a_failed_row_is_exit_1(call: Call, served: Served, tmp_path: Path) -> N
     assert "1 row failed" in done.stdout
 
 
+def test_made_up_text_is_not_compared_with_transformers(
+    call: Call, served: Served, tmp_path: Path
+) -> None:
+    """The stand-in of an emulated target has weights, and they say nothing of its text."""
+    source = write_rows(tmp_path / "in.jsonl", ROWS)
+    config = tmp_path / "emulated.toml"
+    config.write_text('[target]\nemulated = "8b-h100"\n[[drafters]]\nemulated = "1b-h100"\n')
+    done = call(
+        *("verify", "--server", served.address, "--config", config, "--input", source),
+        *("--max-tokens", 8, "--temperature", "0"),
+    )
+    assert done.code == 0, done.stdout + done.stderr
+    assert "the target is emulated" in done.stderr
+    assert "same text: 0 divergences among our policies" in done.stdout
+    assert "transformers" not in done.stdout
+
+
 def test_progress_is_plain_lines_that_quiet_leaves_out(
     call: Call, served: Served, tmp_path: Path
 ) -> None:
