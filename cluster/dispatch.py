@@ -154,7 +154,7 @@ class Dispatch:
         self._handle(TargetLost(self.clock.now(), group=group))
 
     def note_target(self, trouble: str) -> None:
-        """Why the target is not back yet. Forgotten when it is."""
+        """Why the target is not back yet, as was found last. Forgotten when it is."""
         self.groups.note(trouble)
         if self.unavailable is not None and not self._stopped:
             self.fail_all(self.groups.lost_for_good(trouble))

@@ -80,6 +80,9 @@ class TargetListener(Protocol):
     def target_lost(self, group: int, reason: str) -> None:
         """A stream broke."""
 
+    def note_target(self, trouble: str) -> None:
+        """What answers where the target is looked for is not taken; it is asked again."""
+
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
 
@@ -158,6 +161,7 @@ class TargetLink:
                 if not self.refused.done():
                     self.refused.set_exception(error)
                     self.refused.exception()  # nobody may be waiting for it
+                self._listener.note_target(self.last_error)
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 self.last_error = one_line(error)
             except Exception as error:

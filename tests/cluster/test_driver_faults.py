@@ -37,6 +37,7 @@ from tests.cluster.system import (
 )
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.checkpoint import inspect_checkpoint
+from workers.server import RunningServer
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +132,32 @@ async def test_a_false_target_is_left(checkpoints: Checkpoints, kind: type[HungT
     finally:
         await driver.stop()
         await target.stop()
+
+
+async def test_a_target_that_comes_back_as_another(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    """Requests are told why it is refused, not what was known before."""
+    other = make_tiny_checkpoint(tmp_path / "other", vocab_size=300)
+    refusal = r"was not back within 0\.3 s \(shard-0 at .* serves 'other', whose vocabulary is not"
+    async with running_system(checkpoints, target_patience=0.3) as system:
+        port = port_of(system.target.address)
+        restarted: list[RunningServer] = []
+
+        async def restart() -> None:
+            await system.target.stop()
+            restarted.append(await start_target(other, port=port))
+
+        with pytest.raises(WorkerLostError, match="was not back within"):
+            await interrupted(system, OPTIONS, restart)
+        system.driver.note_target("shard-0 is started again")
+        try:
+            await eventually(lambda: "whose vocabulary" in str(system.driver._dispatch.unavailable))
+            with pytest.raises(WorkerLostError, match=refusal):
+                await system.client.generate(PROMPT, OPTIONS)
+        finally:
+            await restarted[0].stop()
+        await system.settle()
 
 
 async def test_another_vocabulary_at_the_start(checkpoints: Checkpoints, tmp_path: Path) -> None:
