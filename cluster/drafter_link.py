@@ -125,6 +125,7 @@ class DrafterLink:
                 self.first_try.set_result(None)
             if self.meter.joins > joins:
                 waits = waits_between_tries()
+            self.meter.trouble = reason
             if reason != said:
                 _log.warning("drafter %s is not in use: %s", self.meter.name, reason)
                 said = reason
@@ -172,7 +173,7 @@ class DrafterLink:
         finally:
             call.cancel()
             self._outbox = None
-            self.meter.connected = False
+            self.meter.leave()
             self._listener.drafter_lost(name)
 
     async def _until_suspect(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -25,6 +26,9 @@ class WorkerMeter:
     malformed: int = 0
     suspect: bool = False
     overruns: int = 0
+    trouble: str = ""
+    """Why it could not be used, when it was last tried."""
+    _away_since: float = field(default_factory=time.monotonic)
 
     def join(self, *, kind: str, pid: int) -> None:
         """It can be used from now on."""
@@ -32,6 +36,12 @@ class WorkerMeter:
         self.pid = pid
         self.connected = True
         self.joins += 1
+
+    def leave(self) -> None:
+        """Its stream has ended, or was never there: it cannot be used until it joins again."""
+        if self.connected:
+            self.connected = False
+            self._away_since = time.monotonic()
 
     def passed(self, busy_seconds: float, overrun_seconds: float) -> None:
         """It told of a pass."""
@@ -54,6 +64,8 @@ class WorkerMeter:
             malformed=self.malformed,
             suspect=self.suspect,
             overruns=self.overruns,
+            away_seconds=0.0 if self.connected else time.monotonic() - self._away_since,
+            trouble="" if self.connected else self.trouble,
         )
 
 

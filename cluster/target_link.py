@@ -167,6 +167,8 @@ class TargetLink:
             except Exception as error:
                 _log.exception("a defect ended the streams to the target")
                 self.last_error = one_line(error)
+            for meter in self.meters:
+                meter.trouble = self.last_error
             if self.last_error != said:
                 _log.warning("%s is not in use: %s", self._name, self.last_error)
                 said = self.last_error
@@ -209,7 +211,7 @@ class TargetLink:
             finally:
                 self._outboxes = []
                 for meter in self.meters:
-                    meter.connected = False
+                    meter.leave()
                 self._listener.target_lost(self._group, reason)
 
     def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:

@@ -226,7 +226,8 @@ class WorkerStats:
 
     `malformed` counts proposals of a drafter that broke the contract; `suspect`: it sent so many
     of them that it is not used until its process is started again. `overruns`: passes of an
-    emulated device for which the machine that plays it was too slow.
+    emulated device for which the machine that plays it was too slow. `away_seconds`: since when it
+    is not connected, 0 while it is; `trouble`: why the last try to connect to it failed.
     """
 
     name: str
@@ -241,6 +242,8 @@ class WorkerStats:
     malformed: int = 0
     suspect: bool = False
     overruns: int = 0
+    away_seconds: float = 0.0
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)

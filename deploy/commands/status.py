@@ -18,7 +18,7 @@ from paceline.errors import UnavailableError
 from workers.models import default_home
 
 if TYPE_CHECKING:
-    from paceline.generation import ModelDescription, Stats
+    from paceline.generation import ModelDescription, Stats, WorkerStats
 
 _PATIENCE_SECONDS = 5.0
 _WIDTH_OF_A_FILE = 160
@@ -110,7 +110,7 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
     for title in ("worker", "kind", "address", "pid", "state"):
         table.add_column(title, no_wrap=True)
     late = any(worker.overruns for worker in stats.workers)
-    for title in ("busy", "passes", "tokens", "lost", "malformed", *(["overruns"] * late)):
+    for title in ("busy", "passes", "tokens", "reconnects", "malformed", *(["overruns"] * late)):
         table.add_column(title, justify="right", no_wrap=True)
     for worker in stats.workers:
         busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
@@ -119,7 +119,7 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
             worker.kind,
             worker.address,
             str(worker.pid),
-            "suspect" if worker.suspect else "connected" if worker.connected else "lost",
+            _state(worker),
             f"{busy:.0%}",
             str(worker.passes),
             str(worker.tokens),
@@ -128,6 +128,16 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
             *([str(worker.overruns)] * late),
         )
     console.print(table)
+    for worker in stats.workers:
+        if worker.trouble:
+            console.print(f"{worker.name}: {worker.trouble}", markup=False, soft_wrap=True)
+
+
+def _state(worker: WorkerStats) -> str:
+    """A driver cannot know whether a worker without a stream is lost or only slow to answer."""
+    if worker.suspect:
+        return "suspect"
+    return "connected" if worker.connected else f"no answer for {worker.away_seconds:.0f} s"
 
 
 def _speculation_line(stats: Stats) -> str:

@@ -1073,6 +1073,8 @@ class WorkerStats(_message.Message):
     MALFORMED_FIELD_NUMBER: _builtins.int
     SUSPECT_FIELD_NUMBER: _builtins.int
     OVERRUNS_FIELD_NUMBER: _builtins.int
+    AWAY_SECONDS_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"shard-0", "drafter-0", ..."""
     kind: _builtins.str
@@ -1080,6 +1082,7 @@ class WorkerStats(_message.Message):
     address: _builtins.str
     pid: _builtins.int
     connected: _builtins.bool
+    """Whether the driver has streams to it now. If not, it may be lost, or only slow to answer."""
     busy_seconds: _builtins.float
     """Seconds spent in forward passes since the driver began; divide by uptime for the busy share."""
     passes: _builtins.int
@@ -1095,6 +1098,10 @@ class WorkerStats(_message.Message):
     """Passes of an emulated device that took longer than that device (overrun_seconds of a step or a
     batch of proposals): figures with many of them are not to be trusted.
     """
+    away_seconds: _builtins.float
+    """Seconds since its streams ended, or since the driver first looked for it; 0 while connected."""
+    trouble: _builtins.str
+    """Why the last try to connect failed. Empty while connected, and before the first try has ended."""
     def __init__(
         self,
         *,
@@ -1110,10 +1117,12 @@ class WorkerStats(_message.Message):
         malformed: _builtins.int = ...,
         suspect: _builtins.bool = ...,
         overruns: _builtins.int = ...,
+        away_seconds: _builtins.float = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_seconds", b"busy_seconds", "connected", b"connected", "kind", b"kind", "malformed", b"malformed", "name", b"name", "overruns", b"overruns", "passes", b"passes", "pid", b"pid", "reconnects", b"reconnects", "suspect", b"suspect", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "away_seconds", b"away_seconds", "busy_seconds", b"busy_seconds", "connected", b"connected", "kind", b"kind", "malformed", b"malformed", "name", b"name", "overruns", b"overruns", "passes", b"passes", "pid", b"pid", "reconnects", b"reconnects", "suspect", b"suspect", "tokens", b"tokens", "trouble", b"trouble"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,10 +75,16 @@ async def test_a_target_that_stays_away(checkpoints: Checkpoints) -> None:
             await interrupted(system, OPTIONS, system.target.stop)
         with pytest.raises(WorkerLostError, match="start it again"):
             await system.client.generate(PROMPT, OPTIONS)
+        (shard,) = system.driver.stats().workers
+        assert not shard.connected
+        assert shard.away_seconds > 0.3
+        assert shard.trouble
         await system.settle()
         restarted = await start_target(checkpoints.target, port=port)
         try:
             await eventually(lambda: "shard-0" in system.connected())
+            (shard,) = (await system.client.stats()).workers
+            assert (shard.away_seconds, shard.trouble) == (0.0, "")
             assert len((await system.client.generate(PROMPT, OPTIONS)).token_ids) == 120
         finally:
             await restarted.stop()

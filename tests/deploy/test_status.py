@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
+from dataclasses import replace
 
 import pytest
 
 from deploy.commands.status import show, summary
-from paceline import ModelDescription, SamplingParams, SpeculationStats, Stats
+from paceline import ModelDescription, SamplingParams, SpeculationStats, Stats, WorkerStats
 from tests.deploy.conftest import Call, Served
 
 MODEL = ModelDescription("tiny", 384, 512, (2,), SamplingParams(), ("chain",), "chain", 8)
@@ -49,6 +50,20 @@ def test_figures_of_drafting_are_shown(capsys: pytest.CaptureFixture[str]) -> No
         "auto: chain 90%, off 10% of 10 verdicts; estimates: drafter-0.pass_ms 2.5, step_ms 18.2"
         in shown
     )
+
+
+def test_a_worker_without_a_stream_is_not_called_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be slow only: what is known is since when, and why it could not be reached."""
+    shard = WorkerStats("shard-0", "target", "here:2", 7, True, 1.5, 9, 40, 0)
+    away = replace(
+        shard, name="shard-1", connected=False, away_seconds=19.4, trouble="[2] no answer: why"
+    )
+    show("here:1", MODEL, Stats(99.0, 9, 9, 0, 0, 9, 0, 0, 0.4, (shard, away)))
+    shown = capsys.readouterr().out
+    assert "connected" in shown
+    assert "no answer for 19 s" in shown
+    assert "shard-1: [2] no answer: why" in shown
+    assert " lost" not in shown
 
 
 def test_nothing_counted_yet_is_none(capsys: pytest.CaptureFixture[str]) -> None:
