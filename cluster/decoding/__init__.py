@@ -16,6 +16,7 @@ group.py          what runs there, and its step in flight
 residents.py, waiting.py     who runs, who waits, who gives blocks back
 prefix_cache.py   the blocks, and those that sequences share
 batching.py, prefill.py      a step: who is in it, and how much prefill
+prefill_price.py  what prefill adds to a step's time
 answers.py, verdicts.py      what its answer does
 replicas.py       one sequence on several groups
 
