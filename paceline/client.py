@@ -177,7 +177,11 @@ class Client(_Caller):
 
 
 class AsyncClient(_Caller):
-    """`Client` for asyncio: the same calls, to be awaited. Make it inside a running event loop."""
+    """`Client` for asyncio: the same calls, to be awaited. Make it inside a running event loop.
+
+    Close it before that loop ends, best with `async with`: what gRPC hears afterwards for a client
+    that is still open it prints as "Event loop is closed".
+    """
 
     def __init__(
         self,

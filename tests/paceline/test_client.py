@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import get_type_hints
 
@@ -233,3 +235,34 @@ async def test_an_unknown_keyword_names_the_nearest(address: str, scripted: Scri
 
 def test_the_keywords_are_the_fields() -> None:
     assert get_type_hints(OptionFields) == get_type_hints(GenerateOptions)
+
+
+LOOPS = """
+import asyncio, sys
+from paceline import AsyncClient, UnavailableError
+
+async def ask(address, timeout):
+    async with AsyncClient(address, timeout=timeout) as client:
+        await asyncio.gather(*[client.generate("Say") for _ in range(4)], client.stats())
+        async for _ in client.stream("endless"):
+            break
+        asking = asyncio.create_task(client.generate("endless"))
+        await asyncio.sleep(0.01)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    try:
+        async with AsyncClient("127.0.0.1:1", timeout=timeout) as client:
+            await client.stats()
+    except UnavailableError:
+        pass
+
+for number in range(10):
+    asyncio.run(ask(sys.argv[1], 20 if number % 2 else None))
+"""
+
+
+def test_a_client_that_was_closed_leaves_nothing_to_a_later_event_loop(address: str) -> None:
+    """gRPC has one poller for a process, which tells of what an earlier loop left open."""
+    command = [sys.executable, "-W", "error", "-c", LOOPS, address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
