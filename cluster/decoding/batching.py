@@ -98,8 +98,8 @@ class Batching(Residents):
             if self._take(draft, sequence, lacking, window):
                 spare -= window + lacking - 1
         self._take_prefill(draft, to_prefill)
-        if not draft.slices and not self.closes:
-            return None
+        if not draft.slices:
+            return None  # What ended is told with the next step: until then nobody needs to know.
         self._last_step += 1
         step = RunStep(
             self._last_step,

@@ -46,7 +46,7 @@ class Residents:
         self.leaving: dict[int, Sequence] = {}
         """Ended or taken away while in a step, whose blocks are free when that is answered."""
         self.closes: list[int] = []
-        """Sequences that ended, of which the target has not been told."""
+        """Sequences that ended, of which the target is told with the next step."""
 
     @property
     def kv(self) -> PrefixCache:

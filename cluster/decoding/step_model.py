@@ -86,11 +86,9 @@ class StepModel:
         }
 
     def sent(self, now: float, step: RunStep) -> None:
-        """A step goes out; one that only closes sequences tells nothing."""
+        """A step goes out."""
         # Of a step that was lost with its target nothing more comes.
         self._sent = {key: one for key, one in self._sent.items() if key[0] != step.group}
-        if not step.slices:
-            return
         decoding = [part for part in step.slices if len(part.token_ids) == 1 + part.window]
         self._sent[step.group, step.step] = ObservedStep(
             sent_at=now,

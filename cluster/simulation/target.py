@@ -83,12 +83,10 @@ class SimulatedTarget:
         verdicts = tuple(
             verdict for part in step.slices if (verdict := self._feed(part)) is not None
         )
-        seconds = 0.0
-        if step.slices:
-            tokens = sum(len(part.token_ids) for part in step.slices)
-            seconds = self._pass_ms.ms(len(step.slices), tokens) / 1000
-            self.meter.passes += 1
-            self.meter.tokens += tokens
+        tokens = sum(len(part.token_ids) for part in step.slices)
+        seconds = self._pass_ms.ms(len(step.slices), tokens) / 1000
+        self.meter.passes += 1
+        self.meter.tokens += tokens
         self._free_at = begin + seconds
         self._clock.at(self._free_at, self._done, step, verdicts, seconds)
 

@@ -149,8 +149,11 @@ def test_an_end_token_inside_the_accepted_window_ends_the_text_there() -> None:
     finish = next(each for each in out if isinstance(each, Finish))
     assert finish.reason is FinishReason.STOP
     assert (finish.stats.steps, finish.stats.drafted, finish.stats.accepted) == (2, 2, 1)
-    # The shards are told at once, though there is nothing else to do.
+    # The shards are told with the next step: one of its own would keep that waiting.
+    assert not any(isinstance(each, RunStep) for each in out)
+    out = scheduler.handle(Admitted(4, request(2, PROMPT, policy=PolicyName.OFF)))
     assert the_step(out).close == (1,)
+    scheduler.check_integrity()
 
 
 def test_max_tokens_is_never_overrun() -> None:
