@@ -44,6 +44,7 @@ from cluster.drafter_link import DrafterDescription
 from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.meters import DriverTimeMeter, GapMeter
+from cluster.rehearsal import Rehearsal
 from cluster.requests import widest_proposal
 from cluster.round_tap import RoundTap
 from cluster.target_groups import TargetGroups
@@ -85,6 +86,7 @@ class Dispatch:
         self._suspect: Callable[[str], None]
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
+        self._rehearsal = Rehearsal()
         self._has_rest = False
         self._will_tell = False
         self._wake: asyncio.TimerHandle | None = None
@@ -122,6 +124,7 @@ class Dispatch:
         self.fail_all(error)
         self._stopped = True
         self.groups.wait_no_more()
+        self._rehearsal.end()
         if self._wake is not None:
             self._wake.cancel()
 
@@ -177,6 +180,9 @@ class Dispatch:
             tap.step_answered(group, response, done.now)
         if not goes_on:
             self.driver_time.pause()
+            return
+        seconds = self.clock.on_the_loop(response.step_seconds)
+        self._loop.call_soon(self._rehearsal.expect, seconds)
 
     # Drafters.
 

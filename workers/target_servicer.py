@@ -20,6 +20,7 @@ from workers.engine.tensor_parallel.ranked import RankedEngine, group_of
 from workers.engine.tensor_parallel.sharding import Place
 from workers.loading import in_own_thread
 from workers.server import status_code
+from workers.step_rehearsal import WORTH_SECONDS, StepRehearsal
 from workers.target_stepper import StepEngine, Stepper, VerdictsOf
 from workers.verdicts import verdicts_of
 from workers.worker_clock import WorkerClock
@@ -98,10 +99,13 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         reading = asyncio.ensure_future(context.read())
         try:
             stepper = Stepper(engine, self._verdicts_of, self._clock)
+            rehearsal = StepRehearsal()
             while (request := await reading) is not _END:
                 response = stepper.step(request)
                 reading = asyncio.ensure_future(context.read())
                 await context.write(response)
+                if response.step_seconds >= WORTH_SECONDS:
+                    rehearsal.run()
         except PacelineError as error:
             await context.abort(status_code(error), str(error))
         finally:
