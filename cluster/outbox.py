@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
+
+from workers.begun import Begun
 
 MessageT = TypeVar("MessageT")
 
@@ -13,33 +15,44 @@ MessageT = TypeVar("MessageT")
 class Outbox(Generic[MessageT]):
     """Takes messages without waiting; writes them one after the other.
 
-    `run` is the stream's writer. Whoever reads the stream may `flush` instead of waking the writer,
-    which saves a turn of the event loop. Nobody else may: a cancelled write ends the stream.
+    `run` is the stream's writer. Whoever reads the stream may `begin` and `flush` instead of waking
+    the writer, which saves turns of the event loop. Nobody else may: a cancelled write ends the
+    stream.
     """
 
-    def __init__(self, write: Callable[[MessageT], Awaitable[None]]) -> None:
+    def __init__(self, write: Callable[[MessageT], Coroutine[Any, Any, None]]) -> None:
         self._write = write
         self._messages: deque[MessageT] = deque()
         self._woken = asyncio.Event()
         self._writing = False
+        self._begun: Begun[None] | None = None
 
     def __len__(self) -> int:
         return len(self._messages)
 
     def put(self, message: MessageT) -> None:
-        """Append a message; `wake` or `flush` must follow."""
+        """Append a message; `wake`, `begin` or `flush` must follow."""
         self._messages.append(message)
 
     def wake(self) -> None:
         """Have the writer write what is there."""
         self._woken.set()
 
+    def begin(self) -> None:
+        """Hand the first message to gRPC, unless one is being written; `flush` must follow."""
+        if not self._writing:
+            self._writing = True
+            self._begun = Begun(self._write(self._messages.popleft()))
+
     async def flush(self) -> None:
         """Write what is there, unless that is being done already."""
-        if self._writing:
+        begun, self._begun = self._begun, None
+        if self._writing and begun is None:
             return
         self._writing = True
         try:
+            if begun is not None:
+                await begun
             while self._messages:
                 await self._write(self._messages.popleft())
         finally:

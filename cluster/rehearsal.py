@@ -30,7 +30,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
 from workers.step_rehearsal import WORTH_SECONDS
 
-_BEFORE_SECONDS = 0.0012
+_BEFORE_SECONDS = 0.0022
 """How long before the answer it begins. The event loop may wake a millisecond late."""
 _TOKEN, _VOCAB_SIZE = 1, 2
 _PROMPT_LENGTH, _LENGTH, _WINDOW = 4, 256, 2
@@ -56,6 +56,21 @@ class Rehearsal:
         self._now = 0.0
         self._step: RunStep | None = None
 
+    @property
+    def expects(self) -> bool:
+        """Whether a rehearsal is about to come."""
+        return self._timer is not None
+
+    @property
+    def window(self) -> int:
+        """Candidates of the step that is to be answered next."""
+        return 0 if self._step is None else self._step.slices[0].window
+
+    @property
+    def num_finished(self) -> int:
+        """Sequences that came to their end."""
+        return self._scheduler.totals.finished
+
     def expect(self, seconds: float) -> None:
         """An answer is expected in so long: rehearse shortly before, where that is worth it."""
         if seconds >= WORTH_SECONDS and self._timer is None:
@@ -66,6 +81,7 @@ class Rehearsal:
         """Expect nothing any more."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
 
     def run(self) -> None:
         """An answer and what follows upon it, messages included."""

@@ -141,6 +141,8 @@ class TargetLink:
         for outbox in self._outboxes:
             outbox.put(request)
         # The reader of rank 0 writes for itself when it is the one who handles an answer.
+        if self._in_answer:
+            self._outboxes[0].begin()
         for outbox in self._outboxes[1:] if self._in_answer else self._outboxes:
             outbox.wake()
         tokens = sum([len(part.token_ids) for part in step.slices])

@@ -16,6 +16,7 @@ import grpc
 
 from paceline.errors import PacelineError
 from paceline.v1 import target_pb2, target_pb2_grpc
+from workers.begun import Begun
 from workers.engine.tensor_parallel.ranked import RankedEngine, group_of
 from workers.engine.tensor_parallel.sharding import Place
 from workers.loading import in_own_thread
@@ -96,14 +97,16 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
     ) -> None:
         engine = await self._loaded(context)
         await self._take(context, else_status=grpc.StatusCode.FAILED_PRECONDITION)
-        reading = asyncio.ensure_future(context.read())
+        reading: Begun[Any] | None = None
         try:
             stepper = Stepper(engine, self._verdicts_of, self._clock)
             rehearsal = StepRehearsal()
+            reading = Begun(context.read())
             while (request := await reading) is not _END:
                 response = stepper.step(request)
-                reading = asyncio.ensure_future(context.read())
-                await context.write(response)
+                writing = Begun(context.write(response))
+                reading = Begun(context.read())
+                await writing
                 if response.step_seconds >= WORTH_SECONDS:
                     rehearsal.run()
         except PacelineError as error:
@@ -112,8 +115,8 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             if (group := group_of(engine)) is not None:
                 group.leave()  # Whoever waits for this rank fails at once.
             self._live.release()
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
+            if reading is not None:
+                reading.cancel()
 
     async def _loaded(self, context: _Context) -> StepEngine:
         if self._engine is None:
