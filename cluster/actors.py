@@ -178,6 +178,7 @@ class DriverActor(_Actor):
         from cluster.requests import Speculation
         from cluster.target_link import MEET_SECONDS, StepTimeout
         from paceline.rules import Rule, Stopping
+        from workers.garbage import spare_what_is_there
 
         config, chosen = setup.config, setup.config.speculation
         files = await files_of(setup.home, config.target.model)
@@ -206,6 +207,7 @@ class DriverActor(_Actor):
             dilation=config.target.dilation or 1.0,
         )
         self._driver, server = await serve_driver(options, host=config.server.host, port=port)
+        spare_what_is_there()
         serving = self._serving(server)
         host, _, bound_port = serving.address.rpartition(":")
         if setup.host is None and host in _EVERYWHERE:  # Say which of the cluster's nodes it is on.

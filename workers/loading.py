@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -16,6 +15,7 @@ from workers.engine.open import AnyEngine, Device, open_engine
 from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import Dtype, WeightForm
+from workers.garbage import spare_what_is_there
 
 Result = TypeVar("Result")
 
@@ -48,9 +48,7 @@ async def load_engine(
         progress=progress,
     )
     engine = await in_own_thread(load, threads=threads)
-    # What was loaded stays: without this, a full collection walks all of it in the midst of a step.
-    gc.collect()
-    gc.freeze()
+    spare_what_is_there()
     return engine
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 from workers.engine.rank_parts import Progress
+from workers.garbage import spare_what_is_there
 from workers.server import RunningServer, start_server
 from workers.target_servicer import TargetShard
 from workers.target_shard import TargetShardOptions
@@ -127,7 +127,5 @@ async def serve_replay_drafter(
 def _load(folder: Path, recording: Recording | None) -> tuple[CheckpointInfo, ReplayText]:
     info = inspect_checkpoint(folder)
     recorded = recording.keys(info.vocab_size) if recording is not None else None
-    # What was loaded stays: a full collection would walk all of it in the midst of a step.
-    gc.collect()
-    gc.freeze()
+    spare_what_is_there()
     return info, ReplayText(info.vocab_size, recorded)
