@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline.text import counted
 from paceline.v1 import trace_pb2
+from workers.emulated.profiles import EMULATED
 
 _DEVICES, _SEQUENCES = 1, 2
 _REPLICA_ROWS = 1000
@@ -72,7 +73,7 @@ class TraceFile:
         return {
             "traceEvents": [*names, *self._events],
             "displayTimeUnit": "ms",
-            "otherData": {"model": self._model, "emulated": self._model.startswith("emulated ")},
+            "otherData": {"model": self._model, "emulated": self._model.startswith(EMULATED)},
         }
 
     def _add_step(self, step: trace_pb2.TracedStep) -> None:

@@ -41,6 +41,11 @@ class ModelFiles:
     weights: WeightForm
 
 
+GGUF_WAY_OUT = (
+    ". GGUF is read of these names alone: load it with transformers (from_pretrained(folder, "
+    "gguf_file=...)) and save model and tokenizer with save_pretrained"
+)
+
 STAND_IN = "stand-in"
 """The checkpoint of emulated workers, made where it is absent (workers/emulated/stand_in.py)."""
 
@@ -125,9 +130,10 @@ def resolve_model(
     if folder.is_dir():
         return ModelFiles(folder.absolute(), "float32")
     if folder.exists():
+        gguf = folder.suffix.lower() == ".gguf"
         raise CheckpointError(
             f"model {name_or_path!r} is a file; expected a checkpoint folder, or one of the names "
-            f"{', '.join(catalogue)}"
+            f"{', '.join(catalogue)}{GGUF_WAY_OUT if gguf else ''}"
         )
     raise CheckpointError(
         f"model {name_or_path!r} is neither a folder nor a name: known names are "

@@ -19,6 +19,7 @@ from deploy.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.client import Client
 from paceline.errors import InvalidRequestError
 from paceline.generation import Chunk, GenerateOptions, Message
+from workers.emulated.profiles import EMULATED
 
 QUESTION = "Why is the sky blue? Explain it to a curious child."
 POLICIES = ("off", "chain")
@@ -81,6 +82,13 @@ def comparison_table(samples: Mapping[str, Sequence[Sample]]) -> Table:
     return table
 
 
+def where_measured(model: str) -> str:
+    """In words. `model`: as the server calls it."""
+    if model.startswith(EMULATED):
+        return f"EMULATED devices ({model.removeprefix(EMULATED)})"
+    return "this machine's processor"
+
+
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     """Add `demo` to the command tree."""
 
@@ -116,12 +124,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             answer(console, client, prompt, options["chain"])
             with errors.status("measuring"):
                 samples = compare(client, prompt, options)
+            model = client.describe().model
         console.print()
         console.print(comparison_table(samples), width=MAX_WIDTH)
         texts = {sample.token_ids for ones in samples.values() for sample in ones}
         same = "the same tokens" if len(texts) == 1 else "DIFFERENT tokens (a defect)"
         console.print(
-            f"\nBoth gave {same}. Medians of {REPEATS} runs in turns, prompt included, on this "
-            f"machine's processor.\nShares are of time spent in forward passes.",
+            f"\nBoth gave {same}. Medians of {REPEATS} runs in turns, prompt included, on "
+            f"{where_measured(model)}.\nShares are of time spent in forward passes.",
         )
         raise typer.Exit(0 if len(texts) == 1 else 1)

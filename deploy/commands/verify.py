@@ -210,6 +210,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 reports = [verifier.verify_file(path, rows) for path, rows in files]
         announce(console, f"verified after {time.monotonic() - began:.1f} s")
         print_report(Console(), Console(stderr=True), reports)
+        if config.target.emulated is not None and server is None:
+            typer.echo(f"EMULATED: times are those of {config.target.emulated}")
         if json_path is not None:
             write_json(json_path, report_json(reports, model=config.target.model))
         raise typer.Exit(0 if all(report.ok for report in reports) else 1)

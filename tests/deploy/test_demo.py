@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from deploy.commands.demo import comparison_table
+from deploy.commands.demo import comparison_table, where_measured
 from deploy.measure import Sample, busy_shares
 from deploy.token_printer import TokenPrinter
 from paceline.generation import Chunk, Origin, Stats, WorkerStats
@@ -103,3 +103,8 @@ def test_busy_shares_are_differences_of_two_readings() -> None:
         return Stats(uptime, 0, 0, 0, 0, 0, 0, 0, 0.0, (worker,))
 
     assert busy_shares(stats(10.0, 4.0), stats(14.0, 7.0)) == {"shard-0": pytest.approx(0.75)}
+
+
+def test_emulated_devices_are_named_as_such() -> None:
+    assert where_measured("demo") == "this machine's processor"
+    assert where_measured("emulated 70b-4xh100") == "EMULATED devices (70b-4xh100)"

@@ -192,6 +192,13 @@ def test_what_is_neither_name_nor_folder(tmp_path: Path, name: str, complaint: s
         resolve_model(name, home=tmp_path)
 
 
+def test_a_gguf_file_is_told_the_way(tmp_path: Path) -> None:
+    file = tmp_path / "some.gguf"
+    file.write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"is a file; .*load it with transformers"):
+        resolve_model(str(file), home=tmp_path)
+
+
 def test_where_the_cache_lies() -> None:
     assert default_home({"PACELINE_HOME": "/a"}) == Path("/a")
     assert default_home({"XDG_CACHE_HOME": "/b"}) == Path("/b/paceline")

@@ -21,7 +21,7 @@ from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.proposer import DrafterInfo, Pass, Proposer, TopTokens
 from workers.drafting.tree import DraftTree
 from workers.emulated.device_clock import DeviceClock
-from workers.emulated.profiles import DeviceProfile
+from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.engine.open import AnyEngine
 from workers.engine.slices import Slice
 from workers.target_session import VerdictTask
@@ -39,7 +39,7 @@ class DilatedEngine:
         """Raises ConfigError where the real engine is too slow for the clock's dilation."""
         check_dilation(engine, profile, clock.dilation, tokens=1 + _TRIED_WINDOW)
         self.info = replace(
-            engine.info, name=f"emulated {profile.name}, {engine.info.name} x{clock.dilation:g}"
+            engine.info, name=f"{EMULATED}{profile.name}, {engine.info.name} x{clock.dilation:g}"
         )
         self.max_model_len = engine.max_model_len
         self.block_size = engine.block_size
@@ -86,7 +86,7 @@ class DilatedProposer:
     def info(self) -> DrafterInfo:
         info = self._proposer.info
         return replace(
-            info, model=f"emulated {self._profile.name}, {info.model} x{self._clock.dilation:g}"
+            info, model=f"{EMULATED}{self._profile.name}, {info.model} x{self._clock.dilation:g}"
         )
 
     def open(self, tree: DraftTree) -> None:

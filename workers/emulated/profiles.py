@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from paceline.errors import ConfigError
 from paceline.text import did_you_mean
 
+EMULATED = "emulated "
+"""What the name that an emulated worker tells of its model begins with."""
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 

@@ -20,7 +20,7 @@ from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree
-from workers.emulated.profiles import DeviceProfile
+from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
 
 _GAP = 1.0
@@ -87,7 +87,7 @@ class ReplayProposer:
     def info(self) -> DrafterInfo:
         return DrafterInfo(
             kind="emulated",
-            model=f"emulated {self._profile.name}",
+            model=f"{EMULATED}{self._profile.name}",
             vocab_size=self._text.vocab_size,
             vocabulary_digest=self._vocabulary_digest,
             max_position=self._max_position,

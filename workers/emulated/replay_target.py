@@ -18,7 +18,7 @@ from paceline.errors import InvalidRequestError
 from paceline.rules import Rule
 from paceline.v1 import target_pb2
 from workers.emulated.device_clock import DeviceClock
-from workers.emulated.profiles import DeviceProfile
+from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import PrefixReader, ReplayText
 from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice, positions_of
@@ -46,7 +46,7 @@ class ReplayEngine:
         *,
         num_blocks: int = 8192,
     ) -> None:
-        self.info = replace(info, name=f"emulated {profile.name}")
+        self.info = replace(info, name=f"{EMULATED}{profile.name}")
         self.max_model_len = info.max_model_len
         self.block_size = BLOCK_SIZE
         self.num_blocks = num_blocks
