@@ -60,10 +60,10 @@ class _Actor:
     async def ping(self) -> None:
         """Answer, as soon as the event loop has a moment: a step keeps it busy."""
 
-    async def stop(self) -> None:
-        """End the server."""
+    async def stop(self, grace: float | None = None) -> None:
+        """End the server, which waits at most so many seconds for calls that run."""
         if self._server is not None:
-            await self._server.stop()
+            await self._server.stop(grace)
 
     def _serving(self, server: RunningServer) -> Serving:
         self._server = server
@@ -219,6 +219,10 @@ class DriverActor(_Actor):
         if self._driver is None:
             return set()
         return {one.name for one in self._driver.stats().workers if one.connected}
+
+    async def drain(self, seconds: float) -> int:
+        """Take no more requests, and wait for those that run; how many are left."""
+        return 0 if self._driver is None else await self._driver.drain(seconds)
 
     async def set_target(self, addresses: Sequence[str]) -> None:
         """The shards are there from now on: group by group, each by rank.

@@ -17,6 +17,10 @@ class Callers:
         self._generations: dict[int, Generation] = {}
         self._untold: deque[Emit | Finish | Refuse] = deque()
 
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._generations)
+
     def add(self, sequence_id: int, generation: Generation) -> None:
         """A new request; what becomes of it is told to `generation`."""
         self._generations[sequence_id] = generation

@@ -21,6 +21,8 @@ from cluster.workforce import DRIVER, Worker, Workforce
 
 _PROGRESS_SECONDS = 1.0
 _STOP_SECONDS = 2.0
+_LAST_WORD_SECONDS = 0.5
+"""For what requests were told last, to reach their callers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +93,24 @@ class Controller:
             for worker in self._workforce.all
         ]
 
-    async def stop(self) -> None:
-        """End all workers and give back what they reserved."""
+    async def stop(self, drain_seconds: float = 0.0) -> int:
+        """End all workers and give back what they reserved.
+
+        Before, no more requests are taken and those that run have so long to end; how many did not.
+        """
+        driver, left, grace = self._workforce.driver, 0, None
+        if driver.serving is not None and drain_seconds > 0:
+            with contextlib.suppress(RayError, TimeoutError):
+                async with asyncio.timeout(drain_seconds + _STOP_SECONDS):
+                    left = await driver.handle.drain.remote(drain_seconds)
+            grace = _LAST_WORD_SECONDS
         for watch in self._watches:
             watch.cancel()
-        driver = self._workforce.driver
         if driver.serving is not None:
             with contextlib.suppress(RayError, TimeoutError):
-                await asyncio.wait_for(driver.handle.stop.remote(), _STOP_SECONDS)
+                await asyncio.wait_for(driver.handle.stop.remote(grace), _STOP_SECONDS)
         self._workforce.release()
+        return left
 
     async def _first_serve(self, worker: Worker) -> None:
         assert worker.plan is not None

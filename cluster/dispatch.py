@@ -113,6 +113,11 @@ class Dispatch:
         if self._callers.drop(sequence_id):
             self._handle(Cancelled(self.clock.now(), sequence_id))
 
+    @property
+    def num_open(self) -> int:
+        """Requests that have not ended."""
+        return len(self._callers)
+
     def fail_all(self, error: PacelineError) -> None:
         """End every request with an error, and take no more."""
         self.unavailable = error

@@ -29,6 +29,9 @@ from paceline.errors import OverloadedError, UnavailableError
 from paceline.generation import GenerateInput, GenerateOptions, ModelDescription, Stats
 from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
 
+_LOOK_SECONDS = 0.02
+"""How often it is looked whether requests have ended, while a driver is drained."""
+
 
 @dataclass(frozen=True, slots=True)
 class DriverOptions:
@@ -93,7 +96,7 @@ class Driver:
             num_groups=options.target_groups,
         )
         self._running: _Running | None = None
-        self._ready = False
+        self._ready = self._draining = False
         self._began = self.clock.now()
         self._sequence_ids = count(1)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -126,6 +129,17 @@ class Driver:
             await self._running.drafters.stop()
             await self._running.target.stop()
         self._threads.shutdown(wait=False)
+
+    async def drain(self, seconds: float) -> int:
+        """Take no more requests, and wait until those that run have ended, at most so long.
+
+        Returns how many are left; `stop` will end them.
+        """
+        self._draining = True
+        give_up = self.clock.now() + seconds
+        while self._dispatch.num_open and self.clock.now() < give_up:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return self._dispatch.num_open
 
     async def submit(self, generate_input: GenerateInput, options: GenerateOptions) -> Generation:
         """Begin a request. Raises InvalidRequestError, OverloadedError or UnavailableError."""
@@ -263,6 +277,11 @@ class Driver:
 
     def _open_for_requests(self) -> tuple[_Running, TargetDescription]:
         running, target = self._started(), self._dispatch.groups.target
+        if self._draining:
+            raise UnavailableError(
+                "the server is shutting down and takes no more requests; send it to another, or "
+                "again once it is up"
+            )
         if self._dispatch.unavailable is not None:
             raise self._dispatch.unavailable
         if self.scheduler.num_waiting >= self._options.max_waiting:

@@ -47,15 +47,21 @@ class ClusterHandle:
         self.address = address
         self._controller = controller
 
-    def stop(self) -> None:
-        """End all its workers. No error where they have ended already."""
+    def stop(self, drain_seconds: float = 0.0) -> int:
+        """End all its workers. No error where they have ended already.
+
+        Before, it takes no more requests and those that run have so long to end; how many did not.
+        """
         if self._controller is None:
-            return
+            return 0
+        left = 0
         with contextlib.suppress(RayError):
-            ray.get(self._controller.stop.remote(), timeout=_STOP_SECONDS)
+            stopping = self._controller.stop.remote(drain_seconds)
+            left = int(ray.get(stopping, timeout=_STOP_SECONDS + drain_seconds))
         with contextlib.suppress(RayError):
             ray.kill(self._controller)
         self._controller = None
+        return left
 
     def workers(self) -> list[WorkerStatus]:
         """The workers as the controller sees them; empty where there is no controller."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import typer
 
@@ -17,7 +18,17 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     """Add `down` to the command tree."""
 
     @app.command("down")
-    def down() -> None:
+    def down(
+        drain: Annotated[
+            float,
+            typer.Option(
+                min=0,
+                max=3600,
+                metavar="SECONDS",
+                help="Let requests that run end, at most so long.",
+            ),
+        ] = 0.0,
+    ) -> None:
         """End the cluster of `paceline up`. No error when there is none, or parts are dead."""
         home = default_home(environ)
         with alone(home):
@@ -25,25 +36,27 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             if record is None:
                 typer.echo("nothing is up")
                 return
+            own = record.head is not None
+            if not own or drain:
+                _end_on(record.ray_address, record.name, own=own, drain=drain)
             if record.head is not None:
                 ray_head.stop_head(record.head)
-            else:
-                _end_on(record.ray_address, record.name)
             remove_record(home)
         typer.echo("down")
 
 
-def _end_on(ray_address: str, name: str) -> None:
-    """End the deployment on somebody else's Ray cluster, if both are still there."""
+def _end_on(ray_address: str, name: str, *, own: bool, drain: float) -> None:
+    """End the deployment on a Ray cluster, our own or another's, if both are still there."""
     try:
-        leave = enter_ray(ray_address, own=False)
+        leave = enter_ray(ray_address, own=own)
     except UnavailableError:
         typer.echo(f"the Ray cluster at {ray_address} is gone, and all with it")
         return
     from cluster.launch import find_cluster
 
     handle = find_cluster(name)
-    if handle is not None:
-        handle.stop()
+    left = 0 if handle is None else handle.stop(drain)
+    if left:
+        typer.echo(f"{left} requests did not end within {drain:g} s and were cut off")
     if leave is not None:
         leave()

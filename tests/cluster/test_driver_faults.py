@@ -192,6 +192,30 @@ async def test_no_target(checkpoints: Checkpoints) -> None:
         await serve_driver(options, host=HOST)
 
 
+async def test_a_driver_that_is_drained_ends_what_it_began(checkpoints: Checkpoints) -> None:
+    async with running_system(checkpoints, max_num_seqs=1) as system:
+        plain = await plain_answer(system)
+        asked = [asyncio.create_task(system.client.generate(PROMPT, OPTIONS)) for _ in range(3)]
+        scheduler = system.driver.scheduler
+        await eventually(lambda: scheduler.num_running + scheduler.num_waiting == 3)
+        draining = asyncio.create_task(system.driver.drain(60))
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="takes no more requests"):
+            await system.client.generate(PROMPT, OPTIONS)
+        assert await draining == 0
+        assert [one.token_ids for one in await asyncio.gather(*asked)] == [plain.token_ids] * 3
+
+
+async def test_a_drain_has_an_end(checkpoints: Checkpoints) -> None:
+    async with running_system(checkpoints, target_rtt_ms=50) as system:
+        asked = asyncio.create_task(system.client.generate(PROMPT, OPTIONS))
+        await eventually(lambda: system.driver.scheduler.num_running == 1)
+        assert await system.driver.drain(0.1) == 1
+        await system.driver.stop()
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await asked
+
+
 async def test_a_full_queue(checkpoints: Checkpoints) -> None:
     async with running_system(checkpoints, max_num_seqs=1, max_waiting=1) as system:
         long = replace(OPTIONS, max_tokens=400)

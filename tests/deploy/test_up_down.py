@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 
 from deploy.ray_head import is_listening
 from deploy.record import read_record, write_record
+from paceline import Client
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -130,6 +132,24 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     assert shell.run("status").returncode == 3
     again = shell.run("down")
     assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is up\n", "")
+
+
+def test_down_lets_requests_end_that_run(shell: Shell, tmp_path: Path) -> None:
+    config = tmp_path / "slow.toml"  # 18 ms a token, whatever machine this is
+    config.write_text('drafters = []\n[target]\nemulated = "70b-4xh100"\n[server]\ngrpc_port = 0\n')
+    up = shell.run("up", str(config))
+    assert up.returncode == 0, up.stderr
+    with Client(up.stdout.splitlines()[-1]) as client, ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(
+            client.generate, "The sea", max_tokens=1500, ignore_eos=True, temperature=0.0
+        )
+        give_up = time.monotonic() + PATIENCE
+        while not client.stats().sequences_running and time.monotonic() < give_up:
+            time.sleep(0.05)
+        down = shell.run("down", "--drain", "100")
+        assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
+        assert len(asked.result().token_ids) == 1500
+    shell.assert_nothing_is_left()
 
 
 def test_a_ray_cluster_that_is_not_there_is_one_line(tmp_path: Path, config: Path) -> None:
