@@ -36,18 +36,21 @@ PAIRS = (
 TOKENS = {1: 400, 2: 300, 4: 300, 8: 200, 16: 120, 64: 60}
 """Output tokens of a request, by how many there are at once."""
 FIXED = (
-    (PolicyName.LOCKSTEP, 2),
-    (PolicyName.LOCKSTEP, 4),
-    (PolicyName.LOCKSTEP, 8),
-    (PolicyName.PEARL, 8),
-    (PolicyName.CHAIN, 2),
-    (PolicyName.CHAIN, 4),
-    (PolicyName.CHAIN, 8),
-    (PolicyName.FANOUT, 4),
-    (PolicyName.FANOUT, 8),
-    (PolicyName.FANOUT, 12),
+    (PolicyName.LOCKSTEP, 2, 1),
+    (PolicyName.LOCKSTEP, 4, 1),
+    (PolicyName.LOCKSTEP, 8, 1),
+    (PolicyName.PEARL, 8, 1),
+    (PolicyName.CHAIN, 2, 1),
+    (PolicyName.CHAIN, 4, 1),
+    (PolicyName.CHAIN, 8, 1),
+    (PolicyName.FANOUT, 4, 1),
+    (PolicyName.FANOUT, 8, 1),
+    (PolicyName.FANOUT, 12, 1),
+    (PolicyName.FANOUT, 12, 2),
+    (PolicyName.FANOUT, 32, 2),
 )
-AUTO_WINDOW = 16
+"""Policy, window and branches: with more than one a step verifies trees."""
+AUTO_WINDOW = 32
 OF_THE_BEST, OF_PLAIN = 0.95, 0.98
 
 
@@ -89,11 +92,18 @@ def survey(cells: Sequence[Cell], *, tokens: int | None, in_swing: bool) -> Iter
     """Each cell under every policy."""
     for cell in cells:
 
-        def speed(policy: PolicyName, window: int, cell: Cell = cell) -> tuple[float, Fleet]:
-            return _speed(cell, policy, window, tokens=tokens, in_swing=in_swing)
+        def speed(
+            policy: PolicyName, window: int, branches: int = 1, cell: Cell = cell
+        ) -> tuple[float, Fleet]:
+            return _speed(cell, policy, window, branches, tokens=tokens, in_swing=in_swing)
 
         plain, _ = speed(PolicyName.OFF, 1)
-        fixed = {f"{policy.value} {window}": speed(policy, window)[0] for policy, window in FIXED}
+        fixed = {
+            f"{policy.value} {window}{' tree' if branches > 1 else ''}": speed(
+                policy, window, branches
+            )[0]
+            for policy, window, branches in FIXED
+        }
         fixed["off"] = plain
         best = max(fixed, key=fixed.__getitem__)
         auto, fleet = speed(PolicyName.AUTO, AUTO_WINDOW)
@@ -102,7 +112,13 @@ def survey(cells: Sequence[Cell], *, tokens: int | None, in_swing: bool) -> Iter
 
 
 def _speed(
-    cell: Cell, policy: PolicyName, window: int, *, tokens: int | None, in_swing: bool
+    cell: Cell,
+    policy: PolicyName,
+    window: int,
+    branches: int,
+    *,
+    tokens: int | None,
+    in_swing: bool,
 ) -> tuple[float, Fleet]:
     """Tokens a second, and what was simulated."""
     target, drafter = cell.pair.split("+")
@@ -113,6 +129,7 @@ def _speed(
         drafter=load_profile(drafter, role="drafter").scaled(cell.slower),
         drafters=1,
         link=LinkProfile(rtt_ms=cell.rtt_ms),
+        branches=branches,
     )
     guess = Guess(cell.acceptance, cell.hit_rate, seed=1)
     load = Load(cell.batch, 16, tokens or TOKENS[cell.batch], guess, concurrency=cell.batch)
@@ -161,7 +178,7 @@ def main(
         one = row.cell
         print(
             f"{one.pair:26} x{one.slower:g} {one.batch:3} {one.acceptance:4g} {one.hit_rate:4g} "
-            f"{one.rtt_ms:5g}: {row.plain:6.0f} {row.best:5.2f} {row.best_policy:11} "
+            f"{one.rtt_ms:5g}: {row.plain:6.0f} {row.best:5.2f} {row.best_policy:14} "
             f"{row.auto:5.2f} {row.of_the_best:6.3f} {'MISSED' if row.misses else ''}",
             flush=True,
         )

@@ -32,6 +32,8 @@ TREE_WINDOW, TREE_BRANCHES, TREE_BATCH = 32, 4, 8
 """Of the cell by whose trees the time between steps is measured."""
 FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES = 32, 2
 """Of the cells of fanout and spread whose branches are verified as well as sent ahead."""
+AUTO_WINDOW = 32
+"""Of `auto`, of which it is the bound alone, where what is drafted is replayed."""
 HITS_BRANCHES = ("fanout", "spread", "replicas", "auto")
 """Policies to which the second of a drafter's guesses matters."""
 DILATION = 16.0
@@ -165,6 +167,8 @@ def _cells_of(
             draft_ms=drafter.pass_ms.ms(batch, batch),
             rtt_ms=rtt_ms,
         )
+    if policy is PolicyName.AUTO:
+        window = AUTO_WINDOW
     load: Load = "recorded" if acceptance is None else "set"
     drafters = NUM_SPREAD if policy is PolicyName.SPREAD else 1
     return [
