@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.decoding.choices import Choice
@@ -13,13 +12,15 @@ from cluster.decoding.events import Proposed, is_believable
 from cluster.decoding.forecast import Conditions, Forecast, granted_ahead
 from cluster.decoding.outlook import chain_outlook, shape_of
 from cluster.decoding.pilot import FIRST_GUESS, Correction, Pilot
-from cluster.decoding.policies import PolicyName, forks_within
+from cluster.decoding.policies import forks_within
 from cluster.decoding.step_model import StepModel
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
 
 FIRST_HIT_RATE = 0.5
 """Of branches of which nothing is known: worth a try."""
+FIRST_SECOND_CHANCE = 0.5
+"""Of a second guess where the first was wrong, before any was verified: worth a try as well."""
 FIRST_FORKS = 0.5
 """Proposals of a pass for each position that may fork, before any did."""
 PROOF = 6.0
@@ -37,10 +38,13 @@ class Beliefs:
         self._drafters: dict[str, DraftTimes] = {}
         self._acceptances: dict[str, Acceptance] = {}
         self._corrections: dict[Choice, Correction] = {}
-        # Of places where the first candidate was wrong, the share at which a branch was right; and
-        # where a verdict's own token was such a branch, how many candidates it then held.
-        self._hits: dict[PolicyName, Mean] = {}
+        # Of verdicts against the first candidate, the share that a branch had foreseen, and how
+        # many candidates it then held.
+        self._hits: dict[Choice, Mean] = {}
         self._branch_lengths: dict[Choice, Mean] = {}
+        # Of places where a step verified several candidates and the first was wrong, the share at
+        # which another was right.
+        self._seconds = Mean()
         self._forks = Mean()  # of sequences that have branches: positions that may fork
         self._tokens = Mean()  # of a verdict
 
@@ -58,8 +62,10 @@ class Beliefs:
                 found[f"{name}.round_trip_ms"] = times.round_trip_ms
         for name, acceptance in self._acceptances.items():
             found[f"{name}.acceptance"] = acceptance.mean
-        for policy, hits in self._hits.items():
-            found[f"{policy.value}.hit_rate"] = hits.value
+        for choice, hits in self._hits.items():
+            found[f"{choice.value}.hit_rate"] = hits.value
+        if self._seconds.known:
+            found["tree.hit_rate"] = self._seconds.value
         return found
 
     def drafted(self, event: Proposed) -> None:
@@ -104,11 +110,16 @@ class Beliefs:
         self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float, tree: TokenTree
     ) -> None:
         """From a verdict on a sequence of this cohort; `tree`: what it left."""
-        rights = _rights(pilot, verdict)
+        rights = pilot.rights(verdict)
         if rights:
             pilot.acceptance.add(rights)
             cohort.acceptance.add(rights, sequences=max(1, cohort.members))
             self.acceptance(cohort.like.drafter).add(rights, sequences=self.sequences)
+        if verdict.firsts is not None and not pilot.asks_for_trees:
+            for _ in range(verdict.firsts[: verdict.accepted].count(False)):
+                self._seconds.add(1.0, of=self.sequences)
+            if verdict.refused_all:
+                self._seconds.add(0.0, of=self.sequences)
         self._tokens.add(verdict.committed, of=self.sequences)
         self._correct(pilot, cohort, verdict, now)
         if pilot.choice.policy.fans_out:
@@ -119,7 +130,7 @@ class Beliefs:
             crowd = max(1, cohort.members)
             forks = forks_within(granted_ahead(pilot.window), pace=pace, crowd=crowd)
             self._forks.add(forks, of=self.sequences)
-            self._count_hits(pilot, verdict, rights, tree)
+            self._count_hits(pilot, verdict, tree)
 
     def _correct(self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float) -> None:
         """Compare what the policy brought since the verdict before with what it had promised.
@@ -139,7 +150,7 @@ class Beliefs:
         chances = cohort.acceptance.chances(max(1, verdict.depth))
         if pilot.choice.is_tree:
             shape = shape_of(verdict.depth, verdict.window)
-            brought = shape.outlook(chances, self._hit_rate(pilot.choice)).tokens
+            brought = shape.outlook(chances, self._second_chance).tokens
         else:
             brought = chain_outlook(verdict.depth, chances).tokens
         correction = self._corrections.setdefault(pilot.choice, Correction())
@@ -148,12 +159,8 @@ class Beliefs:
             if choice is not pilot.choice:
                 other.forget(of=self.sequences)
 
-    def _count_hits(
-        self, pilot: Pilot, verdict: CountedVerdict, rights: Sequence[bool], tree: TokenTree
-    ) -> None:
-        hits = self._hits.setdefault(pilot.choice.named, Mean())
-        for _ in range(rights[: verdict.accepted].count(False)):
-            hits.add(1.0, of=self.sequences)
+    def _count_hits(self, pilot: Pilot, verdict: CountedVerdict, tree: TokenTree) -> None:
+        hits = self._hits.setdefault(pilot.choice, Mean())
         if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
             hit = verdict.foresight is Foresight.BRANCH
             hits.add(float(hit), of=self.sequences)
@@ -161,8 +168,14 @@ class Beliefs:
                 lengths = self._branch_lengths.setdefault(pilot.choice, Mean())
                 lengths.add(lead_length(tree.root, pilot.window), of=self.sequences)
 
-    def _hit_rate(self, choice: Choice) -> float:
-        return _leaning(self._hits.get(choice.named), FIRST_HIT_RATE)
+    @property
+    def _likely_hits(self) -> float:
+        """Of branches of which nothing is known but what second guesses in trees were worth."""
+        return self._seconds.value if self._seconds.weight >= PROOF else FIRST_HIT_RATE
+
+    @property
+    def _second_chance(self) -> float:
+        return _leaning(self._seconds, FIRST_SECOND_CHANCE)
 
     def conditions(self, cohort: Cohort) -> Conditions | None:
         """What a forecast for all of a cohort rests on; None: too little was seen yet."""
@@ -198,6 +211,8 @@ class Beliefs:
 
     def given(self, choice: Choice, conditions: Conditions, cohort: Cohort) -> Conditions:
         """The conditions with what its branches bring and cost a choice that has some."""
+        if choice.is_tree:
+            conditions = replace(conditions, second_chance=self._second_chance)
         if not choice.policy.fans_out:
             return conditions
         times = self._drafters[cohort.like.drafter]
@@ -211,7 +226,7 @@ class Beliefs:
             messages_a_fork=self._messages_a_fork(times),
             crowd=members,
             restart_ms=times.restart_ms(branches=True),
-            hit_rate=self._hit_rate(choice),
+            hit_rate=_leaning(self._hits.get(choice), self._likely_hits),
             branch_length=_leaning(self._branch_lengths.get(choice), min(window, ahead / 2)),
         )
 
@@ -243,8 +258,11 @@ class Beliefs:
 
     def proven(self, choice: Choice) -> bool:
         """Whether enough is known of it for all to follow."""
-        hits = self._hits.get(choice.named)
-        return not choice.policy.fans_out or (hits is not None and hits.weight >= PROOF)
+        if self._seconds.weight >= PROOF:
+            return True
+        hits = None if choice.is_tree else self._hits.get(choice)
+        has_branches = choice.is_tree or choice.policy.fans_out
+        return not has_branches or (hits is not None and hits.weight >= PROOF)
 
     def factor(self, choice: Choice) -> float:
         """What it brought over what was forecast, of late."""
@@ -262,23 +280,6 @@ class Beliefs:
             "pass_ms": times.pass_ms(members, branches=branches),
             "round_trip_ms": times.round_trip_ms,
         }
-
-
-def _rights(pilot: Pilot, verdict: CountedVerdict) -> tuple[bool, ...]:
-    """Whether the first candidate of each place that the verdict looked at was right.
-
-    Where the request asks for trees, whether any of a place was. What was held for the place of the
-    verdict's own token was judged as well.
-    """
-    if verdict.firsts is not None and pilot.branches == 1 and not pilot.merge:
-        rights = verdict.firsts
-        judges_held = len(rights) == verdict.accepted
-    else:
-        rights = (True,) * verdict.accepted + (False,) * (verdict.tried - verdict.accepted)
-        judges_held = verdict.accepted == verdict.depth
-    if judges_held and verdict.foresight is not Foresight.NOTHING:
-        rights += (verdict.foresight is Foresight.FIRST,)
-    return rights
 
 
 def _leaning(mean: Mean | None, prior: float) -> float:

@@ -17,13 +17,15 @@ class Choice(enum.Enum):
     """A policy; the value is its name in the statistics.
 
     `named`: as requests name it. `width`: candidates beside each other that a step verifies. More
-    than 1: of what is held for other outcomes the likeliest is verified together with the chain.
+    than 1: of what is held for other outcomes the likeliest is verified together with the chain;
+    where nothing is (`chain`, and `fanout` in a large batch), the drafter grows a tree to that end.
     """
 
     OFF = "off", PolicyName.OFF
     LOCKSTEP = "lockstep", PolicyName.LOCKSTEP
     PEARL = "pearl", PolicyName.PEARL
     CHAIN = "chain", PolicyName.CHAIN
+    CHAIN_TREE = "chain-tree", PolicyName.CHAIN, TREE_WIDTH
     FANOUT = "fanout", PolicyName.FANOUT
     FANOUT_TREE = "fanout-tree", PolicyName.FANOUT, TREE_WIDTH
     SPREAD = "spread", PolicyName.SPREAD

@@ -42,7 +42,8 @@ class CountedVerdict:
     """A verdict as it is counted. `depth`: of the window's longest path; `accepted` of it.
 
     `tried`: positions that the verdict looked at; `committed`: output tokens. `firsts`: of a tree,
-    for each place along the path where it had candidates, whether the first of them was right.
+    for each place along the path where it had candidates, whether the first of them was right;
+    `refused_all`: at the last of them several were wrong.
     """
 
     window: int
@@ -52,6 +53,7 @@ class CountedVerdict:
     committed: int
     foresight: Foresight
     firsts: tuple[bool, ...] | None = None
+    refused_all: bool = False
 
 
 def counted(
@@ -66,8 +68,11 @@ def counted(
         accepted = min(accepted, kept)
         return CountedVerdict(part.window, depth, accepted, accepted, kept, Foresight.NOTHING)
     tried = min(depth, accepted + 1)
-    firsts = firsts_along(part.parents, path) if part.parents else None
-    return CountedVerdict(part.window, depth, tried, accepted, kept, foresight, firsts)
+    if not part.parents:
+        return CountedVerdict(part.window, depth, tried, accepted, kept, foresight)
+    firsts = firsts_along(part.parents, path)
+    refused_all = part.parents.count(path[-1] + 1 if path else 0) > 1
+    return CountedVerdict(part.window, depth, tried, accepted, kept, foresight, firsts, refused_all)
 
 
 @dataclass(slots=True)

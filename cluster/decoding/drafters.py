@@ -218,7 +218,7 @@ class Drafters:
                     name,
                     sequence.sequence_id,
                     until,
-                    branches=request.branches,
+                    branches=sequence.branches,
                     nodes=nodes,
                     tokens_per_ms=self._costs.tokens_per_ms if by_cost else 0.0,
                     step_ms_per_candidate=self._costs.ms_per_candidate if by_cost else 0.0,

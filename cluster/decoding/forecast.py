@@ -30,7 +30,8 @@ class Conditions:
     `tokens_a_pass` in one proposal, and in `messages_a_fork` more for each position that may fork
     where it grows branches; it drafts for a `crowd` of sequences. `restart_ms`: from a verdict to
     the first candidate after it. `hit_rate`: of verdicts against the first candidate, those that a
-    branch sent ahead had foreseen, with `branch_length` candidates then held.
+    branch sent ahead had foreseen, with `branch_length` candidates then held. `second_chance`: that
+    the second candidate of a tree is right where the first is wrong.
     """
 
     chances: Sequence[float]
@@ -42,6 +43,7 @@ class Conditions:
     crowd: int = 1
     hit_rate: float = 0.0
     branch_length: float = 0.0
+    second_chance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,7 @@ def run_ahead(
 
     def outlook(at_hand: int) -> Outlook:
         if is_tree:
-            return shape_of(at_hand, window).outlook(conditions.chances, conditions.hit_rate)
+            return shape_of(at_hand, window).outlook(conditions.chances, conditions.second_chance)
         return chain_outlook(min(at_hand, window), conditions.chances)
 
     step_ms = conditions.step_ms(0.0, 0.0)

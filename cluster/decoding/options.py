@@ -91,6 +91,7 @@ _FORECASTS: dict[Choice, Callable[[Conditions, int], Forecast]] = {
     Choice.LOCKSTEP: lockstep,
     Choice.PEARL: _pearl,
     Choice.CHAIN: run_ahead,
+    Choice.CHAIN_TREE: _tree,
     Choice.FANOUT: run_ahead,
     Choice.FANOUT_TREE: _tree,
     Choice.SPREAD: run_ahead,

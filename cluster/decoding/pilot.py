@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.decoding.choices import Choice
+from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.estimates import Acceptance
 from cluster.decoding.events import Request
 from cluster.decoding.lookahead import LookaheadPolicy
@@ -122,6 +123,27 @@ class Pilot:
         self.trying, self.verdicts = True, 0
         self.acceptance.fade()
         self.tried_from = self.acceptance.candidates
+
+    @property
+    def asks_for_trees(self) -> bool:
+        """Then which of the candidates of a place is right does not matter."""
+        return self.branches > 1 or self.merge
+
+    def rights(self, verdict: CountedVerdict) -> tuple[bool, ...]:
+        """Whether the first candidate of each place that a verdict looked at was right.
+
+        Where the request asks for trees, whether any of a place was. What was held for the place of
+        the verdict's own token was judged as well.
+        """
+        if verdict.firsts is not None and not self.asks_for_trees:
+            rights = verdict.firsts
+            judges_held = len(rights) == verdict.accepted
+        else:
+            rights = (True,) * verdict.accepted + (False,) * (verdict.tried - verdict.accepted)
+            judges_held = verdict.accepted == verdict.depth
+        if judges_held and verdict.foresight is not Foresight.NOTHING:
+            rights += (verdict.foresight is Foresight.FIRST,)
+        return rights
 
     def follow(self, choice: Choice) -> None:
         """Do this from now on."""

@@ -134,6 +134,13 @@ class Sequence:
         return self.request.branches if self.request.spec.rule is Rule.KSEQ else 0
 
     @property
+    def branches(self) -> int:
+        """Candidates that its drafter may draw beside each other to be verified."""
+        if self.pilot is None or self.tree.verified_width is None:
+            return self.request.branches
+        return max(self.request.branches, self.pilot.choice.width)
+
+    @property
     def num_sharing(self) -> int:
         """Drafters that share its branches; those that are merged draft each for itself."""
         if self.request.merge:
