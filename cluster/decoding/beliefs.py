@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.decoding.choices import Choice
@@ -12,21 +13,19 @@ from cluster.decoding.events import Proposed, is_believable
 from cluster.decoding.forecast import Conditions, Forecast, granted_ahead
 from cluster.decoding.outlook import chain_outlook, shape_of
 from cluster.decoding.pilot import FIRST_GUESS, Correction, Pilot
-from cluster.decoding.policies import forks_within
+from cluster.decoding.policies import PolicyName, forks_within
 from cluster.decoding.step_model import StepModel
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
 
 FIRST_HIT_RATE = 0.5
 """Of branches of which nothing is known: worth a try."""
-FIRST_SECOND_CHANCE = 0.5
-"""Of a second guess where the first was wrong, before any was verified: worth a try as well."""
 FIRST_FORKS = 0.5
 """Proposals of a pass for each position that may fork, before any did."""
 PROOF = 6.0
 """Verdicts against the first candidate by which a policy with branches is known."""
 UNSETTLED = 2
-"""So many verdicts after a change tell nothing of the new policy."""
+"""So many verdicts after a change tell nothing of the new policy, and those of a round trip."""
 _DOUBT = 4.0
 
 
@@ -38,13 +37,10 @@ class Beliefs:
         self._drafters: dict[str, DraftTimes] = {}
         self._acceptances: dict[str, Acceptance] = {}
         self._corrections: dict[Choice, Correction] = {}
-        # Of verdicts against the first candidate, the share that a branch had foreseen, and how
-        # many candidates it then held.
-        self._hits: dict[Choice, Mean] = {}
+        # Of places where the first candidate was wrong, the share at which another was right; and
+        # where a verdict's own token was such a one, how many candidates it then held.
+        self._hits: dict[PolicyName, Mean] = {}
         self._branch_lengths: dict[Choice, Mean] = {}
-        # Of places where a step verified several candidates and the first was wrong, the share at
-        # which another was right.
-        self._seconds = Mean()
         self._forks = Mean()  # of sequences that have branches: positions that may fork
         self._tokens = Mean()  # of a verdict
 
@@ -62,10 +58,8 @@ class Beliefs:
                 found[f"{name}.round_trip_ms"] = times.round_trip_ms
         for name, acceptance in self._acceptances.items():
             found[f"{name}.acceptance"] = acceptance.mean
-        for choice, hits in self._hits.items():
-            found[f"{choice.value}.hit_rate"] = hits.value
-        if self._seconds.known:
-            found["tree.hit_rate"] = self._seconds.value
+        for policy, hits in self._hits.items():
+            found[f"{policy.value}.hit_rate"] = hits.value
         return found
 
     def drafted(self, event: Proposed) -> None:
@@ -115,13 +109,10 @@ class Beliefs:
             pilot.acceptance.add(rights)
             cohort.acceptance.add(rights, sequences=max(1, cohort.members))
             self.acceptance(cohort.like.drafter).add(rights, sequences=self.sequences)
-        if verdict.firsts is not None and not pilot.asks_for_trees:
-            for _ in range(verdict.firsts[: verdict.accepted].count(False)):
-                self._seconds.add(1.0, of=self.sequences)
-            if verdict.refused_all:
-                self._seconds.add(0.0, of=self.sequences)
         self._tokens.add(verdict.committed, of=self.sequences)
         self._correct(pilot, cohort, verdict, now)
+        if pilot.choice.policy.fans_out or pilot.choice.is_tree:
+            self._count_hits(pilot, verdict, rights, tree)
         if pilot.choice.policy.fans_out:
             times = self._drafters.get(cohort.like.drafter)
             pass_ms = times.pass_ms(self.sequences, branches=True) if times else 0.0
@@ -130,7 +121,6 @@ class Beliefs:
             crowd = max(1, cohort.members)
             forks = forks_within(granted_ahead(pilot.window), pace=pace, crowd=crowd)
             self._forks.add(forks, of=self.sequences)
-            self._count_hits(pilot, verdict, tree)
 
     def _correct(self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float) -> None:
         """Compare what the policy brought since the verdict before with what it had promised.
@@ -140,17 +130,19 @@ class Beliefs:
         before, pilot.last_verdict_at = pilot.last_verdict_at, now
         if before is None or self.steps.last.has_prefill or not pilot.promised or pilot.trying:
             return
-        if pilot.verdicts <= UNSETTLED:
-            return  # What it held and drafted is still that of the policy before.
         last_seconds = self.steps.last.ms / 1000
         if not (is_believable(last_seconds) and is_believable(now - before)):
             return
+        times = self._drafters.get(cohort.like.drafter)
+        restart_ms = times.restart_ms() if times is not None and times.known else 0.0
+        if pilot.verdicts <= UNSETTLED + restart_ms / self.steps.last.ms:
+            return  # What it held and drafted is still that of the policy before.
         forecast = pilot.promised * (now - before) / last_seconds
         # What its window was worth, so that luck with it does not count.
         chances = cohort.acceptance.chances(max(1, verdict.depth))
         if pilot.choice.is_tree:
             shape = shape_of(verdict.depth, verdict.window)
-            brought = shape.outlook(chances, self._second_chance).tokens
+            brought = shape.outlook(chances, self._hit_rate(pilot.choice)).tokens
         else:
             brought = chain_outlook(verdict.depth, chances).tokens
         correction = self._corrections.setdefault(pilot.choice, Correction())
@@ -159,23 +151,23 @@ class Beliefs:
             if choice is not pilot.choice:
                 other.forget(of=self.sequences)
 
-    def _count_hits(self, pilot: Pilot, verdict: CountedVerdict, tree: TokenTree) -> None:
-        hits = self._hits.setdefault(pilot.choice, Mean())
+    def _count_hits(
+        self, pilot: Pilot, verdict: CountedVerdict, rights: Sequence[bool], tree: TokenTree
+    ) -> None:
+        hits = self._hits.setdefault(pilot.choice.named, Mean())
+        for _ in range(rights[: verdict.accepted].count(False)):
+            hits.add(1.0, of=self.sequences)
         if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
             hit = verdict.foresight is Foresight.BRANCH
-            hits.add(float(hit), of=self.sequences)
+            # Where nothing is sent ahead a place without another candidate tells nothing of them.
+            if hit or verdict.refused_all or pilot.choice.policy.fans_out:
+                hits.add(float(hit), of=self.sequences)
             if hit:
                 lengths = self._branch_lengths.setdefault(pilot.choice, Mean())
                 lengths.add(lead_length(tree.root, pilot.window), of=self.sequences)
 
-    @property
-    def _likely_hits(self) -> float:
-        """Of branches of which nothing is known but what second guesses in trees were worth."""
-        return self._seconds.value if self._seconds.weight >= PROOF else FIRST_HIT_RATE
-
-    @property
-    def _second_chance(self) -> float:
-        return _leaning(self._seconds, FIRST_SECOND_CHANCE)
+    def _hit_rate(self, choice: Choice) -> float:
+        return _leaning(self._hits.get(choice.named), FIRST_HIT_RATE)
 
     def conditions(self, cohort: Cohort) -> Conditions | None:
         """What a forecast for all of a cohort rests on; None: too little was seen yet."""
@@ -209,10 +201,15 @@ class Beliefs:
         members = max(1, cohort.members)
         return members, max(0, self.sequences - members)
 
-    def given(self, choice: Choice, conditions: Conditions, cohort: Cohort) -> Conditions:
-        """The conditions with what its branches bring and cost a choice that has some."""
+    def given(
+        self, choice: Choice, conditions: Conditions, cohort: Cohort, crowd: int
+    ) -> Conditions:
+        """The conditions with what its branches bring and cost a choice that has some.
+
+        `crowd`: sequences of its drafter.
+        """
         if choice.is_tree:
-            conditions = replace(conditions, second_chance=self._second_chance)
+            conditions = replace(conditions, second_chance=self._hit_rate(choice))
         if not choice.policy.fans_out:
             return conditions
         times = self._drafters[cohort.like.drafter]
@@ -224,9 +221,9 @@ class Beliefs:
             conditions,
             pass_ms=pass_ms,
             messages_a_fork=self._messages_a_fork(times),
-            crowd=members,
+            crowd=crowd,
             restart_ms=times.restart_ms(branches=True),
-            hit_rate=_leaning(self._hits.get(choice), self._likely_hits),
+            hit_rate=self._hit_rate(choice),
             branch_length=_leaning(self._branch_lengths.get(choice), min(window, ahead / 2)),
         )
 
@@ -258,11 +255,9 @@ class Beliefs:
 
     def proven(self, choice: Choice) -> bool:
         """Whether enough is known of it for all to follow."""
-        if self._seconds.weight >= PROOF:
-            return True
-        hits = None if choice.is_tree else self._hits.get(choice)
-        has_branches = choice.is_tree or choice.policy.fans_out
-        return not has_branches or (hits is not None and hits.weight >= PROOF)
+        hits = self._hits.get(choice.named)
+        is_plain = not (choice.is_tree or choice.policy.fans_out)
+        return is_plain or (hits is not None and hits.weight >= PROOF)
 
     def factor(self, choice: Choice) -> float:
         """What it brought over what was forecast, of late."""

@@ -9,6 +9,7 @@ from cluster.decoding.beliefs import Beliefs
 from cluster.decoding.choices import Choice
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.forecast import Conditions, Forecast, lockstep, run_ahead
+from cluster.decoding.policies import forks_within
 
 GAIN_TO_CHANGE = 1.03
 """A policy takes another's place when it promises so much more."""
@@ -40,10 +41,16 @@ def options_of(
     pilot = cohort.member
     in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
     before = cohort.plan.window if cohort.plan else pilot.window
+    # Of so many sequences none is granted branches: `fanout` is `chain`, whose drafter may as well
+    # grow trees. Where there are branches, these serve better than such trees.
+    crowd = max(1, cohort.members, beliefs.sequences // max(1, num_drafters))
+    forks = forks_within(1, pace=0.0, crowd=crowd) > 0
     found = []
     for choice, ahead in _FORECASTS.items():
         policy = choice.policy
         if not pilot.allows(choice) or policy.needs.drafters > num_drafters:
+            continue
+        if forks != policy.fans_out and (policy.fans_out or choice.is_tree):
             continue
         preference = GAIN_TO_CHANGE if choice in in_use else 1.0
         if policy.waits:
@@ -51,7 +58,7 @@ def options_of(
             if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
                 continue  # Who waits in a batch misses a step of the others.
             preference /= GAIN_TO_WAIT
-        given = beliefs.given(choice, conditions, cohort)
+        given = beliefs.given(choice, conditions, cohort, crowd)
         factor = beliefs.factor(choice)
         tried = []
         for depth in _depths(before // cohort.like.branches, len(given.chances)):
