@@ -82,6 +82,7 @@ class Beliefs:
         if times is None:
             times = self._drafters[event.drafter] = DraftTimes()
         ms = event.believable_seconds * 1000
+        times.heard(event.now, ms)
         times.add_pass(batch=len(told), tokens=tokens, ms=ms, branches=bool(grown))
         if grown:
             times.branch_messages.add(sum(told[one] - 1 for one in grown) / len(grown))
@@ -191,7 +192,7 @@ class Beliefs:
         return Conditions(
             chances=cohort.acceptance.chances(max(1, like.limit // like.branches)),
             step_ms=step_ms,
-            pass_ms=times.pass_ms(members),
+            pass_ms=times.pass_ms(members) + times.pause_ms,
             tokens_a_pass=times.tokens_a_pass.value,
             restart_ms=times.restart_ms(),
         )
@@ -214,7 +215,7 @@ class Beliefs:
             return conditions
         times = self._drafters[cohort.like.drafter]
         members, _ = self._shares(cohort)
-        pass_ms = times.pass_ms(members, branches=True)
+        pass_ms = times.pass_ms(members, branches=True) + times.pause_ms
         ahead = conditions.step_ms(0, 0) / pass_ms
         window = cohort.plan.window if cohort.plan else cohort.like.limit
         return replace(

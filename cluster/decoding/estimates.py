@@ -16,6 +16,10 @@ _SLOW = 0.95
 _APART = 1.2
 """Sizes that differ by more tell how steep it is between them."""
 
+_MOST_PAUSE_MS, _PAUSE_RISES = 1.0, 0.05
+"""A drafter that pauses for longer had nothing to do. A longer pause than the last counts little:
+what was said may be late."""
+
 MAX_POSITION = 12
 """Acceptance is estimated by position of the window up to here; later ones are like the last."""
 
@@ -117,6 +121,17 @@ class DraftTimes:
     """Proposals of a pass for a sequence that has branches, the first not counted."""
     _passes: dict[bool, TimesBySize] = field(default_factory=dict)  # by batch
     _restarts: dict[bool, Mean] = field(default_factory=dict)
+    _heard_at: float | None = None
+    pause_ms: float = 0.0
+    """Between two passes when there is work: for answers to leave, messages to be read."""
+
+    def heard(self, now: float, pass_ms: float) -> None:
+        """A pass that took so long was heard of, seconds. Of the time between the least counts."""
+        before, self._heard_at = self._heard_at, now
+        pause_ms = _MOST_PAUSE_MS if before is None else (now - before) * 1000 - pass_ms
+        if 0.0 <= pause_ms < _MOST_PAUSE_MS:
+            more_ms = pause_ms - self.pause_ms
+            self.pause_ms += more_ms * (_PAUSE_RISES if self.pause_ms and more_ms > 0 else 1.0)
 
     def add_pass(self, *, batch: int, tokens: int, ms: float, branches: bool = False) -> None:
         """A pass proposed chains of `tokens` candidates in all to `batch` sequences."""
