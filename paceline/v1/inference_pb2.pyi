@@ -853,7 +853,7 @@ class SpeculationStats(_message.Message):
     @_builtins.property
     def choices(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Policy `auto`: verdicts by the name of the policy that the controller had chosen, with `-tree`
-        after it where steps verified candidates beside each other (`fanout-tree`, `spread-tree`),
+        after it where steps verified candidates beside each other (`chain-tree`, `fanout-tree`, `spread-tree`),
         """
 
     @_builtins.property
