@@ -2,8 +2,9 @@
 
 The promise: a prompt of any length delays another sequence's token by at most two steps of the same
 batch without it. So a step with prefill may take three times as long as without; what a host does
-meanwhile must have room in that. How much room is learned: as much as of late the second longest
-of 32 steps was beyond what was expected of it.
+meanwhile must have room in that. How much room is learned: what the last 32 steps took at most over
+what was expected of them. Those that took half as much again are left out, since no chunk is small
+enough for such hiccups.
 
 What a step without prefill takes is measured, never guessed: where prompts do not pause, a step now
 and then goes without (nothing is lost by that: those who decode go on). What prefill adds is
@@ -22,7 +23,7 @@ from cluster.decoding.prefill_price import PrefillPrice
 
 PROMISED = 3.0
 """How often the time of a step without prefill one with it may take: two steps of delay."""
-LEAST_ROOM, _FIRST_ROOM, MOST_ROOM = 1.1, 1.2, 1.5
+LEAST_ROOM, MOST_ROOM = 1.25, 1.5
 """How often longer than expected a step may become, for that promise to hold."""
 
 _OVERRUNS = 32
@@ -90,13 +91,12 @@ class PrefillCosts:
         self._decoding: float = 0  # Beside how many tokens of decoding that was learned.
         # The most that a whole step with prefill fed in a millisecond.
         self._tokens_a_ms = 0.0
-        self._overruns: deque[float] = deque((_FIRST_ROOM,) * 2, maxlen=_OVERRUNS)
+        self._overruns: deque[float] = deque(maxlen=_OVERRUNS)
 
     @property
     def times(self) -> float:
         """How often the time of a step without prefill one with it is to take."""
-        second = sorted(self._overruns)[-2]
-        return PROMISED / min(max(second, LEAST_ROOM), MOST_ROOM)
+        return PROMISED / max(self._overruns, default=LEAST_ROOM)
 
     def add(
         self,
@@ -137,7 +137,9 @@ class PrefillCosts:
         expected_ms = self._beside.ms(prefill, position)
         is_usual = 2 * prefill >= self._fitting(decoding, position, plain_ms)
         if is_usual and self._beside.is_tried:
-            self._overruns.append((plain_ms + extra_ms) / (plain_ms + expected_ms))
+            overrun = (plain_ms + extra_ms) / (plain_ms + expected_ms)
+            if overrun <= MOST_ROOM:
+                self._overruns.append(max(overrun, LEAST_ROOM))
         if not is_usual and self._beside.is_known and extra_ms <= expected_ms:
             return
         if not self._beside.is_known:
