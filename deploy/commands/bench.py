@@ -59,8 +59,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             list[str] | None,
             typer.Option(
                 help="rules: time, acceptance, stopping or train-free; default all. engine: "
-                "steps, serving, prefix, driver or delay; default steps and serving. lookahead: a "
-                "policy, natural or dilated. May be repeated."
+                "steps (5 minutes), serving (10), prefix (3), driver (4) or delay (2); default "
+                "steps and serving; one that fails costs its own rows alone. lookahead: a policy, "
+                "natural or dilated. May be repeated."
             ),
         ] = None,
         batch: Annotated[
@@ -74,7 +75,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             bool,
             typer.Option(
                 "--quick",
-                help="engine: two minutes rather than ten. lookahead: at most two minutes rather "
+                help="engine: three minutes rather than fifteen. lookahead: at most two minutes rather "
                 "than twenty, a cell of each policy. rules: some four rather than fifteen: "
                 "2 rows of 24 tokens, once, and short windows in part time.",
             ),
