@@ -75,7 +75,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             bool,
             typer.Option(
                 "--quick",
-                help="engine: three minutes rather than fifteen. lookahead: at most two minutes rather "
+                help="engine: three minutes rather than 15. lookahead: at most two minutes rather "
                 "than twenty, a cell of each policy. rules: some four rather than fifteen: "
                 "2 rows of 24 tokens, once, and short windows in part time.",
             ),
