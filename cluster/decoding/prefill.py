@@ -184,6 +184,8 @@ class PrefillCosts:
     def _plain_ms(self, tokens: int) -> float | None:
         """What a step of so many tokens takes at least without prefill; None: nothing is known."""
         size = tokens.bit_length()
+        if size in self._plain and self._plain[size].is_known:
+            return self._plain[size].at_least_ms(tokens)
         known = sorted(one for one, plain in self._plain.items() if plain.samples)
         # What is known of fewer tokens holds for more, and a part of what more take for fewer.
         nearest = [one for one in known if one <= size][-2:] or known[:1]

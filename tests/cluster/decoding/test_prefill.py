@@ -163,6 +163,37 @@ def test_what_a_larger_batch_can_bear_is_not_asked_of_a_smaller_one() -> None:
     assert device.longest <= PROMISED
 
 
+def test_slow_steps_of_fewer_say_nothing_where_the_size_itself_is_known() -> None:
+    costs = PrefillCosts()
+    costs.add(decoding_tokens=0, prefill_tokens=300, step_seconds=0.3)
+    for decoding, seconds in ((1, 0.1), (4, 0.02)):
+        for _ in range(5):
+            costs.add(decoding_tokens=decoding, prefill_tokens=0, step_seconds=seconds)
+    assert costs.chunk_beside(4) == int((PROMISED / LEAST_ROOM - 1) * 20)
+
+
+def test_what_comes_before_a_chunk_makes_its_tokens_dear() -> None:
+    """Each prompt of 1,500 tokens has larger chunks at its begin, and no step is too long."""
+    costs, longest = PrefillCosts(), 0.0
+    for _ in range(3):
+        start, chunks = 0, []
+        while start < 1500:
+            chunk = min(costs.chunk_beside(4, start), 1500 - start)
+            position = start + chunk / 2
+            step_ms = 30 + chunk * (1.2 + 0.0012 * position)
+            costs.add(
+                decoding_tokens=4,
+                prefill_tokens=chunk,
+                step_seconds=step_ms / 1000,
+                position=position,
+            )
+            longest = max(longest, step_ms / 30)
+            start += chunk
+            chunks += [chunk] if chunk else []
+    assert longest <= PROMISED
+    assert chunks[0] > 1.5 * chunks[-2]
+
+
 @given(st.lists(st.integers(1, 2000), max_size=12), st.integers(1, 512))
 def test_shares_use_the_budget_and_half_of_it_is_the_oldests(
     missing: list[int], budget: int
