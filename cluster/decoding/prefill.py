@@ -47,6 +47,10 @@ class _PlainSteps:
     def is_known(self) -> bool:
         return len(self.samples) >= _ENOUGH_SAMPLES
 
+    def is_known_of(self, tokens: int) -> bool:
+        """Whether all that is known was measured with no more than so many tokens."""
+        return self.is_known and all(fed <= tokens for fed, _ in self.samples)
+
     @property
     def is_due(self) -> bool:
         return self.prefills_since >= (_STALE_AFTER if self.is_known else _FIRST_AFTER)
@@ -184,8 +188,9 @@ class PrefillCosts:
     def _plain_ms(self, tokens: int) -> float | None:
         """What a step of so many tokens takes at least without prefill; None: nothing is known."""
         size = tokens.bit_length()
-        if size in self._plain and self._plain[size].is_known:
-            return self._plain[size].at_least_ms(tokens)
+        own = self._plain.get(size)
+        if own is not None and own.is_known_of(tokens):
+            return own.at_least_ms(tokens)
         known = sorted(one for one, plain in self._plain.items() if plain.samples)
         # What is known of fewer tokens holds for more, and a part of what more take for fewer.
         nearest = [one for one in known if one <= size][-2:] or known[:1]
