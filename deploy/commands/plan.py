@@ -12,6 +12,7 @@ from rich.console import Console
 from deploy.commands.options import ConfigOption, JsonOption
 from deploy.outputs import check_writable, write_json
 from deploy.reach import teller
+from deploy.request_flags import check_at_least_one
 
 _AGAIN = "Give the flag again for each further one."
 
@@ -76,7 +77,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         seed: Annotated[int | None, typer.Option(help="Of the simulated luck. Default: 0.")] = None,
         jobs: Annotated[
             int | None,
-            typer.Option(min=1, help="Layouts that are simulated at a time. Default: one a core."),
+            typer.Option(help="Layouts that are simulated at a time. Default: one a core."),
         ] = None,
         json_path: JsonOption = None,
     ) -> None:
@@ -85,6 +86,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         Flags override the table "plan" of the configuration, whose keys have the same names.
         docs/planning.md says what is simulated, and how well.
         """
+        check_at_least_one("jobs", jobs)
         if json_path is not None:
             check_writable("json", json_path)
         given = {

@@ -139,6 +139,7 @@ def test_requests_that_are_few_are_kept_up_with(call: Call, seed: str) -> None:
         (("--policies", "chian"), ("--policies", "did you mean chain")),
         (("--ratios", "1-1"), ("--ratios", "TARGETS:DRAFTERS")),
         (("--hosts", "0"), ("--hosts", "at least 1")),
+        (("--jobs", "0"), ("jobs", "at least 1, got 0")),
         (("--acceptance", "1.5"), ("--acceptance", "at most 1")),
         (("--concurrency", "4", "--requests-per-second", "1"), ("plan", "both given")),
         (("--target", "70b-8xh100-2hosts"), ("plan.target", "fits 1 host")),
