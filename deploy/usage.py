@@ -46,7 +46,8 @@ def _complaint(error: Any) -> str:
     cause = error.__cause__
     if parameter is not None and isinstance(cause, ValidationError):
         found = cause.errors()[0]
-        expected = _EXPECTED.get(found["type"].partition("_")[0], found["msg"])
+        said = found["msg"].removeprefix("Input should be ")
+        expected = _EXPECTED.get(found["type"].partition("_")[0], said)
         return f"{_flag(parameter)}: expected {expected}, got {found['input']!r}"
     if parameter is not None and not error.message:
         return f"{_flag(parameter)}: is missing; see `{path} --help`"
