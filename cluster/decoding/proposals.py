@@ -37,15 +37,14 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
 
 
 def _attach(drafter: str, sequence: Sequence, proposal: Proposal, vocab_size: int | None) -> bool:
-    token_ids = proposal.token_ids
+    token_ids, request = proposal.token_ids, sequence.request
     if vocab_size is None:
         return False
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return False
     leads = drafter not in sequence.helpers
-    is_merged = sequence.request.merge and not leads
-    coupled = sequence.request.spec.rule is Rule.COUPLED
-    if not (coupled or drafter == sequence.drafter or is_merged):
+    may_be_any = request.spec.rule is Rule.COUPLED or (request.merge and not leads)
+    if not (may_be_any or drafter == sequence.drafter):
         # Only the coupled rule may mix candidates of several drafters as they come, and the
         # one-hot rule those of drafters that are merged.
         return False

@@ -58,14 +58,14 @@ class TokenTree(Candidates):
         parents = proposal.parents
         if base is None or (self.chain and parents and parents != tuple(range(len(parents)))):
             return False
-        limits = until_position, max_nodes, leads
         if len(proposal.token_ids) == 1 and not (proposal.multiplicities or proposal.distributions):
-            return self._after(base, proposal.token_ids[0], (), *limits) is not None
+            (one,) = proposal.token_ids
+            return self._after(base, one, (), until_position, max_nodes, leads) is not None
         places: list[_Place] = [base]
         used: set[int] = set()
         for index, token_id in enumerate(proposal.token_ids):
             above = places[parents[index] if parents else index]
-            place = self._after(above, token_id, used, *limits)
+            place = self._after(above, token_id, used, until_position, max_nodes, leads)
             if isinstance(place, Node):
                 used.add(id(place))
                 if proposal.multiplicities:

@@ -30,8 +30,6 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
     if first_new > tree.end:
         return Excerpt(tree.end if tree.is_chain else 0, (), (), (), {})
     needs_probs = tree.needs_draft_probs
-    if first_new == tree.end and not needs_probs and tree.multiplicities[first_new] == 1:
-        return Excerpt(tree.parents[first_new], (tree.tokens[first_new],), (), (), {})
     attached_to = {
         tree.parents[node]
         for node in range(first_new, tree.end + 1)

@@ -85,8 +85,11 @@ class Growth:
 
     def lengthen(self, leaf: int, token_id: int) -> NewNodes:
         """`expand_chain` and `harvest` at once, of the leaf that `to_feed` gave."""
-        self.expand_chain(leaf, token_id)
-        return self._lengthen(leaf)
+        assert self.needs_token_alone
+        token_ids, chance, drawn = (token_id,), self._chances.estimate(0, 0.0), self._drawn
+        drawn.of[leaf] = Expansion(Children(token_ids, _GAP_UNKNOWN), [chance], [leaf + 1])
+        drawn.chance[leaf + 1] = chance
+        return NewNodes(token_ids, (leaf,))
 
     def expand(self, node: int, logits_V: torch.Tensor) -> None:
         """Draw the candidates under a node that was fed. The logits are on the CPU."""

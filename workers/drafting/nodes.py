@@ -116,23 +116,34 @@ class NodeTree:
         """The length and hash of the prefix that ends with a node."""
         return len(self.committed) + self._depths[node], self._hashes[node]
 
+    def prefix_hash(self, node: int) -> int:
+        """The hash of the prefix that ends with a node."""
+        return self._hashes[node]
+
     def extend(self, new: NewNodes) -> None:
         """Add drafted nodes."""
-        parents, count = new.parents, len(new.token_ids)
-        if parents is None:
-            parents = range(len(self.tokens) - 1, len(self.tokens) - 1 + count)
-        for token_id, parent in zip(new.token_ids, parents, strict=True):
-            number = len(self.tokens)
-            assert 0 <= parent < number, "a child before its parent"
-            self.tokens.append(token_id)
-            self._children[parent].append(number)
-            self._children.append([])
-            self._depths.append(self._depths[parent] + 1)
-            self._hashes.append(extend_hash(self._hashes[parent], token_id))
-        self.parents += parents
-        self.multiplicities += new.multiplicities or (1,) * count
+        parents = new.parents
+        if len(new.token_ids) == 1:
+            parents = (self.end,) if parents is None else parents
+            self._add(new.token_ids[0], parents[0])
+        else:
+            if parents is None:
+                parents = range(self.end, self.end + len(new.token_ids))
+            for token_id, parent in zip(new.token_ids, parents, strict=True):
+                self._add(token_id, parent)
+        self.multiplicities += new.multiplicities or (1,) * len(new.token_ids)
         if new.distributions:
             self.distributions.update(new.distributions)
+
+    def _add(self, token_id: int, parent: int) -> None:
+        number, hashes = len(self.tokens), self._hashes
+        assert 0 <= parent < number, "a child before its parent"
+        self.tokens.append(token_id)
+        self.parents.append(parent)
+        self._children[parent].append(number)
+        self._children.append([])
+        self._depths.append(self._depths[parent] + 1)
+        hashes.append(extend_hash(hashes[parent], token_id))
 
     def commit(self, token_ids: Sequence[int]) -> Kept:
         """Add committed tokens. The subtree that agrees with all of them stays, the rest goes."""
@@ -154,6 +165,8 @@ class NodeTree:
         return Kept(tuple(token_ids), tuple(path), tuple(nodes), agreed)
 
     def _below(self, top: int) -> list[int]:
+        if self.is_chain:
+            return list(range(top + 1, len(self.tokens)))
         inside = {top}
         below = []
         for node in range(top + 1, len(self.tokens)):
@@ -168,6 +181,9 @@ class NodeTree:
             self.distributions = {}
             self.tokens, self.parents, self.multiplicities = [self.committed[-1]], [ROOT], [1]
             self._depths, self._hashes, self._children = [0], [root_hash], [[]]
+            return
+        if self.is_chain:
+            self._keep_chain(root, root_hash)
             return
         number_of = {root: ROOT} | {node: index for index, node in enumerate(nodes, start=1)}
         rise = self._depths[root]
@@ -184,6 +200,19 @@ class NodeTree:
         self._children = [[] for _ in self.tokens]
         for node in range(1, len(self.tokens)):
             self._children[self.parents[node]].append(node)
+
+    def _keep_chain(self, root: int, root_hash: int) -> None:
+        """The same where each node continues the one before: what follows `root` is a chain."""
+        first, count = root + 1, self.end - root
+        self.distributions = {
+            node - root: pairs for node, pairs in self.distributions.items() if node >= root
+        }
+        self.parents = [ROOT, *range(count)]
+        self.multiplicities = [1, *self.multiplicities[first:]]
+        self._depths = list(range(count + 1))
+        self._hashes = [root_hash, *self._hashes[first:]]
+        self.tokens = [self.committed[-1], *self.tokens[first:]]
+        self._children = [*([node] for node in range(1, count + 1)), []]
 
     def check_integrity(self) -> None:
         """Assert that tokens, parents, hashes and depths belong together."""

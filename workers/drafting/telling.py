@@ -15,6 +15,10 @@ def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
     last = final or draft.grant_used or tree.used_up
     if last:
         tree.tell_last(until_grant=not final)
+    if first == tree.end and not tree.needs_draft_probs and tree.multiplicities[first] == 1:
+        base_length, base_hash = tree.base(tree.parents[first])  # one node, as of most chains
+        new, state = (tree.tokens[first],), draft.stopping_state
+        return [Proposal(sequence_id, base_length, base_hash, new, last, stopping_state=state)]
     # Of branches in many places only what is new is told, each under its own base.
     excerpts = excerpts_of(tree, first) if tree.grant.fan_out else [excerpt_of(tree, first)]
     proposals = []

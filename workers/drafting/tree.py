@@ -97,8 +97,9 @@ class DraftTree(NodeTree):
         """Whether a pass should look for more to draft."""
         is_ready = self._is_ready
         if is_ready is None:
-            leaf = self.end if self.may_go_on_as_chain else ROOT
-            is_ready = not self._told_last and self.nodes_left > 0 and self.room(leaf) > 0
+            is_ready = not self._told_last and len(self.tokens) <= self._most_nodes
+            if is_ready:
+                is_ready = self.room(self.end if self.may_go_on_as_chain else ROOT) > 0
             self._is_ready = is_ready
         return is_ready
 
@@ -110,14 +111,18 @@ class DraftTree(NodeTree):
     @property
     def used_up(self) -> bool:
         """Whether the grant's nodes are used up. Of a chain granted by position alone, never."""
-        return self.nodes_left == 0 and (self.grant.nodes > 0 or not self.is_chain)
+        if len(self.tokens) <= self._most_nodes:
+            return False
+        return self.grant.nodes > 0 or not self.is_chain
 
     @property
     def finished(self) -> bool:
         """Whether nothing can follow, whatever is granted, as far as that is plain to see."""
         ends_as_chain = self.grant.fan_out == 0 and self.is_chain
-        if not self.spec.end_token_ids:
-            return self.ends(self.end if ends_as_chain else ROOT)
+        if not self.spec.end_token_ids:  # by its length alone
+            return len(self.committed) + self._depths[-1 if ends_as_chain else ROOT] >= (
+                self.max_position
+            )
         return self.ends(ROOT) or (ends_as_chain and self.ends(self.end))
 
     @property
@@ -155,11 +160,12 @@ class DraftTree(NodeTree):
         """Add drafted nodes. The grant must allow them, and none may follow an end token."""
         if not new.token_ids:
             return
-        assert len(new.token_ids) <= self.nodes_left, "drafted more nodes than granted"
-        first = len(self.tokens)
+        first, depths = len(self.tokens), self._depths
         super().extend(new)
         self._is_ready = None
-        assert max(self._depths[first:]) <= self._deepest, "drafted beyond the grant"
+        assert len(self.tokens) <= 1 + self._most_nodes, "drafted more nodes than granted"
+        deepest = depths[-1] if first == len(depths) - 1 else max(depths[first:])
+        assert deepest <= self._deepest, "drafted beyond the grant"
         if self.spec.end_token_ids:
             assert not any(map(self.ends, self.parents[first:])), "drafted beyond an end"
 

@@ -121,7 +121,7 @@ class ReplayProposer:
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         begin = self._clock.now()
         result = Pass(took_part=list(trees))
-        batch = 0
+        batch, text, guess, drafts = 0, self._text, self._guess, result.drafts
         for tree in trees:
             held = self._held[tree]
             growth = held.growth
@@ -132,16 +132,16 @@ class ReplayProposer:
                 result.tokens_fed += fed if fed > len(nodes) else len(nodes)
             if nodes and growth.needs_token_alone:
                 digest = self._leaf_reader(tree, held, nodes[0]).digest()
-                token_id = self._text.first_guess(digest, tree.spec, self._guess)
+                token_id = text.first_guess(digest, tree.spec, guess)
                 new = growth.lengthen(nodes[0], token_id)
             else:
                 for node in nodes:
                     self._expand(tree, held, node)
                 new = growth.harvest(nodes, pass_ms=pass_ms)
             if new.token_ids:
-                result.drafts.append(Draft(tree, new))
+                drafts.append(Draft(tree, new))
             elif not nodes:
-                result.drafts.append(Draft(tree, new, grant_used=True))
+                drafts.append(Draft(tree, new, grant_used=True))
         if batch:
             seconds = self._profile.pass_ms.ms(batch, result.tokens_fed) / 1000
             self._clock.finish(begin, seconds)
@@ -164,8 +164,7 @@ class ReplayProposer:
         """What has read all up to the end of a chain: its parent's, which reads on."""
         if leaf == ROOT:
             return self._reader(tree, held, leaf)
-        _, hash_above = tree.base(tree.parents[leaf])
-        reader = held.readers.pop(hash_above, None)
+        reader = held.readers.pop(tree.prefix_hash(tree.parents[leaf]), None)
         if reader is None:
             return self._reader(tree, held, leaf)
         length, prefix_hash = tree.base(leaf)
