@@ -117,9 +117,9 @@ def resolve_model(
     Raises CheckpointError for what is neither, ModelFetchError where a fetch fails.
     """
     if name_or_path == STAND_IN:
-        from workers.emulated.stand_in import stand_in_at
+        from workers.emulated.stand_in import stand_in_in
 
-        return ModelFiles(stand_in_at(home / "models" / STAND_IN), "float32")
+        return ModelFiles(stand_in_in(home / "models"), "float32")
     entry = catalogue.get(name_or_path)
     if entry is not None:
         folder = home / "models" / entry.folder

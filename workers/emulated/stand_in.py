@@ -17,6 +17,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from workers.emulated.replay_text import NUM_RESERVED
 
+EDITION = 2
+"""One more when what is written changes: a user's cache may hold the one before."""
+
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 8192
 END_TOKEN_ID = 2
@@ -24,8 +27,9 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 """Chats are taken too: all that is said, in its order."""
 
 
-def stand_in_at(folder: Path) -> Path:
-    """The stand-in checkpoint in `folder`, made where it is absent; several may ask at once."""
+def stand_in_in(models: Path) -> Path:
+    """The stand-in's folder in `models`, made where it is absent; several may ask at once."""
+    folder = models / f"stand-in-{EDITION}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
