@@ -33,7 +33,11 @@ from deploy.bench.engine_rows import (
 from deploy.bench.shard_process import ShardSetting, TargetStream, running_target
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.block_pool import blocks_for
-from workers.engine.kv_cache import BLOCK_SIZE
+from workers.engine.kv_cache import BLOCK_SIZE, block_bytes
+from workers.engine.kv_sizes import kv_sizes_of
+from workers.engine.linears import activation_dtype
+from workers.engine.model import part_config
+from workers.engine.tensor_parallel.sharding import Place
 from workers.models import ModelFiles
 
 PART = "steps"
@@ -63,7 +67,7 @@ def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
     bandwidths = {threads: copy_bandwidth(threads) for threads in range(1, CORES + 1)}
     runtime_bytes = runtime_memory()
     for degree, threads in SETTINGS:
-        setting = shard_setting(files, sizes, degree=degree, threads=threads)
+        setting = shard_setting(files, degree=degree, threads=threads)
         task.tell(f"steps: starting {degree} x {threads} threads")
         with running_target(setting, log_folder=task.log_folder) as stream:
             bench = StepBench(stream, setting, sizes, bandwidths[degree * threads])
@@ -73,18 +77,28 @@ def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
     yield from _peer_rows(files, sizes, bandwidths, amount, task)
 
 
-def shard_setting(
-    files: ModelFiles, sizes: ModelBytes, *, degree: int, threads: int
-) -> ShardSetting:
-    """A target with KV memory for what is measured, in whole MiB a shard."""
-    blocks = max(BATCHES) * blocks_for(CONTEXT + 1 + max(WINDOWS), BLOCK_SIZE)
-    tokens = max(blocks * BLOCK_SIZE, PREFILL_TOKENS)
+def shard_setting(files: ModelFiles, *, degree: int, threads: int) -> ShardSetting:
+    """A target with KV memory for what is measured, in whole MiB a shard.
+
+    It is what the rank with the most heads needs: those that do not divide are there twice.
+    """
+    num_blocks = max(
+        max(BATCHES) * blocks_for(CONTEXT + 1 + max(WINDOWS), BLOCK_SIZE),
+        blocks_for(PREFILL_TOKENS, BLOCK_SIZE),
+    )
+    per_block = max(
+        block_bytes(
+            **kv_sizes_of(part_config(files.folder, Place(rank, degree))),
+            dtype=activation_dtype(files.weights),
+        )
+        for rank in range(degree)
+    )
     return ShardSetting(
         files.folder,
         files.weights,
         degree=degree,
         threads=threads,
-        kv_memory_mib=1 + sizes.kv_a_token * tokens // _MIB,
+        kv_memory_mib=1 + num_blocks * per_block // _MIB,
         max_model_len=PREFILL_TOKENS,
     )
 

@@ -35,7 +35,9 @@ from paceline.errors import UnavailableError
 from tests.deploy.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
-from workers.models import resolve_model
+from workers.engine.block_pool import blocks_for
+from workers.engine.kv_cache import BLOCK_SIZE
+from workers.models import ModelFiles, resolve_model
 
 
 @pytest.fixture(scope="module")
@@ -123,10 +125,20 @@ def test_steps_are_measured_at_every_batch_and_window(task: EngineTask) -> None:
     assert [row.speedup for row in rows if row.name == "off"] == [1.0] * len(BATCHES)
 
 
+def test_ranks_have_room_for_heads_that_do_not_divide(tmp_path: Path) -> None:
+    """Nine heads that share three: the rank of five of them holds five keys and values, not two."""
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+    folder = make_tiny_checkpoint(tmp_path / "model", hidden_size=72, **heads)
+    setting = engine_steps.shard_setting(ModelFiles(folder, "float32"), degree=2, threads=1)
+    with running_target(setting, log_folder=tmp_path) as stream:
+        num_blocks = stream.description.num_blocks
+    longest = engine_steps.CONTEXT + 1 + max(WINDOWS)
+    assert num_blocks >= max(BATCHES) * blocks_for(longest, BLOCK_SIZE)
+
+
 def test_a_shard_that_does_not_start_says_why(task: EngineTask, tmp_path: Path) -> None:
     files = resolve_model(task.config.target.model, home=task.home)
-    sizes = model_bytes(files.folder, files.weights)
-    setting = engine_steps.shard_setting(files, sizes, degree=1, threads=1)
+    setting = engine_steps.shard_setting(files, degree=1, threads=1)
     missing = replace(setting, folder=tmp_path / "missing")
     with (
         pytest.raises(UnavailableError, match="missing"),
