@@ -12,6 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from cluster.callers import Callers
 from cluster.decoding.events import (
@@ -187,7 +188,7 @@ class Dispatch:
             self.driver_time.pause()
             return
         seconds = self.clock.on_the_loop(response.step_seconds)
-        self._loop.call_soon(self._rehearsal.expect, seconds)
+        self._loop.call_soon(partial(self._rehearsal.expect, seconds, sequences=len(done.verdicts)))
 
     # Drafters.
 

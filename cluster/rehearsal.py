@@ -32,6 +32,8 @@ from workers.step_rehearsal import WORTH_SECONDS
 
 _BEFORE_SECONDS = 0.0022
 """How long before the answer it begins. The event loop may wake a millisecond late."""
+_MOST_SEQUENCES = 8
+"""The first verdicts of a long answer are the rehearsal of all the others."""
 _TOKEN, _VOCAB_SIZE = 1, 2
 _PROMPT_LENGTH, _LENGTH, _WINDOW = 4, 256, 2
 _STEP_SECONDS = 0.01
@@ -71,9 +73,10 @@ class Rehearsal:
         """Sequences that came to their end."""
         return self._scheduler.totals.finished
 
-    def expect(self, seconds: float) -> None:
-        """An answer is expected in so long: rehearse shortly before, where that is worth it."""
-        if seconds >= WORTH_SECONDS and self._timer is None:
+    def expect(self, seconds: float, *, sequences: int) -> None:
+        """An answer about so many is expected in so long: rehearse before, where it is worth it."""
+        worth = seconds >= WORTH_SECONDS and sequences <= _MOST_SEQUENCES
+        if worth and self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(seconds - _BEFORE_SECONDS, self._on_time)
 

@@ -30,13 +30,15 @@ class _Counted(Rehearsal):
 
 async def test_it_rehearses_before_an_answer_that_takes_long_and_not_otherwise() -> None:
     rehearsal = _Counted()
-    rehearsal.expect(0.001)
+    rehearsal.expect(0.001, sequences=1)
+    assert not rehearsal.expects
+    rehearsal.expect(0.02, sequences=64)
     assert not rehearsal.expects
     for _ in range(2):
-        rehearsal.expect(0.02)
+        rehearsal.expect(0.02, sequences=1)
         assert rehearsal.expects
         await asyncio.wait_for(rehearsal.runs.get(), 30)
         assert not rehearsal.expects
-    rehearsal.expect(0.02)
+    rehearsal.expect(0.02, sequences=1)
     rehearsal.end()
     assert not rehearsal.expects
