@@ -48,8 +48,8 @@ from cluster.meters import DriverTimeMeter, GapMeter
 from cluster.rehearsal import Rehearsal
 from cluster.requests import widest_proposal
 from cluster.round_tap import RoundTap
+from cluster.target_description import TargetDescription
 from cluster.target_groups import TargetGroups
-from cluster.target_link import TargetDescription
 from cluster.worker_wire import DraftInstruction, proposals_from_wire, verdicts_from_wire
 from paceline.errors import PacelineError, ProtocolError
 from paceline.v1 import drafting_pb2, target_pb2

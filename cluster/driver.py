@@ -22,7 +22,8 @@ from cluster.fitting import can_have
 from cluster.generation import Generation
 from cluster.requests import RequestResolver, Speculation
 from cluster.round_tap import RoundTap
-from cluster.target_link import StepTimeout, TargetDescription
+from cluster.target_description import TargetDescription
+from cluster.target_link import StepTimeout
 from cluster.target_pool import TargetPool
 from cluster.text import TextCodec, TextStream
 from paceline.errors import OverloadedError, UnavailableError

@@ -15,12 +15,8 @@ from cluster.generation import Generation
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.errors import InternalError, PacelineError, PromptTooLongError
 from paceline.generation import Chunk, GenerateEvent, Started
-from paceline.inference_wire import (
-    event_to_wire,
-    failure_to_wire,
-    fill_response,
-    request_from_wire,
-)
+from paceline.inference_wire import event_to_wire, failure_to_wire, fill_response
+from paceline.request_wire import request_from_wire
 from paceline.status import MAX_DETAILS_BYTES
 from paceline.v1 import inference_pb2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cluster.target_link import TargetDescription
+from cluster.target_description import TargetDescription
 from paceline.errors import CheckpointError, WorkerLostError
 
 

@@ -24,6 +24,7 @@ from cluster.decoding.instructions import RunStep
 from cluster.meters import WorkerMeter
 from cluster.outbox import Outbox
 from cluster.shard_names import shard_name
+from cluster.target_description import TargetDescription, description_of
 from cluster.worker_wire import step_to_wire
 from paceline.errors import (
     CheckpointError,
@@ -38,37 +39,6 @@ MEET_SECONDS = 90.0
 """Deadline of a meeting of shards: their own, and a test of the group at its first one."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TargetDescription:
-    """What all shards of the target have in common. `model`: as they call it.
-
-    `checkpoint_digest`: of its files (target.proto).
-    """
-
-    model: str
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    checkpoint_digest: bytes = b""
-
-    @property
-    def made_of(self) -> tuple[str, int, bytes]:
-        """What all groups of a target have in common: the checkpoint's name, vocabulary, files."""
-        return self.model, self.vocab_size, self.checkpoint_digest
-
-    @property
-    def checkpoint(self) -> str:
-        """The same in words."""
-        files = self.checkpoint_digest.hex()[:8]
-        return f"{self.model!r}, {self.vocab_size} tokens, files {files or 'unknown'}"
-
-    @property
-    def room(self) -> int:
-        """Most tokens that one sequence may have."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
 
 
 class TargetListener(Protocol):
@@ -191,7 +161,7 @@ class TargetLink:
             self._check(descriptions)
             if len(stubs) > 1:
                 descriptions = await _meet(stubs, descriptions[0].rendezvous)
-            description = _agree(descriptions)
+            description = description_of(descriptions)
             calls = [open_stream(stub.Step) for stub in stubs]
             self._outboxes = [Outbox(call.write) for call in calls]
             self._answer_by = None
@@ -293,14 +263,3 @@ async def _meet(
         if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
             raise CheckpointError(error.details() or "the shards do not fit") from error
         raise
-
-
-def _agree(descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> TargetDescription:
-    return TargetDescription(
-        model=descriptions[0].model,
-        vocab_size=descriptions[0].vocab_size,
-        max_model_len=min(shard.max_model_len for shard in descriptions),
-        block_size=descriptions[0].block_size,
-        num_blocks=min(shard.num_blocks for shard in descriptions),
-        checkpoint_digest=descriptions[0].checkpoint_digest,
-    )

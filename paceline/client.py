@@ -34,12 +34,9 @@ from paceline.generation import (
     ModelDescription,
     Stats,
 )
-from paceline.inference_wire import (
-    description_from_wire,
-    event_from_wire,
-    request_to_wire,
-)
+from paceline.inference_wire import description_from_wire, event_from_wire
 from paceline.options import OptionFields, options_with
+from paceline.request_wire import request_to_wire
 from paceline.shared_stream import SharedStream
 from paceline.stats_wire import stats_from_wire
 from paceline.status import error_of, unreachable

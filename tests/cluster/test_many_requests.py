@@ -24,7 +24,7 @@ from paceline import (
     PromptTooLongError,
 )
 from paceline.channel import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
-from paceline.inference_wire import request_to_wire
+from paceline.request_wire import request_to_wire
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster.system import System, eventually, make_checkpoints, running_system
 

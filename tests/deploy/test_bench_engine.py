@@ -16,9 +16,7 @@ from deploy.bench.engine import PARTS, USUAL_PARTS, run_engine
 from deploy.bench.engine_delay import delay_in_steps
 from deploy.bench.engine_driver import measure_one
 from deploy.bench.engine_load import Request, random_tokens, seeded_requests
-from deploy.bench.engine_memory import (
-    model_bytes,
-)
+from deploy.bench.engine_memory import model_bytes
 from deploy.bench.engine_peer import PeerProcess
 from deploy.bench.engine_rows import (
     BATCHES,

@@ -23,10 +23,8 @@ from paceline import (
     UnavailableError,
 )
 from paceline.errors import InternalError, PacelineError, WorkerLostError
-from paceline.inference_wire import (
-    request_from_wire,
-)
 from paceline.options import OptionFields
+from paceline.request_wire import request_from_wire
 from tests.paceline.scripted import DESCRIPTION, EVENTS, STATS, Scripted
 
 OWN_OR_SHARED = (20.0, None)

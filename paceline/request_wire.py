@@ -1,0 +1,183 @@
+"""Between the wire of a request (inference.proto) and plain values (paceline.generation)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.channel import MAX_REQUEST_BYTES
+from paceline.convert import rule_to_wire, stopping_to_wire
+from paceline.errors import InvalidRequestError, PromptTooLongError
+from paceline.generation import GenerateInput, GenerateOptions, Message
+from paceline.rules import Rule, Stopping
+from paceline.v1 import inference_pb2
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+# Enum numbers have a type of their own in the stubs for each use; Any stands for all of them.
+POLICIES: dict[str, Any] = {
+    "off": inference_pb2.LOOKAHEAD_POLICY_OFF,
+    "lockstep": inference_pb2.LOOKAHEAD_POLICY_LOCKSTEP,
+    "chain": inference_pb2.LOOKAHEAD_POLICY_CHAIN,
+    "pearl": inference_pb2.LOOKAHEAD_POLICY_PEARL,
+    "fanout": inference_pb2.LOOKAHEAD_POLICY_FANOUT,
+    "spread": inference_pb2.LOOKAHEAD_POLICY_SPREAD,
+    "replicas": inference_pb2.LOOKAHEAD_POLICY_REPLICAS,
+    "auto": inference_pb2.LOOKAHEAD_POLICY_AUTO,
+}
+POLICY_NAMES: dict[int, str] = {number: name for name, number in POLICIES.items()}
+_RULES: dict[str, Any] = {rule.value: rule_to_wire(rule) for rule in Rule}
+_RULE_NAMES: dict[int, str] = {number: name for name, number in _RULES.items()}
+_STOPPINGS: dict[str, Any] = {one.value: stopping_to_wire(one) for one in Stopping}
+_STOPPING_NAMES: dict[int, str] = {number: name for name, number in _STOPPINGS.items()}
+
+
+def request_to_wire(
+    generate_input: GenerateInput, options: GenerateOptions
+) -> inference_pb2.GenerateRequest:
+    """The message of a request.
+
+    Raises InvalidRequestError naming the field when a value cannot be told on the wire at all, or
+    is what makes the message longer than any may be.
+    """
+    request = inference_pb2.GenerateRequest(ignore_eos=options.ignore_eos)
+    _input_to_wire(generate_input, request)
+    for name in _SAMPLING_FIELDS:
+        _set(request.sampling, name, getattr(options, name))
+    _attempt("logit_bias", lambda: request.sampling.logit_bias.update(options.logit_bias))
+    for name in (
+        "request_id",
+        "seed",
+        "max_tokens",
+        "window",
+        "branches",
+        "drafter",
+        "merge",
+        "tenant",
+    ):
+        _set(request, name, getattr(options, name))
+    if isinstance(options.stop, str):
+        raise InvalidRequestError("stop", "expected a list of strings, got a string; put it in one")
+    _attempt("stop", lambda: request.stop.extend(options.stop))
+    _attempt("stop_token_ids", lambda: request.stop_token_ids.extend(options.stop_token_ids))
+    if options.policy is not None:
+        request.policy = _look_up(POLICIES, options.policy, "policy")
+    if options.rule is not None:
+        request.rule = _look_up(_RULES, options.rule, "rule")
+    if options.stopping is not None:
+        request.stopping = _look_up(_STOPPINGS, options.stopping, "stopping")
+    _check_size(request)
+    return request
+
+
+def request_from_wire(
+    request: inference_pb2.GenerateRequest,
+) -> tuple[GenerateInput, GenerateOptions]:
+    """Input and options of a message. Raises InvalidRequestError for a missing input or enum."""
+
+    def given(message: Any, name: str) -> Any:
+        return getattr(message, name) if message.HasField(name) else None
+
+    sampling = request.sampling
+    options = GenerateOptions(
+        **{name: given(sampling, name) for name in _SAMPLING_FIELDS},
+        logit_bias=dict(sampling.logit_bias),
+        seed=given(request, "seed"),
+        max_tokens=given(request, "max_tokens"),
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        policy=_name_of(POLICY_NAMES, request.policy, "policy"),
+        rule=_name_of(_RULE_NAMES, request.rule, "rule"),
+        window=given(request, "window"),
+        stopping=_name_of(_STOPPING_NAMES, request.stopping, "stopping"),
+        branches=given(request, "branches"),
+        drafter=request.drafter or None,
+        merge=given(request, "merge"),
+        tenant=request.tenant or None,
+        request_id=request.request_id or None,
+    )
+    return _input_from_wire(request), options
+
+
+def _input_to_wire(generate_input: GenerateInput, request: inference_pb2.GenerateRequest) -> None:
+    if isinstance(generate_input, str):
+        _set(request, "prompt", generate_input)
+        return
+    items: list[Any] = list(generate_input)
+    if not items:
+        raise InvalidRequestError("prompt", "expected text, token ids or messages, got none")
+    if all(isinstance(item, Message) for item in items):
+        for item in items:
+            message = request.messages.messages.add()
+            _set(message, "role", item.role, field="messages")
+            _set(message, "content", item.content, field="messages")
+        return
+    _attempt("prompt_token_ids", lambda: request.prompt_token_ids.token_ids.extend(items))
+
+
+def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:
+    match request.WhichOneof("input"):
+        case "prompt":
+            return request.prompt
+        case "prompt_token_ids":
+            return tuple(request.prompt_token_ids.token_ids)
+        case "messages":
+            return tuple(Message(m.role, m.content) for m in request.messages.messages)
+        case _:
+            raise InvalidRequestError(
+                "input", "expected one of prompt, prompt_token_ids and messages, got none"
+            )
+
+
+def _check_size(request: inference_pb2.GenerateRequest) -> None:
+    size = request.ByteSize()
+    if size <= MAX_REQUEST_BYTES:
+        return
+    without = inference_pb2.GenerateRequest()
+    without.CopyFrom(request)
+    kind = without.WhichOneof("input")
+    if kind is not None:
+        without.ClearField(kind)
+    most = f"a request may have {MAX_REQUEST_BYTES:,} bytes on the wire, this one has"
+    if kind is not None and without.ByteSize() <= MAX_REQUEST_BYTES:
+        raise PromptTooLongError(kind, f"{most} {size:,}; shorten it")
+    raise InvalidRequestError(
+        "request", f"{most} {without.ByteSize():,} beside its prompt; shorten its other fields"
+    )
+
+
+def _set(message: Any, name: str, value: object, *, field: str | None = None) -> None:
+    if value is not None:
+        _attempt(field or name, lambda: setattr(message, name, value))
+
+
+def _attempt(field: str, assign: Any) -> None:
+    """Let protobuf check type and range of a value."""
+    try:
+        assign()
+    except (TypeError, ValueError) as error:
+        raise InvalidRequestError(field, f"{error}; see inference.proto for its range") from error
+
+
+def _look_up(numbers: dict[str, Any], name: str, field: str) -> Any:
+    if name not in numbers:
+        raise InvalidRequestError(field, f"expected one of {', '.join(numbers)}, got {name!r}")
+    return numbers[name]
+
+
+def _name_of(names: dict[int, str], number: int, field: str) -> str | None:
+    if number == 0:
+        return None
+    if number not in names:
+        raise InvalidRequestError(
+            field, f"expected one of {', '.join(names.values())}, got the unknown number {number}"
+        )
+    return names[number]
