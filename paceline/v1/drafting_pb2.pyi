@@ -535,7 +535,9 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Declined(_message.Message):
-    """The drafter will not draft for this sequence: it is full, or the prompt exceeds its context."""
+    """The drafter will not draft for this sequence: it is full, or the prompt exceeds its context. It may
+    say so when the sequence is opened or at any time after; the sequence is closed then.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

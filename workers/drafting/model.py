@@ -81,7 +81,8 @@ class ModelProposer:
         try:
             if self._shares_prefixes:
                 sequence.adopt(tree.committed)
-            sequence.extend(tree.committed[len(sequence) :])
+            # Its own blocks it takes with its first slice: what it shares may be there by then.
+            sequence.check_room(tree.num_committed)
         except OverloadedError:
             self._cache.close(tree)
             raise

@@ -82,7 +82,10 @@ class Proposer(Protocol):
         """What it is."""
 
     def open(self, tree: DraftTree) -> None:
-        """Begin to keep what a tree needs. Raises OverloadedError, keeping nothing, when full."""
+        """Begin to keep what a tree needs. Raises OverloadedError, keeping nothing, when full.
+
+        What is full only when its turn comes has it declined in that pass.
+        """
 
     def close(self, tree: DraftTree) -> None:
         """Free everything kept for a tree."""

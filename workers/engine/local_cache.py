@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.errors import OverloadedError
 from workers.engine.block_pool import blocks_for
 from workers.engine.shared_blocks import SharedBlocks, extend_keys
 from workers.engine.slices import Slice
@@ -40,11 +41,16 @@ class LocalSequence:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append tokens, whose KV is still missing. Raises OverloadedError, changing nothing."""
-        wanted = blocks_for(len(self.token_ids) + len(token_ids), self._block_size)
-        missing = wanted - len(self.block_table)
+        missing = self._missing_blocks(len(self.token_ids) + len(token_ids))
         if missing > 0:
             self.block_table.extend(self._pool.allocate(missing))
         self.token_ids.extend(token_ids)
+
+    def check_room(self, num_tokens: int) -> None:
+        """Raise OverloadedError unless it could grow to so many tokens now. Takes nothing."""
+        missing, available = self._missing_blocks(num_tokens), self._pool.num_available
+        if missing > available:
+            raise OverloadedError(f"{missing} KV blocks wanted, {available} free")
 
     def truncate_to(self, position: int) -> None:
         """Keep the first `position` tokens; blocks that hold none go to the pool.
@@ -128,6 +134,9 @@ class LocalSequence:
         assert 0 <= self.num_stored <= len(self)
         assert self._num_offered <= min(self.num_stored // self._block_size, len(self._block_keys))
         return self.block_table, self._num_offered, self._block_keys
+
+    def _missing_blocks(self, num_tokens: int) -> int:
+        return blocks_for(num_tokens, self._block_size) - len(self.block_table)
 
     def _extend_keys(self, token_ids: Sequence[int], count: int) -> None:
         extend_keys(
