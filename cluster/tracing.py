@@ -39,8 +39,9 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         now = self._driver.clock.now
         messages: asyncio.Queue[trace_pb2.TraceResponse] = asyncio.Queue()
         begun = trace_pb2.TraceBegun(now=now(), model=model)
-        await context.write(trace_pb2.TraceResponse(begun=begun))
         with self._driver.tapped(RoundTap(messages.put_nowait, now)):
+            # Whoever has read this may ask for an answer: not a step of it must be missed.
+            await context.write(trace_pb2.TraceResponse(begun=begun))
             async for message in _until_too_many(messages):
                 await context.write(message)
         await context.abort(

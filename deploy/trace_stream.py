@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 
 from deploy.trace_file import TraceFile
 from paceline.channel import client_options
+from paceline.client import UNARY_SECONDS
 from paceline.status import error_of
-from paceline.v1 import trace_pb2, trace_pb2_grpc
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 
 _LAST_SECONDS = 0.2
 """How long messages that are on their way when the block ends are waited for."""
@@ -29,6 +30,7 @@ async def tracing(address: str) -> AsyncIterator[TraceFile]:
             reader = asyncio.create_task(_read(messages, drawn))
             try:
                 yield drawn
+                await _all_is_told(channel)
                 await asyncio.wait([reader], timeout=_LAST_SECONDS)
                 if reader.done():
                     reader.result()
@@ -39,6 +41,13 @@ async def tracing(address: str) -> AsyncIterator[TraceFile]:
             raise error_of(error, address) from error
         finally:
             call.cancel()
+
+
+async def _all_is_told(channel: grpc.aio.Channel) -> None:
+    """By the time that a later call is answered, all before it was told, however busy the host."""
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    with suppress(grpc.RpcError):  # a server that is gone ends the stream, which says so
+        await stub.Stats(inference_pb2.StatsRequest(), timeout=UNARY_SECONDS)
 
 
 async def _read(messages: AsyncIterator[trace_pb2.TraceResponse], drawn: TraceFile) -> None:

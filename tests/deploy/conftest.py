@@ -57,7 +57,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             yield Served(address, checkpoint, config)
         finally:
             process.stdin.close()
-            process.wait(timeout=20)
+            process.wait(timeout=120)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def paceline(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str
         env=os.environ | environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

@@ -243,10 +243,10 @@ def test_a_signal_leaves_no_file_and_no_sequence(
             assert command.poll() is None
             time.sleep(0.02)
         command.send_signal(number)
-        _, stderr = command.communicate(timeout=30)
+        _, stderr = command.communicate(timeout=120)
         assert command.returncode == 128 + number, stderr
         assert "Traceback" not in stderr
-        give_up = time.monotonic() + 5
+        give_up = time.monotonic() + 60
         while client.stats().sequences_running and time.monotonic() < give_up:
             time.sleep(0.02)
         assert client.stats().sequences_running == 0

@@ -39,7 +39,7 @@ def test_no_heavy_package_is_imported(line: str, code: int) -> None:
         cwd=_ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert done.stdout.splitlines()[-1] == f"LOADED {code}", done.stderr

@@ -20,7 +20,7 @@ def test_the_python_example_prints_a_text_that_ends_soon(served: Served) -> None
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -41,8 +41,8 @@ def test_it_serves_until_it_is_stopped(ray_address: str, tmp_path: Path) -> None
             completion = client.generate("hello", GenerateOptions(max_tokens=3, ignore_eos=True))
         assert len(completion.token_ids) == 3
         job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=20) == 128 + signal.SIGTERM
-    give_up = time.monotonic() + 5
+        assert job.wait(timeout=120) == 128 + signal.SIGTERM
+    give_up = time.monotonic() + 60
     while is_listening(address) and time.monotonic() < give_up:
         time.sleep(0.05)
     assert not is_listening(address)
@@ -60,7 +60,7 @@ def test_without_a_cluster_it_says_what_to_do(tmp_path: Path) -> None:
         env=environ,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert ended.returncode == 3
     assert ended.stderr.startswith("error: no Ray cluster at 127.0.0.1:1")

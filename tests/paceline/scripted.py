@@ -67,7 +67,7 @@ class Scripted(inference_pb2_grpc.InferenceServiceServicer):
             context.add_callback(self.cancelled.set)
             yield event_to_wire(EVENTS[0])
             yield event_to_wire(EVENTS[1])
-            self.cancelled.wait(20)
+            self.cancelled.wait(240)
             return
         yield from map(event_to_wire, EVENTS[: -1 if request.prompt == "torn" else None])
 

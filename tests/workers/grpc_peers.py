@@ -13,7 +13,7 @@ from paceline.convert import spec_to_wire
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc
 
-DEADLINE = 20.0
+DEADLINE = 120.0
 """Seconds after which a test's call fails."""
 
 

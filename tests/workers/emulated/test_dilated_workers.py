@@ -105,21 +105,23 @@ async def test_rules_that_toss_coins_have_real_distributions(checkpoints: Checkp
 async def test_figures_are_in_the_devices_time(checkpoints: Checkpoints) -> None:
     """What is told of a step is what the profile says; more only by overruns, which are counted."""
     async with _driver(checkpoints, *await _dilated_pair(checkpoints), DILATION) as driver:
-        before, began = driver.stats(), time.monotonic()
+        began = time.monotonic()
+        before, told_before = driver.stats(), time.monotonic()
         options = GenerateOptions(max_tokens=10, policy="off", ignore_eos=True)
         answer = await complete(driver, PROMPTS[0], options)
         # The last step is counted a moment after its tokens went out.
         all_told = _target(before)[0] + 10 * STEP_SECONDS * 0.999
-        await eventually(lambda: _target(driver.stats())[0] >= all_told)
+        await eventually(lambda: _target(driver.stats())[0] >= all_told, 60)
+        least_seconds = time.monotonic() - told_before
         after, real_seconds = driver.stats(), time.monotonic() - began
     assert answer.stats.steps == 10
     told = _target(after)[0] - _target(before)[0]
     if not _target(after)[1]:
         assert told == pytest.approx(10 * STEP_SECONDS, rel=1e-3)
     assert answer.stats.seconds < real_seconds / DILATION
-    assert after.uptime_seconds - before.uptime_seconds == pytest.approx(
-        real_seconds / DILATION, rel=0.05
-    )
+    # Each was told at some moment between two readings of the clock.
+    told_seconds = DILATION * (after.uptime_seconds - before.uptime_seconds)
+    assert 0.999 * least_seconds < told_seconds < 1.001 * real_seconds
     # Passes end by deadline: together they cannot end early but by what one makes good.
     assert real_seconds >= told * DILATION - MOST_MADE_GOOD
 
@@ -134,10 +136,11 @@ def test_a_clock_counts_what_the_next_pass_cannot_make_good() -> None:
     began = time.perf_counter()
     end = clock.finish(clock.now(), 0.01)
     assert time.perf_counter() - began >= 0.04
-    assert clock.overrun_seconds <= clock.now() - end + 0.1
+    assert end <= clock.now()
     begin = clock.now() - 0.5  # half a second of the device's has passed already
     end = clock.finish(begin, 0.1)
-    assert clock.overrun_seconds == pytest.approx(0.4, abs=0.05)
+    latest = clock.now()
+    assert 0.4 - MOST_MADE_GOOD <= clock.overrun_seconds <= latest - begin - 0.1
     assert end == pytest.approx(begin + 0.1 + clock.overrun_seconds, abs=MOST_MADE_GOOD)
 
 

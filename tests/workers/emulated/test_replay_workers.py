@@ -124,7 +124,7 @@ def test_a_relay_delays_each_way_and_passes_the_end_on() -> None:
     with socket.create_server((HOST, 0)) as listener:
         relay = Relay(f"{HOST}:{listener.getsockname()[1]}", LinkProfile(rtt_ms=40))
         host, _, port = relay.address.rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as near:
+        with socket.create_connection((host, int(port)), timeout=120) as near:
             far, _ = listener.accept()
             with far:
                 for sender, receiver in ((near, far), (far, near)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -13,13 +12,8 @@ from workers.engine.tensor_parallel.group import Deadlines, Group
 from workers.engine.tensor_parallel.sharding import Place
 
 Result = TypeVar("Result")
-QUICK = Deadlines(meeting=10.0, collective=5.0)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+PATIENT = Deadlines(meeting=120.0, collective=120.0)
+"""Nobody stays away: only a busy host makes them wait for each other."""
 
 
 class Ranks:
@@ -29,7 +23,7 @@ class Ranks:
         self,
         degree: int,
         *,
-        deadlines: Deadlines = QUICK,
+        deadlines: Deadlines = PATIENT,
         device_of: Callable[[int], str] = lambda rank: "cpu",
         device_names: Sequence[str] | None = None,
     ) -> None:
@@ -67,9 +61,9 @@ class Ranks:
     def together(self, work: Callable[[Group], Result]) -> list[Result]:
         """`work` of every rank at once; the results by rank. Raises the first rank's error."""
         futures = [self._threads.submit(work, group) for group in self.groups]
-        return [future.result(timeout=60) for future in futures]
+        return [future.result(timeout=240) for future in futures]
 
     def errors(self, work: Callable[[Group], Any]) -> list[BaseException | None]:
         """What each rank's `work` raises."""
         futures = [self._threads.submit(work, group) for group in self.groups]
-        return [future.exception(timeout=60) for future in futures]
+        return [future.exception(timeout=240) for future in futures]

@@ -18,7 +18,7 @@ from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.tensor_parallel.ranks import Ranks
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.slices import Slice
-from workers.engine.tensor_parallel.group import Group
+from workers.engine.tensor_parallel.group import Deadlines, Group
 from workers.target_stepper import Stepper
 from workers.verdicts import verdicts_of
 from workers.worker_clock import WorkerClock
@@ -192,7 +192,7 @@ def test_ranks_on_gpus(
 @needs_two_gpus
 def test_a_gpu_whose_partner_is_gone_does_not_wait_for_ever() -> None:
     """Never run so far, as the one above."""
-    with Ranks(2, device_of=cuda_of) as ranks:
+    with Ranks(2, device_of=cuda_of, deadlines=Deadlines(collective=5.0)) as ranks:
         ranks.meet()
         errors = ranks.errors(lambda group: group.place.rank and group.exchange([1]))
         assert errors[0] is None
