@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,16 @@ class Called:
 
 
 Call = Callable[..., Called]
+
+
+def becomes_true(condition: Callable[[], object], seconds: float = 120.0) -> bool:
+    """Whether a condition comes to hold in time, which is long even for a busy host."""
+    give_up = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline import Client, GenerateOptions, Message
-from tests.deploy.conftest import ROOT, Call, Served
+from tests.deploy.conftest import ROOT, Call, Served, becomes_true
 
 ROWS = [
     {"id": "one", "prompt": "The quick brown fox"},
@@ -246,8 +246,5 @@ def test_a_signal_leaves_no_file_and_no_sequence(
         _, stderr = command.communicate(timeout=120)
         assert command.returncode == 128 + number, stderr
         assert "Traceback" not in stderr
-        give_up = time.monotonic() + 60
-        while client.stats().sequences_running and time.monotonic() < give_up:
-            time.sleep(0.02)
-        assert client.stats().sequences_running == 0
+        assert becomes_true(lambda: client.stats().sequences_running == 0)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

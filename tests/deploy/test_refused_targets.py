@@ -10,6 +10,7 @@ from cluster.config import Config, load_config
 from deploy.worker_checks import check_workers
 from paceline.errors import ConfigError
 from tests.deploy.conftest import Call
+from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.open import open_engine
 from workers.models import ModelFiles
@@ -49,8 +50,12 @@ def test_refused_before_anything_starts(
     [
         # 4 blocks of 128 positions; bfloat16 holds as much in half the memory.
         ("kv_memory = 131072", None),
-        ("kv_memory = 65536\ndtype = 'bfloat16'", None),
-        ("kv_memory = 65535\ndtype = 'bfloat16'", "holds 3 blocks of 16384 bytes"),
+        pytest.param("kv_memory = 65536\ndtype = 'bfloat16'", None, marks=NEEDS_BFLOAT16),
+        pytest.param(
+            "kv_memory = 65535\ndtype = 'bfloat16'",
+            "holds 3 blocks of 16384 bytes",
+            marks=NEEDS_BFLOAT16,
+        ),
         ("kv_memory = 65536\nmax_model_len = 256", None),
         # A page of a GPU has 256 positions, and float32 is the checkpoint's own.
         ("kv_memory = 131071\nresources = 'gpu'", "holds 1 blocks of 65536 bytes"),

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from deploy.ray_head import is_listening
 from paceline import Client, GenerateOptions
+from tests.deploy.conftest import becomes_true
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -42,10 +42,7 @@ def test_it_serves_until_it_is_stopped(ray_address: str, tmp_path: Path) -> None
         assert len(completion.token_ids) == 3
         job.send_signal(signal.SIGTERM)
         assert job.wait(timeout=120) == 128 + signal.SIGTERM
-    give_up = time.monotonic() + 60
-    while is_listening(address) and time.monotonic() < give_up:
-        time.sleep(0.05)
-    assert not is_listening(address)
+    assert becomes_true(lambda: not is_listening(address))
     assert is_listening(ray_address)
 
 

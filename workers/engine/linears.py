@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from paceline.errors import ConfigError
 from workers.engine.half_linear import HalfLinear
 from workers.engine.quantised_linears import Int4Linear, Int8Linear, fits_int4
 from workers.engine.weight_form import WeightForm
@@ -35,7 +36,13 @@ class PackedLinear(nn.Module):
     """A linear layer whose weight lies in oneDNN's own layout, in float32 or bfloat16."""
 
     def __init__(self, source: nn.Linear, dtype: torch.dtype = torch.float32) -> None:
+        """Raises ConfigError for bfloat16 where the processor has not the instructions for it."""
         super().__init__()
+        if dtype == torch.bfloat16 and not multiplies_bfloat16():
+            raise ConfigError(
+                "bfloat16 weights need a processor with AVX-512 (or AVX-NE-CONVERT), which this "
+                'one has not: set target.dtype = "float16", "int8" or "float32"'
+            )
         self.in_features = source.in_features
         self.out_features = source.out_features
         weight_MN = source.weight.detach().to(dtype)
@@ -57,6 +64,11 @@ class PackedLinear(nn.Module):
         doubled = self._multiply(flat_TN, self._packed, self._bias, "none", _NO_SCALARS, "")
         single: Tensor = doubled[:1].reshape(*rows_TN.shape[:-1], self.out_features)
         return single
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether oneDNN's bfloat16 products run on this processor."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def activation_dtype(form: WeightForm) -> torch.dtype:

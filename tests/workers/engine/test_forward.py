@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine import engine as engine_module
 from workers.engine.engine import Engine, Slice
@@ -23,7 +24,9 @@ def make_engine(folder: Path, weights: WeightForm) -> Engine:
     return Engine(folder, weights=weights, threads=1, kv_memory_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "weights", ["float32", pytest.param("bfloat16", marks=NEEDS_BFLOAT16), "int8", "int4"]
+)
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
 def test_both_ways_give_the_same_bits(
     tmp_path: Path,

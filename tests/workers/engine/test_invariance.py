@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.engine import Engine, Slice
 from workers.engine.invariance import SlabActivation
@@ -43,7 +44,15 @@ def keep_thread_count() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(scope="module", params=MODELS, ids=lambda model: "-".join(model))
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            model, id="-".join(model), marks=NEEDS_BFLOAT16 if model[1] == "bfloat16" else ()
+        )
+        for model in MODELS
+    ],
+)
 def model(request: pytest.FixtureRequest) -> tuple[Architecture, WeightForm]:
     chosen: tuple[Architecture, WeightForm] = request.param
     return chosen

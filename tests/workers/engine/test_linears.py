@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from paceline.errors import ConfigError
+from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.engine import Engine, Slice
 from workers.engine.half_linear import HalfLinear
@@ -58,6 +62,24 @@ def test_a_weight_beyond_float16_is_refused_with_its_size() -> None:
     plain.weight[3, 4] = -70_000.0
     with pytest.raises(ConfigError, match=r"a weight of 70000 cannot be held in float16.*65504"):
         HalfLinear(plain)
+
+
+def test_a_processor_without_bfloat16_is_told_what_to_set() -> None:
+    """As oneDNN sees this one where it may use no more than AVX2."""
+    program = (
+        "import torch\nfrom workers.engine.linears import PackedLinear\n"
+        "PackedLinear(torch.nn.Linear(96, 64), torch.float32)\n"
+        "PackedLinear(torch.nn.Linear(96, 64), torch.bfloat16)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+    )
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("paceline.errors.ConfigError: bfloat16 weights need a processor with")
+    assert 'set target.dtype = "float16"' in last
 
 
 @pytest.mark.parametrize("layer", [PackedLinear, HalfLinear])
@@ -133,7 +155,9 @@ def test_no_plain_linear_is_left_and_a_tied_embedding_keeps_its_weight(tmp_path:
     assert torch.equal(model.get_input_embeddings().weight, embedding)
 
 
-@pytest.mark.parametrize("form", ["bfloat16", "float16", "int8", "int4"])
+@pytest.mark.parametrize(
+    "form", [pytest.param("bfloat16", marks=NEEDS_BFLOAT16), "float16", "int8", "int4"]
+)
 def test_the_peers_converted_model_has_the_engines_weights(
     tmp_path: Path, form: WeightForm
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from paceline.errors import CheckpointError, ConfigError
+from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.cuda.loading import dtype_of
@@ -51,6 +52,7 @@ def test_the_type_on_a_gpu_is_the_checkpoints(tmp_path: Path) -> None:
         dtype_of("int8", info)
 
 
+@NEEDS_BFLOAT16
 def test_a_cpu_holds_the_target_in_the_type_that_is_asked_for(tmp_path: Path) -> None:
     folder = make_tiny_checkpoint(tmp_path)
     arguments = {"weights": "float32", "threads": 1, "kv_memory_bytes": 1 << 20, "device": "cpu"}
