@@ -212,10 +212,15 @@ def test_the_delay_is_counted_in_usual_steps() -> None:
 
 
 def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_path: Path) -> None:
-    """Part steps cannot write its log; part delay has a row for each batch."""
+    """Part steps cannot write its log; part delay has a row for each batch.
+
+    Of a model with room for texts that are long enough to go on when the prompt comes.
+    """
+    roomy = make_tiny_checkpoint(tmp_path / "roomy", max_position_embeddings=2048)
+    config = Config(target=TargetConfig(model=str(roomy)), drafters=())
     saved: list[tuple[int, list[str]]] = []
     result = run_engine(
-        replace(task, log_folder=tmp_path / "missing", batches=[4]),
+        replace(task, config=config, log_folder=tmp_path / "missing", batches=[4]),
         ("steps", "delay"),
         save=lambda result: saved.append((len(result.rows), list(result.failed))),
     )
