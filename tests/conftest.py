@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from tests.cluster.two_hosts import SecondHost
@@ -29,6 +30,13 @@ os.environ.update(
 os.environ.pop("RAY_ADDRESS", None)
 for _variable in [name for name in os.environ if name.startswith("PACELINE_") and "__" in name]:
     del os.environ[_variable]
+
+# Hypothesis fails an example that takes 200 ms, and a test whose examples take long to make: what a
+# busy host does is no fault of what is tested.
+settings.register_profile(
+    "any host", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any host")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
