@@ -50,13 +50,18 @@ FIXED = (
     (PolicyName.FANOUT, 32, 2),
 )
 """Policy, window and branches: with more than one a step verifies trees."""
+FIXED_OF_GROUPS = ((PolicyName.REPLICAS, 4, 1), (PolicyName.REPLICAS, 8, 1))
+"""Beside these where the layout has several target groups."""
 AUTO_WINDOW = 32
 OF_THE_BEST, OF_PLAIN = 0.95, 0.98
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One condition. `slower`: how many times as long as its profile says a draft pass takes."""
+    """One condition. `slower`: how many times as long as its profile says a draft pass takes.
+
+    `groups`: of the target.
+    """
 
     pair: str
     slower: float
@@ -64,6 +69,7 @@ class Cell:
     acceptance: float
     hit_rate: float
     rtt_ms: float
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +108,7 @@ def survey(cells: Sequence[Cell], *, tokens: int | None, in_swing: bool) -> Iter
             f"{policy.value} {window}{' tree' if branches > 1 else ''}": speed(
                 policy, window, branches
             )[0]
-            for policy, window, branches in FIXED
+            for policy, window, branches in FIXED + FIXED_OF_GROUPS * (cell.groups > 1)
         }
         fixed["off"] = plain
         best = max(fixed, key=fixed.__getitem__)
@@ -128,6 +134,7 @@ def _speed(
         window,
         drafter=load_profile(drafter, role="drafter").scaled(cell.slower),
         drafters=1,
+        replicas=cell.groups,
         link=LinkProfile(rtt_ms=cell.rtt_ms),
         branches=branches,
     )
@@ -165,20 +172,23 @@ def main(
         list[float],
         typer.Option(default_factory=lambda: [1.0], help="a draft pass takes so many times"),
     ],
+    groups: Annotated[
+        list[int], typer.Option(default_factory=lambda: [1], help="of the target")
+    ],
     tokens: Annotated[int | None, typer.Option(help="of a request, instead of by batch")] = None,
     in_swing: Annotated[bool, typer.Option(help="count once each sequence has a token")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="rows, to this file")] = None,
 ) -> None:
     """Print a line a cell, those that miss the aim marked, and how many do."""
-    cells = [Cell(*one) for one in product(pair, slower, batch, acceptance, hit_rate, rtt_ms)]
+    cells = [Cell(*one) for one in product(pair, slower, batch, acceptance, hit_rate, rtt_ms, groups)]
     rows = []
-    print("pair, drafter slower by, batch, acceptance, hit rate, rtt: off, best, auto, of the best")
+    print("pair, drafter slower by, batch, acceptance, hit rate, rtt, groups: off, best, auto, of the best")
     for row in survey(cells, tokens=tokens, in_swing=in_swing):
         rows.append(row)
         one = row.cell
         print(
             f"{one.pair:26} x{one.slower:g} {one.batch:3} {one.acceptance:4g} {one.hit_rate:4g} "
-            f"{one.rtt_ms:5g}: {row.plain:6.0f} {row.best:5.2f} {row.best_policy:14} "
+            f"{one.rtt_ms:5g} {one.groups}: {row.plain:6.0f} {row.best:5.2f} {row.best_policy:14} "
             f"{row.auto:5.2f} {row.of_the_best:6.3f} {'MISSED' if row.misses else ''}",
             flush=True,
         )

@@ -14,7 +14,7 @@ from cluster.decoding.events import SequenceVerdict, StepDone
 from cluster.decoding.group import Group
 from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
 from cluster.decoding.pilot import FIRST_WINDOW
-from cluster.decoding.replicas import told_by
+from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
@@ -23,9 +23,10 @@ from paceline.value import value_class
 
 @value_class(frozen=True, slots=True)
 class Commit:
-    """What a verdict brought a sequence that goes on.
+    """What a verdict brought a sequence.
 
-    `offset`: output tokens before it; `position`: tokens before it, the prompt's included.
+    `offset`: output tokens before it; `position`: tokens before it, the prompt's included. `told`:
+    of one that several groups verify.
     """
 
     sequence: Sequence
@@ -35,9 +36,12 @@ class Commit:
     position: int
     token_ids: tuple[int, ...]
     foresight: Foresight
+    told: Told | None = None
 
     def counted(self, kept: int) -> CountedVerdict:
         """As it is counted, where the sequence's end kept so many of its tokens."""
+        if self.told is not None:
+            return self.told.counted(kept, self.foresight)
         return counted(
             self.part,
             path=accepted_path(self.verdict),
@@ -98,7 +102,7 @@ def take_answer(
             sequence.tree.unpin()
             batching.kv.keep(sequence)
         elif sequence.policy.replicates:
-            _commit_what_is_new(state, batching, event.now, sequence, part, verdict, out)
+            _commit_what_is_new(state, answer, sequence, part, verdict, out)
         else:
             _commit(state, answer, sequence, part, verdict, out)
     return answer
@@ -107,7 +111,9 @@ def take_answer(
 def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
     """Count what was committed and tell of it, callers and drafters; learn what the step took."""
     event, step = answer.event, answer.step
-    state.auto.answered(event, num_drafters=len(state.drafters.names))
+    state.auto.answered(
+        event, num_drafters=len(state.drafters.names), num_groups=state.groups_each
+    )
     for commit in answer.commits:
         sequence, token_ids = commit.sequence, commit.token_ids
         verdict = commit.counted(len(token_ids))
@@ -173,22 +179,13 @@ def _commit(
             # A node off its own position was summed in another order; so is what sees it.
             sequence.kv.plain_until = min(sequence.kv.plain_until, position)
     batching.kv.keep(sequence)
-    kept, reason = cut_at_end(sequence, offset, committed)
     commit = Commit(sequence, part, verdict, offset, position, committed, foresight)
-    if reason is None:
-        _go_on(answer.event.now, sequence)
-        answer.commits.append(commit)
-        return
-    counted_verdict = commit.counted(len(kept))
-    _count(state, answer.event.now, sequence, counted_verdict)
-    out.callers.append(Emit(sequence.sequence_id, offset, kept, counted_verdict.accepted))
-    state.finish(answer.event.now, sequence, reason, out)
+    _go_on_or_end(state, answer, commit, out)
 
 
 def _commit_what_is_new(
     state: DecodingState,
-    batching: Batching,
-    now: float,
+    answer: Answer,
     member: Sequence,
     part: Slice,
     verdict: SequenceVerdict,
@@ -204,25 +201,30 @@ def _commit_what_is_new(
         tree.advance(told.token_ids[:-1])
         foresight = tree.foresight((), told.token_ids[-1])
         tree.advance(told.token_ids[-1:])
-    batching.kv.keep(member)
-    kept, reason = cut_at_end(sequence, offset, told.token_ids) if told.token_ids else ((), None)
-    counted_verdict = told.counted(len(kept), foresight)
-    _count(state, now, sequence, counted_verdict)
-    if not told.token_ids:
+    answer.batching.kv.keep(member)
+    commit = Commit(sequence, part, verdict, offset, position, told.token_ids, foresight, told)
+    if told.token_ids:
+        _go_on_or_end(state, answer, commit, out)
         return
-    out.callers.append(Emit(sequence.sequence_id, offset, kept, counted_verdict.accepted))
-    if reason is not None:
-        state.finish(now, sequence, reason, out)
-        return
-    _go_on(now, sequence)
-    state.drafters.outcome(sequence, position, told.token_ids, verdict.top_tokens, out.drafters)
+    _count(state, answer.event.now, sequence, commit.counted(0))
+    if sequence.pilot is not None:
+        sequence.steer(sequence.pilot)  # which may have had to wait for this
 
 
-def _go_on(now: float, sequence: Sequence) -> None:
-    """The next window may begin."""
-    sequence.ready_since = now
-    sequence.draft_exhausted = False
-    sequence.kept = sequence.tree.num_candidates
+def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Outbox) -> None:
+    """The next window may begin, unless the sequence ends with what was committed."""
+    sequence, now = commit.sequence, answer.event.now
+    kept, reason = cut_at_end(sequence, commit.offset, commit.token_ids)
+    if reason is None:
+        sequence.ready_since = now
+        sequence.draft_exhausted = False
+        sequence.kept = sequence.tree.num_candidates
+        answer.commits.append(commit)
+        return
+    verdict = commit.counted(len(kept))
+    _count(state, now, sequence, verdict)
+    out.callers.append(Emit(sequence.sequence_id, commit.offset, kept, verdict.accepted))
+    state.finish(now, sequence, reason, out)
 
 
 def _count(state: DecodingState, now: float, sequence: Sequence, verdict: CountedVerdict) -> None:

@@ -63,7 +63,7 @@ class Controller:
         self.beliefs = Beliefs()
         self._cohorts = Cohorts()
         self._step = 0
-        self._num_drafters = 0
+        self._num_drafters, self._num_groups = 0, 1
         # Who is chosen for in this step, None: a new one; whether it was due in the last one.
         self._turn: Cohort | None = None
         self._is_late = False
@@ -86,8 +86,11 @@ class Controller:
             pilot.rest()
             pilot.probe_after = 0
             return
-        if pilot.allows(latest.choice) and not latest.choice.policy.waits:
-            pilot.follow(latest.choice)
+        choice = latest.choice
+        if choice.policy.replicates:
+            choice = Choice.FANOUT  # Whether there is a group to spare is known when it has begun.
+        if pilot.allows(choice) and not choice.policy.waits:
+            pilot.follow(choice)
         pilot.window = min(pilot.limit, max(latest.window, pilot.branches))
 
     def chose_first(self) -> bool:
@@ -95,13 +98,16 @@ class Controller:
         is_first, self._is_first = self._is_first, False
         return is_first
 
-    def answered(self, event: StepDone, *, num_drafters: int) -> None:
-        """A step is back, before its verdicts are handed in. `num_drafters`: that can be used."""
+    def answered(self, event: StepDone, *, num_drafters: int, num_groups: int = 1) -> None:
+        """A step is back, before its verdicts are handed in.
+
+        `num_drafters`: that can be used. `num_groups`: that can verify each sequence.
+        """
         self._step += 1
         self._cohorts.end_of_step(self._step)
         if self.beliefs.steps.answered(event):
             self._cohorts.doubt()
-        self._num_drafters = num_drafters
+        self._num_drafters, self._num_groups = num_drafters, num_groups
         missed = self._turn is not None and self._may_decide
         if missed and self._is_late and self._turn is not None:
             self._turn.decided_at = self._step  # Nothing can be chosen: the others' turn.
@@ -250,7 +256,13 @@ class Controller:
         )
 
     def _options(self, cohort: Cohort, conditions: Conditions) -> list[Option]:
-        return options_of(cohort, conditions, self.beliefs, num_drafters=self._num_drafters)
+        return options_of(
+            cohort,
+            conditions,
+            self.beliefs,
+            num_drafters=self._num_drafters,
+            num_groups=self._num_groups,
+        )
 
 
 def _drafting_ms(conditions: Conditions, depth: int) -> float:

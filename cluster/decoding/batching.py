@@ -67,7 +67,7 @@ class Batching(Residents):
         positions = 0.0
         for part in step.slices:
             count = len(part.token_ids)
-            if part.verdict and (part.window or count == 1):
+            if part.decodes:
                 decoding += count
             else:
                 prefill += count

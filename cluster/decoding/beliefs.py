@@ -155,7 +155,7 @@ class Beliefs:
     def _count_hits(
         self, pilot: Pilot, verdict: CountedVerdict, rights: Sequence[bool], tree: TokenTree
     ) -> None:
-        hits = self._hits.setdefault(pilot.choice.named, Mean())
+        hits = self._hits.setdefault(_foreseen_as(pilot.choice), Mean())
         for _ in range(rights[: verdict.accepted].count(False)):
             hits.add(1.0, of=self.sequences)
         if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
@@ -168,7 +168,7 @@ class Beliefs:
                 lengths.add(lead_length(tree.root, pilot.window), of=self.sequences)
 
     def _hit_rate(self, choice: Choice) -> float:
-        return _leaning(self._hits.get(choice.named), FIRST_HIT_RATE)
+        return _leaning(self._hits.get(_foreseen_as(choice)), FIRST_HIT_RATE)
 
     def conditions(self, cohort: Cohort) -> Conditions | None:
         """What a forecast for all of a cohort rests on; None: too little was seen yet."""
@@ -256,7 +256,7 @@ class Beliefs:
 
     def proven(self, choice: Choice) -> bool:
         """Whether enough is known of it for all to follow."""
-        hits = self._hits.get(choice.named)
+        hits = self._hits.get(_foreseen_as(choice))
         is_plain = not (choice.is_tree or choice.policy.fans_out)
         return is_plain or (hits is not None and hits.weight >= PROOF)
 
@@ -276,6 +276,11 @@ class Beliefs:
             "pass_ms": times.pass_ms(members, branches=branches),
             "round_trip_ms": times.round_trip_ms,
         }
+
+
+def _foreseen_as(choice: Choice) -> PolicyName:
+    """The policy by whose branches it foresees outcomes, however many groups verify them."""
+    return PolicyName.FANOUT if choice.policy.replicates else choice.named
 
 
 def _leaning(mean: Mean | None, prior: float) -> float:

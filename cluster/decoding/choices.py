@@ -30,6 +30,7 @@ class Choice(enum.Enum):
     FANOUT_TREE = "fanout-tree", PolicyName.FANOUT, TREE_WIDTH
     SPREAD = "spread", PolicyName.SPREAD
     SPREAD_TREE = "spread-tree", PolicyName.SPREAD, TREE_WIDTH
+    REPLICAS = "replicas", PolicyName.REPLICAS
 
     named: PolicyName
     width: int

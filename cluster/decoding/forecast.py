@@ -8,6 +8,7 @@ it. All times are milliseconds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,8 @@ class Conditions:
     where it grows branches; it drafts for a `crowd` of sequences. `restart_ms`: from a verdict to
     the first candidate after it. `hit_rate`: of verdicts against the first candidate, those that a
     branch sent ahead had foreseen, with `branch_length` candidates then held. `second_chance`: that
-    the second candidate of a tree is right where the first is wrong.
+    the second candidate of a tree is right where the first is wrong. `groups` of the target verify
+    the sequence, each at a step of its own.
     """
 
     chances: Sequence[float]
@@ -44,13 +46,15 @@ class Conditions:
     hit_rate: float = 0.0
     branch_length: float = 0.0
     second_chance: float = 0.0
+    groups: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
     """Of a long run: mean tokens, candidates and milliseconds of a step, and what it waits.
 
-    `messages`: proposals that arrive while the target computes; `ms`: waiting included.
+    `messages`: proposals that arrive while the target computes; `ms`: waiting included. Where
+    several groups verify, their steps overlap: a step waits less than nothing for the one before.
     """
 
     tokens: float
@@ -101,11 +105,10 @@ def run_ahead(
     step_ms = conditions.step_ms(0.0, 0.0)
     for _ in range(_MOST_ROUNDS):
         mean = _mean_cycle(conditions, window, outlook, step_ms=step_ms, waits=waits)
-        passes = min(
-            step_ms / conditions.pass_ms, granted_ahead(window) / max(0.1, conditions.tokens_a_pass)
-        )
+        granted = granted_ahead(window, conditions.groups)
+        passes = min(step_ms / conditions.pass_ms, granted / max(0.1, conditions.tokens_a_pass))
         pace = 0.0 if is_tree else step_ms / conditions.pass_ms
-        forks = forks_within(granted_ahead(window), pace=pace, crowd=conditions.crowd)
+        forks = forks_within(granted, pace=pace, crowd=conditions.crowd)
         messages = passes * (1 + conditions.messages_a_fork * forks)
         before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages)
         if abs(step_ms - before) <= _SETTLED * before:
@@ -113,9 +116,9 @@ def run_ahead(
     return Forecast(mean.tokens, mean.candidates, messages, mean.waited_ms, step_ms)
 
 
-def granted_ahead(window: int) -> int:
-    """Candidates that may be drafted beyond what is committed (policies.py, Chain)."""
-    return 2 * window + 1
+def granted_ahead(window: int, groups: int = 1) -> int:
+    """Candidates that may be drafted beyond what is committed (policies.py, Chain, Replicas)."""
+    return groups * (window + 1) + window
 
 
 _Outlook = Callable[[int], Outlook]
@@ -133,10 +136,11 @@ class _Cycle:
     ends: float = 0.0
     open_ends: float = 0.0
 
-    def add(self, alive: float, outlook: Outlook, waited_ms: float) -> None:
+    def add(self, alive: float, outlook: Outlook, waited_ms: float, *, beside: float) -> None:
+        """A step; it has so many candidates besides, which other groups verify."""
         self.steps += alive
         self.tokens += alive * outlook.tokens
-        self.candidates += alive * outlook.candidates
+        self.candidates += alive * (outlook.candidates + beside)
         self.waited_ms += alive * waited_ms
         self.ends += alive * (1 - outlook.goes_on)
         self.open_ends += alive * outlook.is_open
@@ -183,26 +187,34 @@ def _cycle(
 ) -> _Cycle:
     """From a verdict after which `held` candidates continue what was committed."""
     cycle = _Cycle()
-    most_held = granted_ahead(window)
-    now, taken, alive = 0.0, 0.0, 1.0
+    groups = conditions.groups
+    most_held = granted_ahead(window, groups)
     pace = conditions.tokens_a_pass / conditions.pass_ms
-    first_at = conditions.restart_ms
+    # In a group's share of a step so much is drafted: as much must be new for a further group.
+    share = max(1, min(window, round(step_ms / conditions.pass_ms / groups)))
+    # What arrived by a moment; the last pass ended half a pass before, on average.
+    first_at, first = conditions.restart_ms, held + conditions.tokens_a_pass / 2
 
-    def drafted(moment: float) -> float:
-        """Candidates that arrived by then; the last pass ended half a pass before, on average."""
-        if moment < first_at:
-            return held
-        return held + conditions.tokens_a_pass / 2 + (moment - first_at) * pace
-
+    taken, alive = 0.0, 1.0
+    begun: list[float] = []
+    told: list[float] = []  # tokens that each step decides, if all before it was right
     for step in range(_MOST_STEPS):
-        at_hand = min(drafted(now) - taken, most_held)
-        waited = 0.0
+        now = waited = 0.0
+        if step:
+            enough_at = first_at + max(0.0, taken - 1 + share - first) / pace if pace else math.inf
+            free_at = begun[step - groups] + step_ms if step >= groups else step * step_ms / groups
+            now = max(free_at, min(begun[-1] + step_ms, enough_at))
+            waited = now - begun[-1] - step_ms
+        drafted = held if now < first_at else first + (now - first_at) * pace
+        at_hand = min(drafted - taken, most_held)
         if waits and step and 0 <= at_hand < window and pace > 0:
-            waited = (window - at_hand) / pace
+            now += (window - at_hand) / pace
+            waited += (window - at_hand) / pace
             at_hand = float(window)
         expected = outlook(max(0, int(at_hand + 0.5)))
-        cycle.add(alive, expected, waited)
-        now += waited + step_ms
+        cycle.add(alive, expected, waited, beside=sum(told[max(0, step - groups + 1) :]))
+        begun.append(now)
+        told.append(expected.depth + 1)
         taken += expected.depth + 1
         # The token that the verdict adds must be the drafter's next one as well.
         alive *= expected.goes_on

@@ -31,6 +31,11 @@ class Slice:
     distributions: Mapping[int, SparseProbs] = field(default_factory=dict)
     top_tokens: bool = False
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it decodes, be it that committed tokens are caught up with; else it prefills."""
+        return self.verdict and (self.window > 0 or len(self.token_ids) == 1)
+
 
 @dataclass(frozen=True, slots=True)
 class OpenAtTarget:

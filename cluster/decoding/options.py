@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.decoding.beliefs import Beliefs
 from cluster.decoding.choices import Choice
@@ -32,7 +32,12 @@ class Option:
 
 
 def options_of(
-    cohort: Cohort, conditions: Conditions, beliefs: Beliefs, *, num_drafters: int
+    cohort: Cohort,
+    conditions: Conditions,
+    beliefs: Beliefs,
+    *,
+    num_drafters: int,
+    num_groups: int,
 ) -> list[Option]:
     """What drafts, each choice with its best window; the best first.
 
@@ -50,6 +55,8 @@ def options_of(
         policy = choice.policy
         if not pilot.allows(choice) or policy.needs.drafters > num_drafters:
             continue
+        if policy.needs.groups > num_groups:
+            continue
         if forks != policy.fans_out and (policy.fans_out or choice.is_tree):
             continue
         preference = GAIN_TO_CHANGE if choice in in_use else 1.0
@@ -59,6 +66,8 @@ def options_of(
                 continue  # Who waits in a batch misses a step of the others.
             preference /= GAIN_TO_WAIT
         given = beliefs.given(choice, conditions, cohort, crowd)
+        if policy.replicates:
+            given = replace(given, groups=num_groups)
         factor = beliefs.factor(choice)
         tried = []
         for depth in _depths(before // cohort.like.branches, len(given.chances)):
@@ -103,4 +112,5 @@ _FORECASTS: dict[Choice, Callable[[Conditions, int], Forecast]] = {
     Choice.FANOUT_TREE: _tree,
     Choice.SPREAD: run_ahead,
     Choice.SPREAD_TREE: _tree,
+    Choice.REPLICAS: run_ahead,
 }

@@ -100,7 +100,12 @@ class Sequence:
         return self.request.sequence_id
 
     def steer(self, pilot: Pilot) -> None:
-        """Do as its pilot says from now on."""
+        """Do as its pilot says from now on; in the midst of a step, not where that changes whether
+        several groups verify it, for by this its verdict is read (answers.py).
+        """
+        changes_groups = pilot.policy.replicates is not self.policy.replicates
+        if changes_groups and self.kv.in_flight is not None:
+            return
         self.policy, self.window = pilot.policy, pilot.window
         if self.request.branches == 1 and not (self.request.merge or self.tree.chain):
             self.tree.verified_width = pilot.choice.width
@@ -216,3 +221,7 @@ class Replica(Sequence):
             block_keys=lead.block_keys,
             lead=lead,
         )
+
+    def forget_kv(self) -> None:
+        """It runs here no more. What its lead has in a step is the lead's own affair."""
+        self.kv = HeldKv()

@@ -64,6 +64,14 @@ class DecodingState:
         return next((target.vocab_size for target in targets if target is not None), None)
 
     @property
+    def groups_each(self) -> int:
+        """Groups that each running sequence could have to itself; at least the one it shares."""
+        if len(self.groups) == 1 or self.waiting:
+            return 1
+        joined = sum(group.joined for group in self.groups)
+        return max(1, joined // max(1, len(self.running)))
+
+    @property
     def at_work(self) -> bool:
         """There are sequences, and a group for them."""
         return any(
@@ -101,6 +109,9 @@ class DecodingState:
         """Sequences that lost their place in a group need not wait where another serves them."""
         if len(self.groups) == 1:
             return
+        for sequence in self.sequences():
+            while sequence.replicas and not sequence.policy.replicates:
+                self._drop(sequence.replicas[-1])  # `auto` has chosen another policy for it.
         for sequence in [one for one in self.waiting if one.replicas]:
             self.waiting.remove(sequence)
             sequence.kv = sequence.replicas.pop(0).kv

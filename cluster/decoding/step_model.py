@@ -89,7 +89,7 @@ class StepModel:
         """A step goes out."""
         # Of a step that was lost with its target nothing more comes.
         self._sent = {key: one for key, one in self._sent.items() if key[0] != step.group}
-        decoding = [part for part in step.slices if len(part.token_ids) == 1 + part.window]
+        decoding = [part for part in step.slices if part.decodes]
         self._sent[step.group, step.step] = ObservedStep(
             sent_at=now,
             sequences=max(1, len(decoding)),
