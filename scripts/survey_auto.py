@@ -172,17 +172,17 @@ def main(
         list[float],
         typer.Option(default_factory=lambda: [1.0], help="a draft pass takes so many times"),
     ],
-    groups: Annotated[
-        list[int], typer.Option(default_factory=lambda: [1], help="of the target")
-    ],
+    groups: Annotated[list[int], typer.Option(default_factory=lambda: [1], help="of the target")],
     tokens: Annotated[int | None, typer.Option(help="of a request, instead of by batch")] = None,
     in_swing: Annotated[bool, typer.Option(help="count once each sequence has a token")] = False,
     output: Annotated[Path | None, typer.Option("--json", help="rows, to this file")] = None,
 ) -> None:
     """Print a line a cell, those that miss the aim marked, and how many do."""
-    cells = [Cell(*one) for one in product(pair, slower, batch, acceptance, hit_rate, rtt_ms, groups)]
+    cells = [
+        Cell(*one) for one in product(pair, slower, batch, acceptance, hit_rate, rtt_ms, groups)
+    ]
     rows = []
-    print("pair, drafter slower by, batch, acceptance, hit rate, rtt, groups: off, best, auto, of the best")
+    print("pair, slower by, batch, acceptance, hit rate, rtt, groups: off, best, auto, of the best")
     for row in survey(cells, tokens=tokens, in_swing=in_swing):
         rows.append(row)
         one = row.cell

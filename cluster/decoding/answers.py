@@ -111,9 +111,7 @@ def take_answer(
 def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
     """Count what was committed and tell of it, callers and drafters; learn what the step took."""
     event, step = answer.event, answer.step
-    state.auto.answered(
-        event, num_drafters=len(state.drafters.names), num_groups=state.groups_each
-    )
+    state.auto.answered(event, num_drafters=len(state.drafters.names), num_groups=state.groups_each)
     for commit in answer.commits:
         sequence, token_ids = commit.sequence, commit.token_ids
         verdict = commit.counted(len(token_ids))

@@ -187,34 +187,39 @@ def _cycle(
 ) -> _Cycle:
     """From a verdict after which `held` candidates continue what was committed."""
     cycle = _Cycle()
-    groups = conditions.groups
-    most_held = granted_ahead(window, groups)
+    groups, most_held = conditions.groups, granted_ahead(window, conditions.groups)
     pace = conditions.tokens_a_pass / conditions.pass_ms
-    # In a group's share of a step so much is drafted: as much must be new for a further group.
-    share = max(1, min(window, round(step_ms / conditions.pass_ms / groups)))
     # What arrived by a moment; the last pass ended half a pass before, on average.
     first_at, first = conditions.restart_ms, held + conditions.tokens_a_pass / 2
-
-    taken, alive = 0.0, 1.0
+    # As much is new for a further group as is drafted in its share of a step.
+    share = max(1, min(window, round(step_ms / conditions.pass_ms / groups)))
+    taken, alive, now = 0.0, 1.0, 0.0
     begun: list[float] = []
-    told: list[float] = []  # tokens that each step decides, if all before it was right
+    decided: list[float] = []  # tokens of each step, if all before it was right
+
+    def next_begin() -> float:
+        """When a group is free, and nobody verifies or there is enough that is new."""
+        enough_at = first_at + max(0.0, taken - 1 + share - first) / pace if pace else math.inf
+        # At first groups are at steps that were in vain, each begun a share later than the other.
+        before = begun[-groups] if len(begun) >= groups else (len(begun) / groups - 1) * step_ms
+        return max(before + step_ms, min(begun[-1] + step_ms, enough_at))
+
     for step in range(_MOST_STEPS):
-        now = waited = 0.0
+        waited = 0.0
         if step:
-            enough_at = first_at + max(0.0, taken - 1 + share - first) / pace if pace else math.inf
-            free_at = begun[step - groups] + step_ms if step >= groups else step * step_ms / groups
-            now = max(free_at, min(begun[-1] + step_ms, enough_at))
+            now = next_begin()
             waited = now - begun[-1] - step_ms
-        drafted = held if now < first_at else first + (now - first_at) * pace
-        at_hand = min(drafted - taken, most_held)
+        at_hand = min(
+            (held if now < first_at else first + (now - first_at) * pace) - taken, most_held
+        )
         if waits and step and 0 <= at_hand < window and pace > 0:
-            now += (window - at_hand) / pace
-            waited += (window - at_hand) / pace
-            at_hand = float(window)
+            more = (window - at_hand) / pace
+            now, waited, at_hand = now + more, waited + more, float(window)
         expected = outlook(max(0, int(at_hand + 0.5)))
-        cycle.add(alive, expected, waited, beside=sum(told[max(0, step - groups + 1) :]))
+        beside = sum(decided[1 - groups :]) if groups > 1 else 0.0
+        cycle.add(alive, expected, waited, beside=beside)
         begun.append(now)
-        told.append(expected.depth + 1)
+        decided.append(expected.depth + 1)
         taken += expected.depth + 1
         # The token that the verdict adds must be the drafter's next one as well.
         alive *= expected.goes_on

@@ -47,6 +47,7 @@ def decode(
     acceptance: float = 0.75,
     hit_rate: float = 0.0,
     drafters: int = 1,
+    groups: int = 1,
     rtt_ms: float = 0.1,
     batch: int = 1,
     tokens: int = 400,
@@ -55,7 +56,13 @@ def decode(
 ) -> tuple[float, Fleet]:
     """Tokens a second from the first token of all to the last of all, and what was simulated."""
     layout = Layout(
-        target, policy, window, drafter=drafter, drafters=drafters, link=LinkProfile(rtt_ms=rtt_ms)
+        target,
+        policy,
+        window,
+        drafter=drafter,
+        drafters=drafters,
+        replicas=groups,
+        link=LinkProfile(rtt_ms=rtt_ms),
     )
     load = Load(batch, 16, tokens, Guess(acceptance, hit_rate, seed=1), concurrency=batch)
     fleet = Fleet(layout, load)

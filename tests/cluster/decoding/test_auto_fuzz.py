@@ -1,7 +1,8 @@
 """Whatever the controller of `auto` chooses, and whenever: the text is plain decoding's.
 
 The schedules of test_policies_fuzz.py, in which each sequence changes its policy, its window and
-whether trees are verified at random moments, a step of it being under way or not.
+whether trees are verified, or whether several target groups verify it, at random moments, a step of
+it being under way or not.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from cluster.decoding.choices import Choice
 from cluster.decoding.policies import PolicyName
-from cluster.decoding.sequence import Sequence
+from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.test_policies_fuzz import Schedule, Tape
 
@@ -24,6 +25,7 @@ class Steered(Schedule):
     """All requests are of `auto`; the tape chooses in the controller's place."""
 
     policies = (PolicyName.AUTO,)
+    tape_length = 150
 
     def act(self) -> None:
         for sequence in self.world.scheduler._state.running:
@@ -43,12 +45,52 @@ class Steered(Schedule):
         was_tree = sequence.tree.num_pinned > 0 and pilot.choice.is_tree
         self.seen["a tree in a step"] += was_tree
         self.seen[pilot.choice.value] += 1
+        self.seen["by several groups, then by one"] += bool(
+            any(one.kv.in_flight for one in sequence.replicas)
+            and sequence.policy.replicates
+            and not pilot.policy.replicates
+        )
         sequence.steer(pilot)
 
 
-def run(tape: bytes) -> Steered:
+class OnTwoGroups(Steered):
+    """Of one sequence or two at a time, most drafts are right, so that windows follow one another:
+    in turn several groups verify them, or one does.
+    """
+
+    most_tokens = 60
+    wrong_one_in = 12
+    tape_length = 500
+
+    def act(self) -> None:
+        super().act()
+        for name, drafter in self.far.items():
+            drafter.hear(len(drafter.to_drafter))
+            drafter.to_driver.append(drafter.run_pass())
+            self.deliver(name, 0)
+        late = list(self.world.steps)
+        if late and self.tape.choose(2) == 0:
+            self.world.answer(late[self.tape.choose(len(late))])
+
+    def admit(self) -> None:
+        if self.world.scheduler.num_running < 2:
+            super().admit()
+
+    def steer(self, sequence: Sequence) -> None:
+        """Often to or from `replicas`."""
+        pilot = sequence.pilot
+        assert pilot is not None
+        if self.tape.choose(2) and pilot.allows(Choice.REPLICAS):
+            pilot.follow(Choice.REPLICAS)
+            sequence.steer(pilot)
+        else:
+            super().steer(sequence)
+        self.seen["a verdict of several"] += sequence.policy.replicates and bool(sequence.replicas)
+
+
+def run(tape: bytes, kind: type[Steered] = Steered) -> Steered:
     """A whole schedule."""
-    schedule = Steered(Tape(tape))
+    schedule = kind(Tape(tape))
     while not schedule.tape.ended:
         schedule.act()
     schedule.drain()
@@ -59,6 +101,27 @@ def run(tape: bytes) -> Steered:
 @given(st.binary(min_size=20, max_size=200))
 def test_text_and_invariants_whatever_is_chosen(tape: bytes) -> None:
     run(tape)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(min_size=60, max_size=500))
+def test_text_and_invariants_while_several_groups_verify_or_one_does(tape: bytes) -> None:
+    run(tape, OnTwoGroups)
+
+
+def test_schedules_change_between_several_groups_and_one() -> None:
+    seen = _run_many(60, OnTwoGroups)
+    assert seen["by several groups, then by one"] >= 10, seen
+    assert seen["a verdict of several"] >= 20, seen
+
+
+def test_the_fuzzer_notices_that_a_replica_lets_go_of_what_its_lead_verifies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Negative control: what leaves a group takes its lead's candidates out of their step."""
+    monkeypatch.setattr(Replica, "forget_kv", Sequence.forget_kv)
+    with pytest.raises((AssertionError, IndexError)):
+        _run_many(150, OnTwoGroups)
 
 
 def test_schedules_reach_every_choice() -> None:
@@ -87,8 +150,8 @@ def test_the_fuzzer_notices_a_tree_that_is_committed_wrongly(
         _run_many(300)
 
 
-def _run_many(count: int) -> Counter[str]:
+def _run_many(count: int, kind: type[Steered] = Steered) -> Counter[str]:
     draw, seen = random.Random(3), Counter[str]()
     for _ in range(count):
-        seen += run(draw.randbytes(150)).seen
+        seen += run(draw.randbytes(kind.tape_length), kind).seen
     return seen

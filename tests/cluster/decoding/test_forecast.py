@@ -72,6 +72,32 @@ def test_branches_that_are_hit_raise_the_forecast() -> None:
     assert run_ahead(hit, 8).tokens_per_ms > 1.2 * run_ahead(given, 8).tokens_per_ms
 
 
+@pytest.mark.parametrize(
+    ("acceptance", "hit_rate", "simulated"),
+    [
+        (0.5, 0.0, 1.10),
+        (0.75, 0.0, 1.11),
+        (0.85, 0.0, 1.09),
+        (0.75, 0.85, 1.05),
+        (0.85, 0.85, 1.07),
+    ],
+)
+def test_a_second_group_brings_what_it_does_in_the_simulator(
+    acceptance: float, hit_rate: float, simulated: float
+) -> None:
+    """The best of `replicas` over the best of `chain` and `fanout`, 70B, no round trip."""
+    one = dataclasses.replace(conditions(acceptance), hit_rate=hit_rate, branch_length=3.5)
+    two = dataclasses.replace(one, groups=2)
+    gain = run_ahead(two, 8).tokens_per_ms / run_ahead(one, 8).tokens_per_ms
+    assert gain == pytest.approx(simulated, abs=0.025)
+    assert run_ahead(two, 8).waited_ms < 0, "steps overlap"
+
+
+def test_a_second_group_brings_nothing_where_no_candidate_is_right() -> None:
+    given = dataclasses.replace(conditions(0.0), groups=2)
+    assert run_ahead(given, 8).tokens_per_ms == pytest.approx(1 / STEP)
+
+
 def test_longer_steps_for_more_candidates_are_in_the_forecast() -> None:
     given = dataclasses.replace(
         conditions(0.75), step_ms=lambda candidates, messages: STEP + candidates
