@@ -209,7 +209,7 @@ class Controller:
         rested = before is not None and before.choice is Choice.OFF
         plain = off(conditions).tokens_per_ms * self.beliefs.factor(Choice.OFF)
         options = self._options(cohort, conditions)
-        best = next(one for one in options if self.beliefs.proven(one.choice))
+        best = next(one for one in options if one.proven)
         needed = plain * GAIN_TO_DRAFT
         if best.worth >= needed:
             cohort.plan = self._planned(cohort, conditions, best, plain)
@@ -230,6 +230,7 @@ class Controller:
             alone = sequences == 1 and self._num_begun <= 1
             self._latest = (alone and cohort.trial) or cohort.plan
         cohort.decided_at, cohort.doubted = self._step, False
+        cohort.decided_for = cohort.members
         cohort.decisions += 1
 
     def _planned(

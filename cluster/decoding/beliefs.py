@@ -22,11 +22,13 @@ FIRST_HIT_RATE = 0.5
 """Of branches of which nothing is known: worth a try."""
 FIRST_FORKS = 0.5
 """Proposals of a pass for each position that may fork, before any did."""
-PROOF = 6.0
-"""Verdicts against the first candidate by which a policy with branches is known."""
+PROOF = 5.0
+"""So many verdicts against the first candidate, decayed, by which a policy with branches is known:
+six."""
 UNSETTLED = 2
 """So many verdicts after a change tell nothing of the new policy, and those of a round trip."""
 _DOUBT = 4.0
+_LEAST_MS = 1e-3
 
 
 class Beliefs:
@@ -112,16 +114,26 @@ class Beliefs:
             self.acceptance(cohort.like.drafter).add(rights, sequences=self.sequences)
         self._tokens.add(verdict.committed, of=self.sequences)
         self._correct(pilot, cohort, verdict, now)
-        if pilot.choice.policy.fans_out or pilot.choice.is_tree:
-            self._count_hits(pilot, verdict, rights, tree)
-        if pilot.choice.policy.fans_out:
-            times = self._drafters.get(cohort.like.drafter)
-            pass_ms = times.pass_ms(self.sequences, branches=True) if times else 0.0
-            bounded = pass_ms and not pilot.choice.is_tree
-            pace = self.steps.last.ms / pass_ms if bounded else 0.0
-            crowd = max(1, cohort.members)
-            forks = forks_within(granted_ahead(pilot.window), pace=pace, crowd=crowd)
+        policy = pilot.choice.policy
+        if policy.fans_out:
+            forks = self._forks_of(pilot, cohort)
             self._forks.add(forks, of=self.sequences)
+            if forks and pilot.has_branches:
+                self._count_hits(pilot, verdict, rights, tree)
+            else:  # Until some have come a miss tells nothing of branches.
+                beside = tree.num_candidates - lead_length(tree.root, tree.num_candidates)
+                pilot.has_branches = forks > 0 and beside > 0
+        elif pilot.choice.is_tree:
+            self._count_hits(pilot, verdict, rights, tree)
+
+    def _forks_of(self, pilot: Pilot, cohort: Cohort) -> int:
+        """Positions of its chain that may fork."""
+        times = self._drafters.get(cohort.like.drafter)
+        pass_ms = times.pass_ms(self.sequences, branches=True) if times else 0.0
+        bounded = pass_ms and not pilot.choice.is_tree
+        pace = self.steps.last.ms / pass_ms if bounded else 0.0
+        crowd = max(1, cohort.members)
+        return forks_within(granted_ahead(pilot.window), pace=pace, crowd=crowd)
 
     def _correct(self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float) -> None:
         """Compare what the policy brought since the verdict before with what it had promised.
@@ -134,10 +146,8 @@ class Beliefs:
         last_seconds = self.steps.last.ms / 1000
         if not (is_believable(last_seconds) and is_believable(now - before)):
             return
-        times = self._drafters.get(cohort.like.drafter)
-        restart_ms = times.restart_ms() if times is not None and times.known else 0.0
-        if pilot.verdicts <= UNSETTLED + restart_ms / self.steps.last.ms:
-            return  # What it held and drafted is still that of the policy before.
+        if not self._is_settled(pilot, cohort):
+            return
         forecast = pilot.promised * (now - before) / last_seconds
         # What its window was worth, so that luck with it does not count.
         chances = cohort.acceptance.chances(max(1, verdict.depth))
@@ -151,6 +161,12 @@ class Beliefs:
         for choice, other in self._corrections.items():
             if choice is not pilot.choice:
                 other.forget(of=self.sequences)
+
+    def _is_settled(self, pilot: Pilot, cohort: Cohort) -> bool:
+        """Whether what it holds and drafts is no longer that of the policy before."""
+        times = self._drafters.get(cohort.like.drafter)
+        restart_ms = times.restart_ms() if times is not None and times.known else 0.0
+        return pilot.verdicts > UNSETTLED + restart_ms / max(self.steps.last.ms, _LEAST_MS)
 
     def _count_hits(
         self, pilot: Pilot, verdict: CountedVerdict, rights: Sequence[bool], tree: TokenTree
@@ -168,7 +184,11 @@ class Beliefs:
                 lengths.add(lead_length(tree.root, pilot.window), of=self.sequences)
 
     def _hit_rate(self, choice: Choice) -> float:
-        return _leaning(self._hits.get(_foreseen_as(choice)), FIRST_HIT_RATE)
+        """Near that of other policies' second guesses, while little is known of its own."""
+        own, likely = _foreseen_as(choice), FIRST_HIT_RATE
+        for policy, hits in self._hits.items():
+            likely = _leaning(hits, likely) if policy is not own else likely
+        return _leaning(self._hits.get(own), likely)
 
     def conditions(self, cohort: Cohort) -> Conditions | None:
         """What a forecast for all of a cohort rests on; None: too little was seen yet."""
@@ -254,11 +274,14 @@ class Beliefs:
         ms = self.steps.ms(last.rows + candidates, last.sequences, last.proposals)
         return tokens / ms >= self.sequences / plain_ms
 
+    def hopes_for_branches(self) -> bool:
+        """Whether branches sent ahead may be worth it, for all that is known."""
+        return self._hit_rate(Choice.FANOUT) >= FIRST_HIT_RATE / 2
+
     def proven(self, choice: Choice) -> bool:
         """Whether enough is known of it for all to follow."""
-        hits = self._hits.get(_foreseen_as(choice))
         is_plain = not (choice.is_tree or choice.policy.fans_out)
-        return is_plain or (hits is not None and hits.weight >= PROOF)
+        return is_plain or sum(hits.weight for hits in self._hits.values()) >= PROOF
 
     def factor(self, choice: Choice) -> float:
         """What it brought over what was forecast, of late."""

@@ -26,6 +26,9 @@ SHARE_IN_TRIAL = 4
 STANDS, FIRST_STANDS = 8, 2
 """A choice stands for so many steps; for fewer at first, and while something is tried."""
 
+RESIZED = 1.5
+"""A cohort so many times as large as when it was chosen for, or as small, needs another choice."""
+
 _LONG_AGO = 32
 """Steps after which what was seen of other members counts for little."""
 
@@ -66,7 +69,7 @@ class Cohort:
 
     `behind`: of these, such as do not follow the plan yet. `trial`: what a few try that promises
     more than the plan, while little is known of it; `trying` of the members do. `rest_for`: steps
-    for which a plan to rest stands.
+    for which a plan to rest stands. `decided_for`: so many members.
     """
 
     like: Likeness
@@ -79,6 +82,7 @@ class Cohort:
     decisions: int = 0
     rest_for: int = 0
     doubted: bool = False
+    decided_for: int = 0
     members: int = 0
     candidates: int = 0
     trying: int = 0
@@ -111,7 +115,8 @@ class Cohort:
             return 0
         is_early = self.trial is not None or self.decisions <= FIRST_STANDS
         stands = FIRST_STANDS if is_early else STANDS
-        if self.plan is None or self.doubted or self.behind:
+        resized = not 1 / RESIZED < self.members / max(1, self.decided_for) < RESIZED
+        if self.plan is None or self.doubted or self.behind or resized:
             stands = 1
         elif self.plan.choice is Choice.OFF:
             stands = self.rest_for

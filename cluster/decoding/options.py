@@ -22,13 +22,17 @@ candidates must have been tried: it is what can be slower than plain decoding.""
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A choice with its best window. `worth`: tokens/ms; `preferred`: by what it is compared."""
+    """A choice with its best window. `worth`: tokens/ms; `preferred`: by what it is compared.
+
+    `proven`: enough is known of it for all to follow.
+    """
 
     choice: Choice
     window: int
     forecast: Forecast
     worth: float
     preferred: float
+    proven: bool = True
 
 
 def options_of(
@@ -59,13 +63,22 @@ def options_of(
             continue
         if forks != policy.fans_out and (policy.fans_out or choice.is_tree):
             continue
+        proven = beliefs.proven(choice)
+        if choice is Choice.CHAIN and not forks and pilot.allows(Choice.FANOUT):
+            # What it is without branches, which come as soon as there are fewer sequences.
+            choice = Choice.FANOUT if beliefs.hopes_for_branches() else choice
+        is_followed = cohort.plan is not None and cohort.plan.choice is choice
         preference = GAIN_TO_CHANGE if choice in in_use else 1.0
         if policy.waits:
             alone = beliefs.sequences == 1
             if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
                 continue  # Who waits in a batch misses a step of the others.
             preference /= GAIN_TO_WAIT
-        given = beliefs.given(choice, conditions, cohort, crowd)
+        given = (
+            beliefs.given(choice, conditions, cohort, crowd)
+            if forks or choice.is_tree
+            else conditions
+        )
         if policy.replicates:
             given = replace(given, groups=num_groups)
         factor = beliefs.factor(choice)
@@ -74,7 +87,8 @@ def options_of(
             forecast = ahead(given, depth)
             worth = beliefs.worth(forecast, given, cohort) * factor
             window = min(cohort.like.limit, depth * cohort.like.branches)
-            tried.append(Option(choice, window, forecast, worth, worth * preference))
+            preferred = worth * preference
+            tried.append(Option(choice, window, forecast, worth, preferred, proven or is_followed))
         # A larger window leaves room for luck; where it makes branches longer, they cost something.
         found.append(_first_of_the_best(tried if policy.fans_out else tried[::-1]))
     return sorted(found, key=lambda one: one.preferred, reverse=True)

@@ -76,6 +76,8 @@ class Pilot:
     tried_from: int = 0
     probe_after: int = 0
     choices: dict[str, int] = field(default_factory=dict)
+    has_branches: bool = False
+    """Some were held since it has a policy with branches."""
     told: Mapping[str, float] = field(default_factory=dict)
     """Of the plan that it follows."""
 
@@ -147,6 +149,7 @@ class Pilot:
 
     def follow(self, choice: Choice) -> None:
         """Do this from now on."""
+        self.has_branches &= choice.policy.fans_out
         self.choice, self.policy = choice, choice.policy
 
     def allows(self, choice: Choice) -> bool:
