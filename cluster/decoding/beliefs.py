@@ -12,7 +12,7 @@ from cluster.decoding.estimates import Acceptance, DraftTimes, Mean
 from cluster.decoding.events import Proposed, is_believable
 from cluster.decoding.forecast import Conditions, Forecast, granted_ahead
 from cluster.decoding.outlook import chain_outlook, shape_of
-from cluster.decoding.pilot import FIRST_GUESS, Correction, Pilot
+from cluster.decoding.pilot import FIRST_GUESS, UNSETTLED, Correction, Pilot
 from cluster.decoding.policies import PolicyName, forks_within
 from cluster.decoding.step_model import StepModel
 from cluster.decoding.token_tree import TokenTree
@@ -25,8 +25,6 @@ FIRST_FORKS = 0.5
 PROOF = 5.0
 """So many verdicts against the first candidate, decayed, by which a policy with branches is known:
 six."""
-UNSETTLED = 2
-"""So many verdicts after a change tell nothing of the new policy, and those of a round trip."""
 _DOUBT = 4.0
 _LEAST_MS = 1e-3
 
@@ -118,11 +116,14 @@ class Beliefs:
         if policy.fans_out:
             forks = self._forks_of(pilot, cohort)
             self._forks.add(forks, of=self.sequences)
-            if forks and pilot.has_branches:
+            if not forks:
+                pilot.until_branches = UNSETTLED
+            elif pilot.until_branches <= 0:
                 self._count_hits(pilot, verdict, rights, tree)
-            else:  # Until some have come a miss tells nothing of branches.
+            else:  # Until some come, or should have, a miss tells nothing of branches.
                 beside = tree.num_candidates - lead_length(tree.root, tree.num_candidates)
-                pilot.has_branches = forks > 0 and beside > 0
+                passed = 1 / (1 + self._restart_steps(cohort))
+                pilot.until_branches = 0.0 if beside else pilot.until_branches - passed
         elif pilot.choice.is_tree:
             self._count_hits(pilot, verdict, rights, tree)
 
@@ -164,9 +165,13 @@ class Beliefs:
 
     def _is_settled(self, pilot: Pilot, cohort: Cohort) -> bool:
         """Whether what it holds and drafts is no longer that of the policy before."""
+        return pilot.verdicts > UNSETTLED + self._restart_steps(cohort)
+
+    def _restart_steps(self, cohort: Cohort) -> float:
+        """Steps that pass until its drafter answers a verdict."""
         times = self._drafters.get(cohort.like.drafter)
         restart_ms = times.restart_ms() if times is not None and times.known else 0.0
-        return pilot.verdicts > UNSETTLED + restart_ms / max(self.steps.last.ms, _LEAST_MS)
+        return restart_ms / max(self.steps.last.ms, _LEAST_MS)
 
     def _count_hits(
         self, pilot: Pilot, verdict: CountedVerdict, rights: Sequence[bool], tree: TokenTree

@@ -24,6 +24,9 @@ FIRST_GUESS = 0.7
 FIRST_PROBE, LAST_PROBE = 16, 512
 """Plain verdicts before a probe; twice as many after each that failed, up to the last."""
 
+UNSETTLED = 2
+"""So many verdicts after a change tell nothing of the new policy, and those of a round trip."""
+
 FIRST_WINDOW = 4
 """Candidates a step on a path while nothing is known of a drafter."""
 
@@ -76,8 +79,8 @@ class Pilot:
     tried_from: int = 0
     probe_after: int = 0
     choices: dict[str, int] = field(default_factory=dict)
-    has_branches: bool = False
-    """Some were held since it has a policy with branches."""
+    until_branches: float = UNSETTLED
+    """Verdicts until some are held, of a policy with branches; 0: they came, or should have."""
     told: Mapping[str, float] = field(default_factory=dict)
     """Of the plan that it follows."""
 
@@ -149,7 +152,8 @@ class Pilot:
 
     def follow(self, choice: Choice) -> None:
         """Do this from now on."""
-        self.has_branches &= choice.policy.fans_out
+        if not choice.policy.fans_out:
+            self.until_branches = UNSETTLED
         self.choice, self.policy = choice, choice.policy
 
     def allows(self, choice: Choice) -> bool:
