@@ -157,9 +157,20 @@ def _spawn(command: list[str], environment: dict[str, str], log: Path) -> int:
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT, 0o600),
             (os.POSIX_SPAWN_DUP2, 1, 2),
+            *((os.POSIX_SPAWN_CLOSE, number) for number in _inheritable()),
         ],
         setsid=True,
     )
+
+
+def _inheritable() -> list[int]:
+    """Files that whoever started us left open to children: a head would hold their locks."""
+    found = []
+    for number in sorted(int(name) for name in os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # that of the listing is closed by now
+            if number > 2 and os.get_inheritable(number):
+                found.append(number)
+    return found
 
 
 def _await_start(session: int, folder: Path, log: Path) -> None:

@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from cluster.config import Config
-from deploy.ray_head import start_head, stop_head
+from deploy.head_guard import guarded
+from deploy.ray_head import start_head
 from deploy.session import check_models, enter_ray, own_cores
 from paceline.client import Client
 
@@ -29,7 +30,7 @@ def running_side_by_side(
     with ExitStack() as stack:
         tell("Ray: starting a local cluster")
         head = start_head(num_cpus=CPUS_EACH * len(configs))
-        stack.callback(stop_head, head)
+        stack.enter_context(guarded(head))
         if leave := enter_ray(head.address, own=True):
             stack.callback(leave)
         from cluster.launch import start_cluster

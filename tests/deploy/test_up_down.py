@@ -68,7 +68,9 @@ class Shell:
         if ray_address is not None:
             self.environment["RAY_ADDRESS"] = ray_address
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, pass_fds: tuple[int, ...] = ()
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "deploy.cli", *arguments],
             cwd=ROOT,
@@ -76,6 +78,7 @@ class Shell:
             capture_output=True,
             text=True,
             timeout=PATIENCE,
+            pass_fds=pass_fds,
         )
 
     def processes(self) -> list[int]:
@@ -109,11 +112,17 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def test_up_stays_until_down(shell: Shell, config: Path) -> None:
-    up = shell.run("up", str(config))
+    reading, writing = os.pipe()
+    up = shell.run("up", str(config), pass_fds=(writing,))
+    os.close(writing)
     assert up.returncode == 0, up.stderr
     address = up.stdout.splitlines()[-1]
     assert is_listening(address)
     assert "shard-0: serving" in up.stderr
+    # What stays up keeps no file of the shell's open, as the lock of a script around `up`.
+    os.set_blocking(reading, False)
+    assert os.read(reading, 1) == b""
+    os.close(reading)
 
     second = shell.run("up", str(config))
     assert second.returncode == 3
