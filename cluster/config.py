@@ -43,6 +43,8 @@ _PLAIN_WORDS = {
     "greater than": "above",
     "a valid integer": "a whole number",
     "a valid string": "a text in quotes",
+    "a valid boolean": "true or false",
+    "String should have at least 1 character": "expected a text that is not empty",
     "a valid tuple": "a list of tables",
 }
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as ProgressBar
 
+from deploy.lines import plain
 from workers.model_fetch import FetchProgress, Progress
 
 # The stages that take long enough to be told where nothing moves.
@@ -32,7 +33,7 @@ def _lines(console: Console, name: str) -> Progress:
     def show(now: FetchProgress) -> None:
         if now.stage in _TOLD and now.stage not in told:
             told.add(now.stage)
-            console.print(f"{name}: {now.stage}", markup=False, highlight=False, soft_wrap=True)
+            plain(console, f"{name}: {now.stage}")
 
     return show
 

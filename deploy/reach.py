@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from cluster.config import Config
+from deploy.lines import plain
 from workers.models import default_home, resolve_model
 
 
@@ -44,7 +45,7 @@ class Teller:
             self._status.update(message)
             self._status.start()
         else:
-            self._console.print(message, markup=False, highlight=False, soft_wrap=True)
+            plain(self._console, message)
 
     def rest(self) -> None:
         """Take the changing line away, until something is said again."""

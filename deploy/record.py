@@ -5,13 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO, Literal
 
 from deploy.ray_head import RayHead
 from paceline.errors import UnavailableError
+
+Command = Literal["up", "down"]
+
+_MOMENT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +66,50 @@ def remove_record(home: Path) -> None:
 
 
 @contextmanager
-def alone(home: Path) -> Iterator[None]:
+def alone(home: Path, command: Command) -> Iterator[None]:
     """Hold the lock of `up` and `down`. Raises UnavailableError when another one has it."""
-    path = _path(home).with_suffix(".lock")
+    path = _lock_path(home)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+    with path.open("a+") as stream:
+        if not _locked(stream, fcntl.LOCK_EX):
             raise UnavailableError(
-                "another `paceline up` or `paceline down` is at work; wait until it is done"
-            ) from None
+                f"another `paceline {_written(stream)}` is at work; wait until it is done"
+            )
+        stream.truncate(0)
+        stream.write(command)
+        stream.flush()
         yield
+
+
+def at_work(home: Path) -> Command | None:
+    """Which of `up` and `down` holds the lock now, if one does."""
+    try:
+        with _lock_path(home).open() as stream:
+            return None if _locked(stream, fcntl.LOCK_SH) else _written(stream)
+    except OSError:
+        return None
+
+
+def _locked(stream: IO[str], kind: int) -> bool:
+    """Whether the lock was free. Tried twice: one who only looks has it for a moment."""
+    for pause in (_MOMENT, 0.0):
+        try:
+            fcntl.flock(stream, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(pause)
+    return False
+
+
+def _written(stream: IO[str]) -> Command:
+    """What its holder wrote; `up` where it has not done so yet."""
+    stream.seek(0)
+    return "down" if stream.read() == "down" else "up"
 
 
 def _path(home: Path) -> Path:
     return home / "run" / "cluster.json"
+
+
+def _lock_path(home: Path) -> Path:
+    return _path(home).with_suffix(".lock")

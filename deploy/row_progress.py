@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from deploy.batch import Answer, Failure
+from deploy.lines import plain
 from paceline.text import counted
 
 LINE_SECONDS = 10.0
@@ -83,11 +84,6 @@ def row_progress(console: Console) -> Iterator[RowProgress]:
         transient=True,
     ) as bars:
         yield _Bars(bars)
-
-
-def plain(console: Console, line: str) -> None:
-    """Print a line as it is."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def announce(console: Console, line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -47,8 +48,7 @@ def open_cluster(
     """
     address = server or running_address(config, home)
     if address is not None:
-        if not ray_head.is_listening(address):
-            raise UnavailableError(f"nothing listens at {address}; is the server up there?")
+        check_listening(address)
         from cluster.launch import ClusterHandle
 
         yield ClusterHandle(address)
@@ -73,6 +73,21 @@ def open_cluster(
         finally:
             if own_head is None:
                 handle.stop()
+
+
+def check_listening(address: str) -> None:
+    """Raise UnavailableError where nothing listens at "host:port", or nobody knows the host."""
+    if ray_head.is_listening(address):
+        return
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        socket.getaddrinfo(host, None)
+    except (OSError, UnicodeError):
+        raise UnavailableError(
+            f"no host is known as {host!r} here; give its address, or the name by which this host "
+            "can look it up"
+        ) from None
+    raise UnavailableError(f"nothing listens at {address}; is the server up there?")
 
 
 def running_address(config: Config, home: Path) -> str | None:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from deploy.batch import Failure
 from deploy.comparison import Comparison, Divergence
-from deploy.row_progress import plain
+from deploy.lines import plain
 from deploy.verifier import FileReport, PeerReport
 from paceline.text import counted
 

@@ -26,10 +26,10 @@ import grpc
 from paceline.channel import CALLERS, client_options
 from paceline.errors import UnavailableError
 from paceline.generation import (
+    CallerInput,
     Completion,
     CompletionBuilder,
     GenerateEvent,
-    GenerateInput,
     GenerateOptions,
     ModelDescription,
     Stats,
@@ -92,7 +92,7 @@ class Client(_Caller):
 
     def generate(
         self,
-        generate_input: GenerateInput,
+        generate_input: CallerInput,
         options: GenerateOptions | None = None,
         **fields: Unpack[OptionFields],
     ) -> Completion:
@@ -101,7 +101,7 @@ class Client(_Caller):
 
     def stream(
         self,
-        generate_input: GenerateInput,
+        generate_input: CallerInput,
         options: GenerateOptions | None = None,
         **fields: Unpack[OptionFields],
     ) -> Iterator[GenerateEvent]:
@@ -194,7 +194,7 @@ class AsyncClient(_Caller):
 
     async def generate(
         self,
-        generate_input: GenerateInput,
+        generate_input: CallerInput,
         options: GenerateOptions | None = None,
         **fields: Unpack[OptionFields],
     ) -> Completion:
@@ -206,7 +206,7 @@ class AsyncClient(_Caller):
 
     async def stream(
         self,
-        generate_input: GenerateInput,
+        generate_input: CallerInput,
         options: GenerateOptions | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[GenerateEvent]:

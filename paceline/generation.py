@@ -24,6 +24,9 @@ class Message:
 GenerateInput = str | Sequence[int] | Sequence[Message]
 """Text to continue, token ids to continue, or a chat to answer."""
 
+CallerInput = GenerateInput | Sequence[Mapping[str, str]]
+"""The same, or a chat as OpenAI's clients write it: tables with a `role` and a `content`."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateOptions:

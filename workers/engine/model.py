@@ -111,7 +111,8 @@ class _Loading:
         check_room(
             self._parts.num_weights * BITS_OF_A_WEIGHT[self._weights] // 8,
             f"this shard's weights as {self._weights} take",
-            "raise target.tensor_parallel, or take a larger host",
+            "take a target.dtype of fewer bytes, a larger host, or more hosts and a shard on each "
+            "(target.tensor_parallel)",
         )
         # Linears and experts are filled with their parents, and must be freed once replaced.
         for module in [one for one in self._model.modules() if not _is_replaced(one)]:
