@@ -49,9 +49,9 @@ def task(checkpoint: Path, tmp_path: Path) -> EngineTask:
     return EngineTask(config, tmp_path, tmp_path, quick=True, tell=lambda line: None)
 
 
-@pytest.fixture
-def peer(checkpoint: Path, tmp_path: Path) -> Iterator[PeerProcess]:
-    log = tmp_path / "peer.log"
+@pytest.fixture(scope="module")
+def peer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
+    log = tmp_path_factory.mktemp("peer") / "log"
     with PeerProcess(checkpoint, dtype="float32", threads=1, log=log) as process:
         yield process
 
