@@ -22,6 +22,7 @@ replicas.py       one sequence on several groups
 
 Drafters:
 drafters.py, roster.py       who drafts for whom, and what they are told
+driver_share.py   for how many chains the driver has time
 proposals.py      where what they send goes
 step_costs.py     what they must know of steps to stop by cost
 

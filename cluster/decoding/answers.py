@@ -125,7 +125,7 @@ def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
         )
     if state.auto.chose_first():
         _begin_as_chosen(state, out)
-    state.drafters.stepped(event.now, state.running, out.drafters)
+    state.drafters.stepped(event, state.running, out.drafters)
     prefill_tokens = answer.batching.answered(step, event.step_seconds)
     state.totals.prefilled += prefill_tokens
     if not prefill_tokens:

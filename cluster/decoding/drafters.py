@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from cluster.decoding.draft_view import view_of
-from cluster.decoding.events import DrafterJoined, TopTokens
+from cluster.decoding.driver_share import DriverShare
+from cluster.decoding.events import DrafterJoined, StepDone, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
     Grant,
@@ -14,7 +15,7 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Suspect,
 )
-from cluster.decoding.roster import Roster, RosterEntry, is_better
+from cluster.decoding.roster import Roster, RosterEntry, is_better, is_much_faster
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.step_costs import StepCosts
 from paceline.rules import Rule, Stopping
@@ -25,6 +26,7 @@ class Drafters:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
+        self._driver = DriverShare()
         self._drafters = Roster()
 
     def join(self, joined: DrafterJoined) -> None:
@@ -122,8 +124,17 @@ class Drafters:
             if changed:
                 self.grant(sequence, out)
 
-    def stepped(self, now: float, sequences: Collection[Sequence], out: list[Instruction]) -> None:
+    def stepped(
+        self, event: StepDone, sequences: Collection[Sequence], out: list[Instruction]
+    ) -> None:
         """A step was answered: work that may move leaves drafters which are silent or slow."""
+        now = event.now
+        self._driver.answered(
+            now,
+            driver_seconds=event.driver_seconds,
+            step_seconds=event.step_seconds,
+            chains=sum(one.granted_chains for one in sequences),
+        )
         self._drafters.stepped(now)
         if len(self._drafters) == 1:
             return
@@ -144,6 +155,22 @@ class Drafters:
         elif best is not None and is_better(best, current, now):
             self._close(sequence, sequence.drafter, out)
             self.assign(sequence, out)
+        elif sequence.helpers:
+            self._lead_by_the_fast(sequence, current, out)
+
+    def _lead_by_the_fast(
+        self, sequence: Sequence, current: RosterEntry, out: list[Instruction]
+    ) -> None:
+        """Have a much faster helper change places with the sequence's own drafter."""
+        for place, name in enumerate(sequence.helpers):
+            helper = self._drafters[name]
+            if is_much_faster(helper, current):
+                sequence.helpers[place] = current.joined.drafter
+                sequence.drafter, sequence.draft_limit = name, helper.joined.max_position
+                sequence.draft_exhausted = False
+                sequence.granted_shares = 0  # both have other shares
+                self.grant(sequence, out)
+                return
 
     def _open(self, sequence: Sequence, chosen: RosterEntry, out: list[Instruction]) -> None:
         chosen.load += 1
@@ -174,7 +201,7 @@ class Drafters:
         elif sequence.drafter == drafter:
             helpers = sequence.helpers
             ever_granted = sequence.ever_granted_until, sequence.ever_granted_nodes
-            _forget(sequence)
+            sequence.forget_drafters()
             if helpers:
                 sequence.drafter, *sequence.helpers = helpers
                 team = [self._drafters[name].joined for name in helpers]
@@ -191,7 +218,8 @@ class Drafters:
         request = sequence.request
         drafter = self._drafters[sequence.drafter]
         sequence.pace = self.pace(sequence.drafter)
-        sequence.crowd = drafter.load
+        if sequence.policy.fans_out:
+            sequence.crowd = self._drafters.crowd(drafter, self._driver.most_chains)
         view = view_of(sequence)
         nodes = sequence.policy.granted_candidates(view)
         branches = sequence.policy.granted_branches(view)
@@ -211,6 +239,7 @@ class Drafters:
         sequence.ever_granted_until = max(sequence.ever_granted_until, until)
         sequence.ever_granted_nodes = max(sequence.ever_granted_nodes, nodes)
         sequence.granted_shares = len(team)
+        sequence.granted_chains = len(team) + branches
         shares = sequence.num_sharing
         for share, name in enumerate(team):
             out.append(
@@ -269,18 +298,3 @@ class Drafters:
             for name in sequence.helpers:
                 counted[name] += 1
         assert counted == {name: one.load for name, one in self._drafters.items()}
-
-
-def _forget(sequence: Sequence) -> None:
-    sequence.drafter = None
-    sequence.draft_limit = 0
-    sequence.wants_top_tokens = False
-    sequence.granted_until = 0
-    sequence.granted_nodes = 0
-    sequence.granted_shares = 0
-    sequence.ever_granted_until = 0
-    sequence.ever_granted_nodes = 0
-    sequence.helpers = []
-    sequence.pace = 0.0
-    sequence.crowd = 1
-    sequence.draft_exhausted = False

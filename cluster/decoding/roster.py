@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from cluster.decoding.events import DrafterJoined
+from cluster.decoding.policies import MOST_CHAINS
 from cluster.decoding.sequence import Sequence
 
 _SLOW_CHANGE = 0.9
@@ -18,6 +20,7 @@ SILENT_STEPS, SILENT_SECONDS = 16, 0.25
 """A drafter with work that says nothing for so long is avoided where work may move."""
 
 _SHUNNED_SECONDS = 5.0
+_FORGOTTEN_SECONDS = 5.0
 _MUCH_SLOWER = 2.0
 _AS_FAST = 1.5
 
@@ -63,6 +66,13 @@ class Roster(dict[str, RosterEntry]):
             kept = _SLOW_CHANGE if known.pass_ms else 0.0
             known.pass_ms = kept * known.pass_ms + (1 - kept) * 1000 * pass_seconds
 
+    def crowd(self, drafter: RosterEntry, most_chains: float) -> int:
+        """Sequences among which a drafter's branches are shared out (policies.py, MOST_CHAINS): its
+        own, or as many more as leave the driver no more than `most_chains` of all drafters.
+        """
+        shared = MOST_CHAINS * sum(one.load for one in self.values()) / most_chains
+        return max(drafter.load, math.ceil(shared))
+
     def malformed(self, drafter: str) -> bool:
         """It sent a malformed proposal; whether it is suspect now, after three."""
         blamed = self.get(drafter)
@@ -72,8 +82,13 @@ class Roster(dict[str, RosterEntry]):
         return blamed.malformed >= MALFORMED_LIMIT
 
     def stepped(self, now: float) -> None:
-        """A step was answered: those are avoided that have work and have been silent for long."""
+        """A step was answered: those are avoided that have work and have been silent for long.
+
+        How fast one was that has had no work for long is forgotten: it may not be slow any more.
+        """
         for one in self.values():
+            if not one.load and now - one.heard_at >= _FORGOTTEN_SECONDS:
+                one.pass_ms = 0.0
             one.steps_unheard += one.load > 0
             if one.steps_unheard >= SILENT_STEPS and now - one.heard_at >= SILENT_SECONDS:
                 one.shunned_until = now + _SHUNNED_SECONDS
@@ -112,6 +127,11 @@ def is_better(one: RosterEntry, current: RosterEntry, now: float) -> bool:
         return False
     if current.shunned_until > now:
         return True
-    if one.pass_ms and one.pass_ms * _MUCH_SLOWER < current.pass_ms:
+    if is_much_faster(one, current):
         return True
     return one.pass_ms <= _AS_FAST * current.pass_ms and one.load + 2 <= current.load
+
+
+def is_much_faster(one: RosterEntry, other: RosterEntry) -> bool:
+    """Whether its passes are known to take less than half of the other's."""
+    return 0 < _MUCH_SLOWER * one.pass_ms < other.pass_ms

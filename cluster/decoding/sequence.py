@@ -52,6 +52,7 @@ class Sequence:
     granted_until: int = 0
     granted_nodes: int = 0
     granted_shares: int = 0
+    granted_chains: int = 0  # chains and branches, of all its drafters
     # The most that any grant to its drafters allowed: what is under way when a grant shrinks must
     # be taken, for a drafter does not say again what it has said, and all after it hangs on it.
     ever_granted_until: int = 0
@@ -98,6 +99,19 @@ class Sequence:
     def sequence_id(self) -> int:
         """The id of the request's sequence."""
         return self.request.sequence_id
+
+    def forget_drafters(self) -> None:
+        """It has none, and none was told anything."""
+        self.drafter = None
+        self.draft_limit = 0
+        self.wants_top_tokens = False
+        self.granted_until = self.granted_nodes = 0
+        self.granted_shares = self.granted_chains = 0
+        self.ever_granted_until = self.ever_granted_nodes = 0
+        self.helpers = []
+        self.pace = 0.0
+        self.crowd = 1
+        self.draft_exhausted = False
 
     def steer(self, pilot: Pilot) -> None:
         """Do as its pilot says from now on; in the midst of a step, not where that changes whether

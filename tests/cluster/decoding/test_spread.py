@@ -157,6 +157,40 @@ def test_work_leaves_a_slow_drafter_and_does_not_come_back() -> None:
     assert script.open == {"a": set(), "b": {1, 2}}
 
 
+def test_a_much_faster_helper_leads_and_goes_on_leading() -> None:
+    script = Script("abc")
+    assert shares(script, 1) == {"a": (0, 3), "b": (1, 3), "c": (2, 3)}
+    for number in range(40):  # a is ten times slower from some time on
+        script.say("a", 5, pass_ms=2.0 if number < 10 else 20.0)
+        script.say("b", 5, pass_ms=2.5)
+        script.say("c", 5, pass_ms=2.5)
+        script.answer()
+    assert shares(script, 1) == {"b": (0, 3), "a": (1, 3), "c": (2, 3)}
+    (sequence,) = script.scheduler._state.running
+    committed = sequence.tree.token_ids[len(PROMPT) :]
+    script.say("a", *committed, 9, 20, 21)
+    script.say("b", *committed, 9, 10, 11)
+    assert the_step(script.answer()).slices[0].token_ids == (9, 10, 11), "its chain is verified"
+
+
+def test_a_drafter_that_was_slow_is_tried_again_when_that_is_long_ago() -> None:
+    script = Script("ab", sequences=4)
+    for _ in range(40):
+        script.say("a", 5, pass_ms=20.0)
+        script.say("b", 5, pass_ms=2.0)
+        script.answer()
+    assert script.open == {"a": set(), "b": {1, 2, 3, 4}}
+    for _ in range(60):
+        script.say("b", 5, pass_ms=2.0)
+        script.answer(0.1)
+    assert {len(open_) for open_ in script.open.values()} == {2}
+    for _ in range(10):
+        script.say("a", 5, pass_ms=20.0)
+        script.say("b", 5, pass_ms=2.0)
+        script.answer()
+    assert script.open["a"] == set(), "it is as slow as before"
+
+
 def test_work_leaves_a_crowd() -> None:
     script = Script("a", sequences=3)
     script.open["b"] = set()

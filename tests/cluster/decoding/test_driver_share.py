@@ -1,0 +1,88 @@
+"""How many chains a driver has time for, and that drafters are told so."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.decoding.driver_share import MOST_READ, DriverShare
+from cluster.decoding.events import (
+    Admitted,
+    DrafterJoined,
+    SequenceVerdict,
+    StepDone,
+    TargetJoined,
+)
+from cluster.decoding.instructions import Grant, Instruction, RunStep
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from tests.cluster.decoding.scripts import PROMPT
+from tests.cluster.decoding.true_text import request
+
+
+def test_the_work_of_chains_is_what_all_chains_share() -> None:
+    share = DriverShare()
+    for second in range(50):
+        share.answered(second, driver_seconds=0.5, step_seconds=0.9, chains=40)
+    assert share.most_chains == pytest.approx(40 * 0.85 / 0.5)
+    for second in range(50, 100):
+        share.answered(second, driver_seconds=1.0, step_seconds=0.9, chains=40)
+    assert share.most_chains == pytest.approx(40 * 0.85, rel=1e-3)
+
+
+def test_time_in_which_nothing_was_asked_is_no_time_for_chains() -> None:
+    share = DriverShare()
+    for minute in range(50):
+        share.answered(60.0 * minute, driver_seconds=0.5, step_seconds=0.9, chains=40)
+    assert share.most_chains == pytest.approx(40 * 0.85 * (0.9 + 0.5) / 0.5)
+    assert share.most_chains < MOST_READ
+
+
+def test_where_work_is_not_known_the_bound_stays() -> None:
+    share = DriverShare()
+    for second in range(50):
+        share.answered(second, driver_seconds=0.0, step_seconds=0.9, chains=40)
+    assert share.most_chains == MOST_READ
+
+
+def _branches_granted(driver_share: float, *, steps: int = 80) -> list[int]:
+    """Of four sequences at two drafters, by step: the branches that the last grant allowed."""
+    scheduler, granted, running = Scheduler(), dict.fromkeys(range(1, 5), 0), []
+
+    def send(event: object) -> None:
+        out: list[Instruction] = scheduler.handle(event)  # type: ignore[arg-type]
+        running.extend(one for one in out if isinstance(one, RunStep))
+        granted.update({one.sequence_id: one.fan_out for one in out if isinstance(one, Grant)})
+
+    for name in "ab":
+        send(DrafterJoined(0, name, 1000))
+    for number in granted:
+        asked = request(number, PROMPT, policy=PolicyName.FANOUT, window=8, max_tokens=200)
+        send(Admitted(0, asked))
+    send(TargetJoined(0, 50, 1000, 4, 1024))
+    seen = []
+    for number in range(1, steps + 1):
+        step = running[-1]
+        verdicts = tuple(SequenceVerdict(one.sequence_id, 0, 9) for one in step.slices)
+        send(
+            StepDone(
+                0.02 * number,
+                step.step,
+                verdicts,
+                step_seconds=0.018,
+                driver_seconds=0.02 * driver_share,
+            )
+        )
+        seen.append(max(granted.values()))
+    scheduler.check_integrity()
+    return seen
+
+
+def test_a_driver_without_time_has_its_drafters_draft_less() -> None:
+    assert set(_branches_granted(0.3)) == {17}, "as many as the grant has places for"
+    busy = _branches_granted(1.0)
+    assert busy[0] == 17
+    assert busy[-1] == 0, "however few they are, it is busy: chains alone"
+
+
+def test_a_driver_that_knows_not_what_it_works_grants_as_ever() -> None:
+    assert set(_branches_granted(0.0)) == {17}
