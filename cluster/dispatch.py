@@ -23,7 +23,6 @@ from cluster.decoding.events import (
     DrafterLost,
     Event,
     MalformedProposal,
-    Proposal,
     Proposed,
     Request,
     StepDone,
@@ -45,13 +44,14 @@ from cluster.drafter_link import DrafterDescription
 from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.meters import DriverTimeMeter, GapMeter
+from cluster.proposals_wire import ReadBatch, read_proposals
 from cluster.rehearsal import Rehearsal
-from cluster.requests import widest_proposal
+from cluster.requests import Speculation
 from cluster.round_tap import RoundTap
 from cluster.target_description import TargetDescription
 from cluster.target_groups import TargetGroups
-from cluster.worker_wire import DraftInstruction, proposals_from_wire, verdicts_from_wire
-from paceline.errors import PacelineError, ProtocolError
+from cluster.worker_wire import DraftInstruction, verdicts_from_wire
+from paceline.errors import PacelineError
 from paceline.v1 import drafting_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
@@ -211,32 +211,23 @@ class Dispatch:
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> int:
         """A pass of the drafter. What breaks the contract is dropped; returns how many did."""
-        proposals: list[Proposal] = []
-        malformed, target = 0, self.groups.target
-        told: list[drafting_pb2.Proposal | drafting_pb2.Tips] = [*batch.proposals, *batch.tips]
-        for message in told:
-            generation = self._callers.get(message.sequence_id)
-            if generation is None or target is None:
-                self.scheduler.totals.dropped_proposals += 1  # it crossed the end of its sequence
-                continue
-            try:
-                proposals += proposals_from_wire(
-                    message,
-                    generation.speculation.rule,
-                    branches=widest_proposal(generation.speculation),
-                    vocab_size=target.vocab_size,
-                )
-            except ProtocolError as error:
-                malformed += 1
-                _log.info("a proposal of %s is dropped: %s", name, error)
+        read, target = ReadBatch(), self.groups.target
+        if target is not None:
+            read = read_proposals(
+                batch, self._speculation_of, vocab_size=target.vocab_size, drafter=name
+            )
+        self.scheduler.totals.dropped_proposals += read.dropped
         for tap in self.taps:
-            tap.proposed(name, batch, proposals)
-        self._handle(
-            Proposed(self.clock.now(), name, tuple(proposals), pass_seconds=batch.pass_seconds)
-        )
-        for _ in range(malformed):
+            tap.proposed(name, batch, read.proposals)
+        proposals = tuple(read.proposals)
+        self._handle(Proposed(self.clock.now(), name, proposals, pass_seconds=batch.pass_seconds))
+        for _ in range(read.malformed):
             self._handle(MalformedProposal(self.clock.now(), name))
-        return malformed
+        return read.malformed
+
+    def _speculation_of(self, sequence_id: int) -> Speculation | None:
+        generation = self._callers.get(sequence_id)
+        return None if generation is None else generation.speculation
 
     def declined(self, name: str, sequence_id: int, reason: str) -> None:
         """A drafter will not draft for a sequence."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Sequence
 
-from cluster.decoding.events import Proposal, SequenceVerdict, TopTokens
+from cluster.decoding.events import SequenceVerdict, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
     Grant,
@@ -16,13 +15,10 @@ from cluster.decoding.instructions import (
     Slice,
 )
 from paceline.convert import rule_from_wire, spec_to_wire, stopping_to_wire
-from paceline.errors import InvalidRequestError, ProtocolError
-from paceline.rules import MAX_PROPOSED, Rule
+from paceline.errors import InvalidRequestError
+from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
-from workers.draft_probs_wire import distributions_from_wire, distributions_to_wire
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs
-from workers.verification.rules import FACTS, check_proposal
+from workers.draft_probs_wire import distributions_to_wire
 
 MAX_STOPPING_VALUES = 16
 
@@ -87,159 +83,57 @@ def _top_tokens_from_wire(message: types_pb2.TopTokens) -> TopTokens:
 
 def drafts_to_wire(instructions: Sequence[DraftInstruction]) -> drafting_pb2.DraftRequest:
     """The one message of all instructions for a drafter, of which there is at least one."""
-    requests = [draft_to_wire(instruction) for instruction in instructions]
-    if len(requests) == 1:
-        return requests[0]
-    return drafting_pb2.DraftRequest(batch=drafting_pb2.DraftRequestBatch(requests=requests))
+    request = drafting_pb2.DraftRequest()
+    if len(instructions) == 1:
+        _fill_request(request, instructions[0])
+        return request
+    batch = request.batch.requests
+    for instruction in instructions:
+        _fill_request(batch.add(), instruction)
+    return request
 
 
-def draft_to_wire(instruction: DraftInstruction) -> drafting_pb2.DraftRequest:
-    """The message of an instruction about a drafter."""
-    match instruction:
-        case SendOutcome():
-            outcome = drafting_pb2.Outcome(
-                sequence_id=instruction.sequence_id,
-                position=instruction.position,
-                token_ids=instruction.token_ids,
-                top_tokens=[
-                    types_pb2.TopTokens(
-                        token_id=top.token_id, top_ids=top.top_ids, previous_id=top.previous_id
-                    )
-                    for top in instruction.top_tokens
-                ],
+def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruction) -> None:
+    """The message of an instruction, filled where it lies: to make it and copy it takes longer."""
+    if isinstance(instruction, SendOutcome):
+        outcome = request.outcome
+        outcome.sequence_id = instruction.sequence_id
+        outcome.position = instruction.position
+        outcome.token_ids.extend(instruction.token_ids)
+        for top in instruction.top_tokens:
+            outcome.top_tokens.add(
+                token_id=top.token_id, top_ids=top.top_ids, previous_id=top.previous_id
             )
-            return drafting_pb2.DraftRequest(outcome=outcome)
-        case Grant():
-            grant = drafting_pb2.Grant(
-                sequence_id=instruction.sequence_id,
-                until_position=instruction.until_position,
-                branches=instruction.branches,
-                nodes=instruction.nodes,
-                tokens_per_ms=instruction.tokens_per_ms,
-                step_ms_per_candidate=instruction.step_ms_per_candidate,
-                drafting_is_free=instruction.drafting_is_free,
-                fan_out=instruction.fan_out,
-                share=instruction.share,
-                shares=instruction.shares,
-            )
-            return drafting_pb2.DraftRequest(grant=grant)
-        case OpenDraft():
-            opened = drafting_pb2.OpenSequence(
-                sequence_id=instruction.sequence_id,
-                spec=spec_to_wire(instruction.spec),
-                token_ids=instruction.token_ids,
-                drafting=drafting_pb2.DraftingParams(
-                    stopping=stopping_to_wire(instruction.stopping)
-                ),
-                tenant=instruction.tenant,
-            )
-            return drafting_pb2.DraftRequest(open=opened)
-        case CloseDraft():
-            close = drafting_pb2.CloseSequence(sequence_id=instruction.sequence_id)
-            return drafting_pb2.DraftRequest(close=close)
+    elif isinstance(instruction, Grant):
+        _fill_grant(request.grant, instruction)
+    elif isinstance(instruction, OpenDraft):
+        opened = request.open
+        opened.sequence_id = instruction.sequence_id
+        opened.spec.CopyFrom(spec_to_wire(instruction.spec))
+        opened.token_ids.extend(instruction.token_ids)
+        opened.drafting.stopping = stopping_to_wire(instruction.stopping)
+        opened.tenant = instruction.tenant
+    else:
+        request.close.sequence_id = instruction.sequence_id
 
 
-def proposals_from_wire(
-    message: drafting_pb2.Proposal | drafting_pb2.Tips,
-    rule: Rule,
-    *,
-    branches: int,
-    vocab_size: int,
-) -> Sequence[Proposal]:
-    """What a message proposes for a sequence under `rule`, with so many `branches` granted.
-
-    Raises ProtocolError where it breaks the contract.
-    """
-    if isinstance(message, drafting_pb2.Tips):
-        return tips_from_wire(message, rule, vocab_size=vocab_size)
-    return (proposal_from_wire(message, rule, branches=branches, vocab_size=vocab_size),)
-
-
-def proposal_from_wire(
-    message: drafting_pb2.Proposal, rule: Rule, *, branches: int, vocab_size: int
-) -> Proposal:
-    """A proposal for a sequence under `rule`, with so many `branches` granted.
-
-    Raises ProtocolError where it breaks the contract.
-    """
-    token_ids = tuple(message.token_ids)
-    draft_probs = None
-    if not _is_sound_chain(message, token_ids, rule, vocab_size):
-        draft_probs = _check_candidates(message, token_ids, rule, branches, vocab_size)
-    return Proposal(
-        sequence_id=message.sequence_id,
-        base_length=message.base.length,
-        base_hash=message.base.hash,
-        token_ids=token_ids,
-        last=message.last,
-        parents=tuple(message.parents),
-        multiplicities=tuple(message.multiplicities),
-        distributions={} if draft_probs is None else draft_probs.of_node,
-        stopping_state=_stopping_state(message),
-    )
-
-
-def tips_from_wire(message: drafting_pb2.Tips, rule: Rule, *, vocab_size: int) -> list[Proposal]:
-    """Proposals of a token each for a sequence under `rule`.
-
-    Raises ProtocolError where they break the contract.
-    """
-    lengths, hashes = list(message.base_lengths), list(message.base_hashes)
-    token_ids = list(message.token_ids)
-    if not 0 < len(lengths) == len(hashes) == len(token_ids) <= MAX_PROPOSED:
-        raise ProtocolError(
-            f"tips: expected 1 to {MAX_PROPOSED} base_lengths and as many base_hashes and "
-            f"token_ids, got {len(lengths)}, {len(hashes)} and {len(token_ids)}"
-        )
-    if FACTS[rule].needs_draft_probs:
-        raise ProtocolError(
-            f"tips: expected none under the rule {rule.value!r}: tell distributions"
-        )
-    if max(token_ids) >= vocab_size:
-        raise ProtocolError(
-            f"tips.token_ids: expected ids below {vocab_size}, got {max(token_ids)}"
-        )
-    sequence_id = message.sequence_id
-    return [
-        Proposal(sequence_id, length, prefix_hash, (token_id,))
-        for length, prefix_hash, token_id in zip(lengths, hashes, token_ids, strict=True)
-    ]
-
-
-def _is_sound_chain(
-    message: drafting_pb2.Proposal, token_ids: tuple[int, ...], rule: Rule, vocab_size: int
-) -> bool:
-    """Whether this is the usual case, of which all that `_check_candidates` asks is plainly true.
-
-    A driver reads one for each sequence and pass, and the whole check takes ten times as long.
-    """
-    return (
-        rule is Rule.COUPLED
-        and len(token_ids) <= MAX_PROPOSED
-        and not (message.parents or message.multiplicities or message.distributions)
-        and max(token_ids, default=0) < vocab_size
-    )
-
-
-def _check_candidates(
-    message: drafting_pb2.Proposal,
-    token_ids: tuple[int, ...],
-    rule: Rule,
-    branches: int,
-    vocab_size: int,
-) -> DraftProbs | None:
-    """Raise ProtocolError where candidates are not such as the rule and the grant allow."""
-    parents = tuple(message.parents) or tuple(range(len(token_ids)))
-    tree = CandidateTree(token_ids, parents, tuple(message.multiplicities))
-    draft_probs = distributions_from_wire(message.distributions)
-    check_proposal(rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED)
-    widest = max(len(tree.copies(node)) for node in range(len(tree) + 1))
-    if widest > branches:
-        raise ProtocolError(
-            f"expected at most {branches} candidates a position, as granted, got {widest}: "
-            "count the paths of k-SEQ, else the children of a node"
-        )
-    return draft_probs
+def _fill_grant(message: drafting_pb2.Grant, grant: Grant) -> None:
+    """Fields that are not set cost nothing, and most grants have the first few alone."""
+    message.sequence_id = grant.sequence_id
+    message.until_position = grant.until_position
+    message.branches = grant.branches
+    message.nodes = grant.nodes
+    if grant.tokens_per_ms:
+        message.tokens_per_ms = grant.tokens_per_ms
+    if grant.step_ms_per_candidate:
+        message.step_ms_per_candidate = grant.step_ms_per_candidate
+    if grant.drafting_is_free:
+        message.drafting_is_free = True
+    if grant.fan_out:
+        message.fan_out = grant.fan_out
+    if grant.shares:
+        message.share = grant.share
+        message.shares = grant.shares
 
 
 def rules_from_wire(numbers: Sequence[int]) -> frozenset[Rule]:
@@ -254,15 +148,3 @@ def rules_from_wire(numbers: Sequence[int]) -> frozenset[Rule]:
         with contextlib.suppress(InvalidRequestError):
             rules.add(rule_from_wire(number))
     return frozenset(rules)
-
-
-def _stopping_state(message: drafting_pb2.Proposal) -> dict[str, float]:
-    if not message.stopping_state:
-        return {}
-    state = dict(message.stopping_state)
-    if len(state) > MAX_STOPPING_VALUES or not all(map(math.isfinite, state.values())):
-        raise ProtocolError(
-            f"expected at most {MAX_STOPPING_VALUES} finite numbers as the state of a stopping "
-            f"rule, got {len(state)}: name only what an operator can use"
-        )
-    return state

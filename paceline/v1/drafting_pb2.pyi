@@ -387,9 +387,7 @@ class ProposalBatch(_message.Message):
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]: ...
     @_builtins.property
     def tips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tips]:
-        """Further proposals, of one token each: what they say is no other than in `proposals`. At most
-        one for a sequence.
-        """
+        """Further proposals, of one token each: what they say is no other than in `proposals`."""
 
     def __init__(
         self,
@@ -410,10 +408,11 @@ Global___ProposalBatch: _TypeAlias = ProposalBatch  # noqa: Y015
 
 @_typing.final
 class Tips(_message.Message):
-    """Proposals of one token each for one sequence, in columns: reading some dozens, as the branches of
-    fan-out are in a pass, takes a third of the time. Entry i proposes the token token_ids[i] under
-    the base of base_lengths[i] tokens with the hash base_hashes[i]; no two bases are the same. The
-    lists are of one length, from 1 to 1024. Not under rules that need distributions.
+    """Proposals of one token each, in columns: reading some dozens, as a pass over many sequences gives
+    or the branches of fan-out, takes a third of the time. Entry i is for the sequence
+    sequence_ids[i] and proposes the token token_ids[i] under the base of base_lengths[i] tokens with
+    the hash base_hashes[i]. A base may be one that an entry before it made. The lists are of one
+    length, from 1 to 1024. Not for sequences under rules that need distributions.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -422,7 +421,9 @@ class Tips(_message.Message):
     BASE_LENGTHS_FIELD_NUMBER: _builtins.int
     BASE_HASHES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
+    """Of all entries, where sequence_ids is left out."""
     @_builtins.property
     def base_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -431,6 +432,10 @@ class Tips(_message.Message):
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Of each entry; left out: sequence_id is all of theirs."""
+
     def __init__(
         self,
         *,
@@ -438,10 +443,11 @@ class Tips(_message.Message):
         base_lengths: _abc.Iterable[_builtins.int] | None = ...,
         base_hashes: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_hashes", b"base_hashes", "base_lengths", b"base_lengths", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_hashes", b"base_hashes", "base_lengths", b"base_lengths", "sequence_id", b"sequence_id", "sequence_ids", b"sequence_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paceline.convert import ANY_VOCABULARY, spec_from_wire, stopping_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
+from paceline.rules import MAX_PROPOSED
 from paceline.v1 import drafting_pb2, types_pb2
 from workers.draft_probs_wire import distributions_to_wire
 from workers.drafting.desk import DraftingSession, SessionNews
@@ -106,7 +107,9 @@ def to_responses(
     tips, others = _split(news.proposals)
     batch = drafting_pb2.ProposalBatch(
         proposals=[_proposal(proposal) for proposal in others],
-        tips=[_tips(several) for several in tips],
+        tips=[
+            _tips(tips[start : start + MAX_PROPOSED]) for start in range(0, len(tips), MAX_PROPOSED)
+        ],
         pass_seconds=pass_seconds,
         tokens_fed=news.tokens_fed,
         overrun_seconds=overrun_seconds,
@@ -120,24 +123,15 @@ def to_responses(
     return [drafting_pb2.DraftResponse(proposals=batch), *declined]
 
 
-def _split(proposals: Sequence[Proposal]) -> tuple[list[list[Proposal]], list[Proposal]]:
-    """Those that can be told in columns, by sequence, and the others."""
-    if len(proposals) == 1:
-        return [], [*proposals]
-    of_sequence: dict[int, list[Proposal]] = {}
-    others = []
+def _split(proposals: Sequence[Proposal]) -> tuple[Sequence[Proposal], Sequence[Proposal]]:
+    """Those that can be told in columns, and the others."""
+    tips, others = [], []
     for one in proposals:
         if len(one.token_ids) > 1 or one.last or one.stopping_state or not _is_bare(one):
             others.append(one)
         else:
-            of_sequence.setdefault(one.sequence_id, []).append(one)
-    tips = []
-    for several in of_sequence.values():
-        if len(several) > 1:
-            tips.append(several)
-        else:
-            others += several
-    return tips, others
+            tips.append(one)
+    return (tips, others) if len(tips) > 1 else ((), proposals)
 
 
 def _is_bare(proposal: Proposal) -> bool:
@@ -148,8 +142,11 @@ def _is_bare(proposal: Proposal) -> bool:
 
 
 def _tips(proposals: Sequence[Proposal]) -> drafting_pb2.Tips:
+    sequence_ids = [one.sequence_id for one in proposals]
+    are_of_one = sequence_ids.count(sequence_ids[0]) == len(sequence_ids)
     return drafting_pb2.Tips(
-        sequence_id=proposals[0].sequence_id,
+        sequence_id=sequence_ids[0] if are_of_one else 0,
+        sequence_ids=() if are_of_one else sequence_ids,
         base_lengths=[one.base_length for one in proposals],
         base_hashes=[one.base_hash for one in proposals],
         token_ids=[one.token_ids[0] for one in proposals],

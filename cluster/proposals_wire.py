@@ -1,0 +1,180 @@
+"""What a drafter's pass proposes, read from the messages of drafting.proto and checked."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cluster.decoding.events import Proposal
+from cluster.requests import Speculation, widest_proposal
+from paceline.errors import ProtocolError
+from paceline.rules import MAX_PROPOSED, Rule
+from paceline.v1 import drafting_pb2
+from workers.draft_probs_wire import distributions_from_wire
+from workers.verification.candidates import CandidateTree
+from workers.verification.draft_probs import DraftProbs
+from workers.verification.rules import FACTS, check_proposal
+
+MAX_STOPPING_VALUES = 16
+
+_log = logging.getLogger(__name__)
+
+SpeculationOf = Callable[[int], Speculation | None]
+"""How a sequence is decoded, by its id; None: it has ended, or there never was one."""
+
+
+@dataclass(slots=True)
+class ReadBatch:
+    """What was read of a pass. `dropped`: proposals that crossed the end of their sequence.
+
+    `malformed`: messages that break the contract, which are dropped as well.
+    """
+
+    proposals: list[Proposal] = field(default_factory=list)
+    dropped: int = 0
+    malformed: int = 0
+
+
+def read_proposals(
+    batch: drafting_pb2.ProposalBatch,
+    speculation_of: SpeculationOf,
+    *,
+    vocab_size: int,
+    drafter: str,
+) -> ReadBatch:
+    """All that is of use in the message of a pass of `drafter`."""
+    read = ReadBatch()
+    told: list[drafting_pb2.Proposal | drafting_pb2.Tips] = [*batch.proposals, *batch.tips]
+    for message in told:
+        try:
+            if isinstance(message, drafting_pb2.Tips):
+                tips = tips_from_wire(message, speculation_of, vocab_size=vocab_size)
+                read.dropped += len(message.token_ids) - len(tips)
+                read.proposals += tips
+                continue
+            speculation = speculation_of(message.sequence_id)
+            if speculation is None:
+                read.dropped += 1
+                continue
+            read.proposals.append(proposal_from_wire(message, speculation, vocab_size=vocab_size))
+        except ProtocolError as error:
+            read.malformed += 1
+            _log.info("a proposal of %s is dropped: %s", drafter, error)
+    return read
+
+
+def proposal_from_wire(
+    message: drafting_pb2.Proposal, speculation: Speculation, *, vocab_size: int
+) -> Proposal:
+    """A proposal for a sequence that is decoded so.
+
+    Raises ProtocolError where it breaks the contract.
+    """
+    token_ids = tuple(message.token_ids)
+    draft_probs = None
+    if not _is_sound_chain(message, token_ids, speculation.rule, vocab_size):
+        draft_probs = _check_candidates(message, token_ids, speculation, vocab_size)
+    return Proposal(
+        sequence_id=message.sequence_id,
+        base_length=message.base.length,
+        base_hash=message.base.hash,
+        token_ids=token_ids,
+        last=message.last,
+        parents=tuple(message.parents),
+        multiplicities=tuple(message.multiplicities),
+        distributions={} if draft_probs is None else draft_probs.of_node,
+        stopping_state=_stopping_state(message),
+    )
+
+
+def tips_from_wire(
+    message: drafting_pb2.Tips, speculation_of: SpeculationOf, *, vocab_size: int
+) -> list[Proposal]:
+    """Proposals of a token each, but for sequences that have ended.
+
+    Raises ProtocolError where they break the contract.
+    """
+    lengths, hashes = list(message.base_lengths), list(message.base_hashes)
+    token_ids = list(message.token_ids)
+    sequence_ids = list(message.sequence_ids) or [message.sequence_id] * len(token_ids)
+    sizes = {len(lengths), len(hashes), len(token_ids), len(sequence_ids)}
+    if len(sizes) > 1 or not 0 < len(token_ids) <= MAX_PROPOSED:
+        raise ProtocolError(
+            f"tips: expected 1 to {MAX_PROPOSED} base_lengths and as many base_hashes, token_ids "
+            f"and sequence_ids, got {len(lengths)}, {len(hashes)}, {len(token_ids)} and "
+            f"{len(sequence_ids)}"
+        )
+    if max(token_ids) >= vocab_size:
+        raise ProtocolError(
+            f"tips.token_ids: expected ids below {vocab_size}, got {max(token_ids)}"
+        )
+    known: set[int] = set()
+    for sequence_id in set(sequence_ids):
+        speculation = speculation_of(sequence_id)
+        if speculation is None:
+            continue
+        known.add(sequence_id)
+        if FACTS[speculation.rule].needs_draft_probs:
+            raise ProtocolError(
+                f"tips: expected none for sequence {sequence_id} under the rule "
+                f"{speculation.rule.value!r}: tell distributions"
+            )
+    return [
+        Proposal(sequence_id, length, prefix_hash, (token_id,))
+        for sequence_id, length, prefix_hash, token_id in zip(
+            sequence_ids, lengths, hashes, token_ids, strict=True
+        )
+        if sequence_id in known
+    ]
+
+
+def _is_sound_chain(
+    message: drafting_pb2.Proposal, token_ids: tuple[int, ...], rule: Rule, vocab_size: int
+) -> bool:
+    """Whether this is the usual case, of which all that `_check_candidates` asks is plainly true.
+
+    A driver reads one for each sequence and pass, and the whole check takes ten times as long.
+    """
+    return (
+        rule is Rule.COUPLED
+        and len(token_ids) <= MAX_PROPOSED
+        and not (message.parents or message.multiplicities or message.distributions)
+        and max(token_ids, default=0) < vocab_size
+    )
+
+
+def _check_candidates(
+    message: drafting_pb2.Proposal,
+    token_ids: tuple[int, ...],
+    speculation: Speculation,
+    vocab_size: int,
+) -> DraftProbs | None:
+    """Raise ProtocolError where candidates are not such as the rule and the grant allow."""
+    parents = tuple(message.parents) or tuple(range(len(token_ids)))
+    tree = CandidateTree(token_ids, parents, tuple(message.multiplicities))
+    draft_probs = distributions_from_wire(message.distributions)
+    check_proposal(
+        speculation.rule, tree, draft_probs, vocab_size=vocab_size, max_nodes=MAX_PROPOSED
+    )
+    widest = max(len(tree.copies(node)) for node in range(len(tree) + 1))
+    branches = widest_proposal(speculation)
+    if widest > branches:
+        raise ProtocolError(
+            f"expected at most {branches} candidates a position, as granted, got {widest}: "
+            "count the paths of k-SEQ, else the children of a node"
+        )
+    return draft_probs
+
+
+def _stopping_state(message: drafting_pb2.Proposal) -> dict[str, float]:
+    if not message.stopping_state:
+        return {}
+    state = dict(message.stopping_state)
+    if len(state) > MAX_STOPPING_VALUES or not all(map(math.isfinite, state.values())):
+        raise ProtocolError(
+            f"expected at most {MAX_STOPPING_VALUES} finite numbers as the state of a stopping "
+            f"rule, got {len(state)}: name only what an operator can use"
+        )
+    return state
