@@ -517,7 +517,9 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The stopping rule's state by name, for the metrics of the request."""
+        """The stopping rule's state by name, for the metrics of the request. Told once after an outcome;
+        left out: as it was told last.
+        """
 
     def __init__(
         self,

@@ -152,7 +152,7 @@ class ModelProposer:
                     new,
                     last=stopped if over else chain_stopped,
                     grant_used=over,
-                    stopping_state=held.stopper.state(),
+                    stopping_state=held.stopper.news(),
                 )
             )
 

@@ -26,6 +26,7 @@ class Stopper:
         self.rule = shared.rule(stopping)
         self._signals: dict[int, TokenSignal] = {}
         self._kept = 0
+        self._is_told = False
 
     @property
     def watches(self) -> bool:
@@ -74,6 +75,7 @@ class Stopper:
         """Learn from an outcome: `refused` are the verified nodes after the path that agreed, of
         which the first was tested and refused. `longest`: the longest draft that was allowed.
         """
+        self._is_told = False
         if self.rule is None:
             return
         drafted = [self._signals[node] for node in (*kept.path, *refused)]
@@ -87,3 +89,12 @@ class Stopper:
     def state(self) -> Mapping[str, float]:
         """The rule's state by name; nothing for `fixed`."""
         return self.rule.metrics() if self.rule is not None else {}
+
+    def news(self) -> Mapping[str, float]:
+        """The state, once after each outcome, else nothing: what is for the metrics of a request
+        alone must not make each of its proposals a long one.
+        """
+        if self._is_told:
+            return {}
+        self._is_told = True
+        return self.state()

@@ -78,12 +78,15 @@ def test_stopping_rules_stop_and_show_their_state(
     session.grant(1, dear)
     proposals = _drafted(session, desk)
     assert proposals[-1].last
-    assert all(one.stopping_state for one in proposals if one.token_ids)
+    assert proposals[0].stopping_state
+    assert not any(one.stopping_state for one in proposals[1:]), "told once after an outcome"
     if stopping is Stopping.COST:
         assert 1 <= session.trees[1].num_nodes <= branches
     assert session.trees[1].num_nodes < 64
     session.outcome(1, 1, [proposals[0].token_ids[0], 9])
-    assert _drafted(session, desk)[-1].last, "drafting begins anew after an outcome"
+    proposals = _drafted(session, desk)
+    assert proposals[-1].last, "drafting begins anew after an outcome"
+    assert proposals[0].stopping_state
     desk.close_session(session)
 
 
