@@ -11,8 +11,10 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.value import value_class
 
-@dataclass(frozen=True, slots=True)
+
+@value_class(frozen=True, slots=True)
 class Place:
     """Something that nodes may be spent on.
 
@@ -47,12 +49,9 @@ def allocate(
 
     `together`: the children of a node come all or none. Nothing with a chance below `floor`.
     """
-    choices = _Choices(means, together=together, floor=floor)
-    for place in places:
-        if place.known:
-            choices.push(place.chance, 1, place.room, None, (place.node, place.index))
-        else:
-            choices.push_children(place.chance, place.room, place.node)
+    if budget <= 0:
+        return Allocation([], [])
+    choices = _Choices(places, means, together=together, floor=floor)
     feed: dict[int, None] = {}
     send: list[tuple[int, int]] = []
     while choices.heap and budget > 0:
@@ -71,7 +70,9 @@ def allocate(
 class _Choices:
     """What the next nodes could be spent on, the likeliest first."""
 
-    def __init__(self, means: Sequence[float], *, together: bool, floor: float) -> None:
+    def __init__(
+        self, places: Iterable[Place], means: Sequence[float], *, together: bool, floor: float
+    ) -> None:
         self._means = means
         self._total = sum(means)
         self._together = together
@@ -79,19 +80,23 @@ class _Choices:
         self._count = 0
         # Chance, tie-break, cost, room below, origin leaf or None, known candidate or None.
         self.heap: list[tuple[float, int, int, int, int | None, tuple[int, int] | None]] = []
+        candidates = []
+        for place in places:
+            if not place.known:
+                self.push_children(place.chance, place.room, place.node)
+            elif place.chance >= floor:
+                self._count += 1
+                known = (place.node, place.index)
+                candidates.append((-place.chance, self._count, 1, place.room, None, known))
+        # Of those that are known there are many, of which few are taken.
+        self.heap += candidates
+        heapq.heapify(self.heap)
 
-    def push(
-        self,
-        chance: float,
-        cost: int,
-        room: int,
-        leaf: int | None,
-        known: tuple[int, int] | None = None,
-    ) -> None:
+    def push(self, chance: float, cost: int, room: int, leaf: int | None) -> None:
         """`cost` nodes that are reached with this chance, unless that is below the floor."""
         self._count += 1
         if chance >= self._floor:
-            heapq.heappush(self.heap, (-chance, self._count, cost, room, leaf, known))
+            heapq.heappush(self.heap, (-chance, self._count, cost, room, leaf, None))
 
     def push_children(self, chance: float, room: int, leaf: int | None) -> None:
         """What is expected below a node that is reached with this chance."""
