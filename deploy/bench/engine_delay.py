@@ -4,7 +4,9 @@ Sequences decode plainly; then comes a prompt of 1,500 tokens, and when it is do
 tokens came without it as beside it, another one. A delay is counted in steps of the same batch
 without a prompt: the time between two tokens of a sequence while one is prefilled, over the usual
 time, less the one step that it takes in any case. The longest is told beside the longest of the
-times without: a busy host holds up a step now and then, whatever is in it.
+times without: a busy host holds up a step now and then, whatever is in it. How long the target's
+threads stood in line for a core is measured besides (core_waits.py), of the first sequence's steps:
+what a delay is without that is told apart.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from cluster.config_model import Config
+from deploy.bench.core_waits import CoreWaits, longest_wait
 from deploy.bench.decode import CORES
 from deploy.bench.deployments import running_side_by_side
 from deploy.bench.engine_load import random_tokens
@@ -37,9 +40,12 @@ def measure_delay(task: EngineTask) -> Iterator[EngineRow]:
     with running_side_by_side({OFF: config}, home=task.home, tell=task.tell) as clients:
         client = clients[OFF]
         description = client.describe()
+        (pid,) = (worker.pid for worker in client.stats().workers if worker.kind == "target")
         for batch in task.batches_of(BATCHES):
             task.tell(f"delay: batch {batch}")
-            delay = asyncio.run(_Delay(description, batch, quick=task.quick).run(client.address))
+            delay = asyncio.run(
+                _Delay(description, batch, pid=pid, quick=task.quick).run(client.address)
+            )
             yield _row(task, batch, delay)
 
 
@@ -65,7 +71,8 @@ def all_but_a_twentieth(times: Sequence[float]) -> Sequence[float]:
 class _Delay:
     """One measurement: who decodes, when their tokens came, and when prompts were there."""
 
-    def __init__(self, description: ModelDescription, batch: int, *, quick: bool) -> None:
+    def __init__(self, description: ModelDescription, batch: int, *, pid: int, quick: bool) -> None:
+        self._pid = pid
         self._vocab_size = description.vocab_size
         self._batch = batch
         self._prompts = QUICK_PROMPTS if quick else PROMPTS
@@ -74,6 +81,9 @@ class _Delay:
         self.prompt_tokens = min(PROMPT_TOKENS, longest - 1)
         self._max_tokens = min(1000, longest - _OWN_PROMPT)
         self._times: list[list[float]] = [[] for _ in range(batch)]
+        self._waits: CoreWaits | None = None
+        self._readings: list[tuple[float, list[float]]] = []
+        # When the first sequence had a token, and what the target's threads had waited by then.
         self._awaited = self._before
         self._there = asyncio.Event()
         self._error: BaseException | None = None
@@ -81,6 +91,8 @@ class _Delay:
         """Seconds between two tokens of a sequence without a prompt."""
         self.beside: list[list[float]] = []
         """The same while it was there, by prompt."""
+        self.computing: list[float] = []
+        """Those of the first sequence, of all prompts, less what the target's threads waited."""
         self.prefill_seconds: list[float] = []
 
     async def run(self, address: str) -> _Delay:
@@ -90,6 +102,7 @@ class _Delay:
             for task in tasks:
                 task.add_done_callback(self._ended)
             await self._until(self._before)
+            self._waits = CoreWaits(self._pid, CORES)
             for number in range(self._prompts):
                 first = min(map(len, self._times))
                 # Of its own, else the prefix cache has it from the one before.
@@ -115,12 +128,20 @@ class _Delay:
         self.beside = [[] for _ in spans]
         for times in self._times:
             for earlier, later in pairwise(times[self._before // 2 :]):
-                for beside, (began, ended) in zip(self.beside, spans, strict=True):
-                    if began < later and earlier < ended:
+                for beside, span in zip(self.beside, spans, strict=True):
+                    if _overlap(span, earlier, later):
                         beside.append(later - earlier)
                         break
                 else:
                     self.usual.append(later - earlier)
+        for (earlier, before), (later, after) in pairwise(self._readings):
+            if any(_overlap(span, earlier, later) for span in spans):
+                self.computing.append(later - earlier - longest_wait(before, after))
+
+    @property
+    def waits_are_known(self) -> bool:
+        """Whether the system counts what threads wait for a core."""
+        return self._waits is not None and self._waits.are_known
 
     async def _until(self, tokens: int) -> None:
         """Wait until every sequence has so many tokens, or one has all that it may have."""
@@ -145,8 +166,16 @@ class _Delay:
         prompt = random_tokens(_OWN_PROMPT, vocab_size=self._vocab_size, seed=1 + number)
         async for event in client.stream(prompt, _options(self._max_tokens)):
             if isinstance(event, Chunk):
-                self._times[number].append(time.perf_counter())
+                now = time.perf_counter()
+                self._times[number].append(now)
+                if number == 0 and self._waits is not None:
+                    self._readings.append((now, self._waits.read()))
                 self._look()
+
+
+def _overlap(span: tuple[float, float], earlier: float, later: float) -> bool:
+    began, ended = span
+    return began < later and earlier < ended
 
 
 def _options(max_tokens: int) -> GenerateOptions:
@@ -176,6 +205,9 @@ def _row(task: EngineTask, batch: int, delay: _Delay) -> EngineRow:
             "delay_steps": delay_in_steps(usual, beside),
             "delay_steps_by_prompt": [delay_in_steps(usual, times) for times in by_prompt],
             "delay_steps_p95": delay_in_steps(usual, all_but_a_twentieth(beside)),
+            "delay_steps_less_waits": delay_in_steps(usual, delay.computing)
+            if delay.waits_are_known
+            else None,
             # What the host does to a step when nothing of ours is new.
             "delay_steps_without": delay_in_steps(usual, usual),
             "delay_steps_without_p95": delay_in_steps(usual, all_but_a_twentieth(usual)),

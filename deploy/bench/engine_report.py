@@ -103,10 +103,17 @@ def _remarks(row: EngineRow) -> Iterator[str]:
         yield (
             f"delay, batch {row.batch}: a prompt of {row.details['prompt_tokens']} tokens delays a "
             f"token by at most {row.details['delay_steps']:.2f} steps (aim 2; 19 of 20 tokens by "
-            f"at most {row.details['delay_steps_p95']:.2f}; without it "
+            f"at most {row.details['delay_steps_p95']:.2f}{_less_waits(row)}; without it "
             f"{row.details['delay_steps_without']:.2f} and "
             f"{row.details['delay_steps_without_p95']:.2f})"
         )
+
+
+def _less_waits(row: EngineRow) -> str:
+    less = row.details.get("delay_steps_less_waits")
+    if not isinstance(less, float):
+        return ""
+    return f"; less what the target's threads waited for a core {less:.2f}"
 
 
 def _cells(row: EngineRow) -> Iterator[str]:

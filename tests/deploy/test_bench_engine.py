@@ -234,6 +234,8 @@ def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_p
     assert details["prompt_tokens"] > 100
     assert isinstance(details["delay_steps"], float)
     assert details["delay_steps_by_prompt"] == [details["delay_steps"]]
+    assert isinstance(details["delay_steps_less_waits"], float)
+    assert details["delay_steps_less_waits"] <= details["delay_steps"]
     assert isinstance(details["steps_without"], int)
     assert details["steps_without"] >= 4
 
