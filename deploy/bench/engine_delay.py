@@ -103,6 +103,7 @@ class _Delay:
                 task.add_done_callback(self._ended)
             await self._until(self._before)
             self._waits = CoreWaits(self._pid, CORES)
+            self._readings.append((self._times[0][-1], self._waits.read()))
             for number in range(self._prompts):
                 first = min(map(len, self._times))
                 # Of its own, else the prefix cache has it from the one before.
@@ -139,9 +140,11 @@ class _Delay:
                 self.computing.append(later - earlier - longest_wait(before, after))
 
     @property
-    def waits_are_known(self) -> bool:
-        """Whether the system counts what threads wait for a core."""
-        return self._waits is not None and self._waits.are_known
+    def longest_less_waits(self) -> float | None:
+        """A delay in steps; None where the system does not count what threads wait for a core."""
+        if self._waits is None or not self._waits.are_known or not self.computing:
+            return None
+        return delay_in_steps(self.usual, self.computing)
 
     async def _until(self, tokens: int) -> None:
         """Wait until every sequence has so many tokens, or one has all that it may have."""
@@ -205,9 +208,7 @@ def _row(task: EngineTask, batch: int, delay: _Delay) -> EngineRow:
             "delay_steps": delay_in_steps(usual, beside),
             "delay_steps_by_prompt": [delay_in_steps(usual, times) for times in by_prompt],
             "delay_steps_p95": delay_in_steps(usual, all_but_a_twentieth(beside)),
-            "delay_steps_less_waits": delay_in_steps(usual, delay.computing)
-            if delay.waits_are_known
-            else None,
+            "delay_steps_less_waits": delay.longest_less_waits,
             # What the host does to a step when nothing of ours is new.
             "delay_steps_without": delay_in_steps(usual, usual),
             "delay_steps_without_p95": delay_in_steps(usual, all_but_a_twentieth(usual)),

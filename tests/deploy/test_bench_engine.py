@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 
 from cluster.config import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
+from deploy.bench.core_waits import CoreWaits
 from deploy.bench.engine import PARTS, USUAL_PARTS, run_engine
 from deploy.bench.engine_delay import delay_in_steps
 from deploy.bench.engine_driver import measure_one
@@ -234,8 +236,9 @@ def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_p
     assert details["prompt_tokens"] > 100
     assert isinstance(details["delay_steps"], float)
     assert details["delay_steps_by_prompt"] == [details["delay_steps"]]
-    assert isinstance(details["delay_steps_less_waits"], float)
-    assert details["delay_steps_less_waits"] <= details["delay_steps"]
+    less_waits = details["delay_steps_less_waits"]
+    assert isinstance(less_waits, float) == CoreWaits(os.getpid(), 1).are_known
+    assert not isinstance(less_waits, float) or less_waits <= details["delay_steps"]
     assert isinstance(details["steps_without"], int)
     assert details["steps_without"] >= 4
 
