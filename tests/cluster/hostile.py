@@ -23,11 +23,15 @@ from workers.server import RunningServer, start_server
 
 
 class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
-    """Answers each message with garbage: well-formed proposals of wrong tokens and wrong bases."""
+    """Answers each message with garbage: well-formed proposals of wrong tokens and wrong bases.
+
+    `told`: messages on its streams, of which `streams` were opened; `asked`: how often who it is.
+    """
 
     def __init__(self) -> None:
         self.random = random.Random(1)
         self.told = 0
+        self.asked = 0
         self.streams = 0
         self.pid = 1
         self.kind = "ngram"
@@ -37,6 +41,7 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
     async def DescribeDrafter(
         self, request: drafting_pb2.DescribeDrafterRequest, context: Any
     ) -> drafting_pb2.DescribeDrafterResponse:
+        self.asked += 1
         return drafting_pb2.DescribeDrafterResponse(
             kind=self.kind,
             max_position=1 << 30,
@@ -52,11 +57,13 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
         tokens: dict[int, list[int]] = {}
         async for request in request_iterator:
             self.told += 1
-            if request.HasField("open"):
-                tokens[request.open.sequence_id] = list(request.open.token_ids)
-            elif request.HasField("outcome"):
-                known = tokens.setdefault(request.outcome.sequence_id, [])
-                known[request.outcome.position :] = request.outcome.token_ids
+            alone = [request] if not request.HasField("batch") else request.batch.requests
+            for one in alone:
+                if one.HasField("open"):
+                    tokens[one.open.sequence_id] = list(one.open.token_ids)
+                elif one.HasField("outcome"):
+                    known = tokens.setdefault(one.outcome.sequence_id, [])
+                    known[one.outcome.position :] = one.outcome.token_ids
             for sequence_id, known in tokens.items():
                 batch = drafting_pb2.ProposalBatch(
                     proposals=[self._lie(sequence_id, known) for _ in range(3)],

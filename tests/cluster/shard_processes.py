@@ -6,10 +6,11 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.workers.engine.tensor_parallel.ranks import free_port
+from tests.held_ports import held_port
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class ShardProcesses:
         self._folders = folders
         self._hosts = hosts or [Host()] * len(folders)
         self._collective_seconds = collective_seconds
-        self.ports = [free_port() for _ in folders]
+        self._held = ExitStack()
+        self.ports = [self._held.enter_context(held_port()) for _ in folders]
         self.processes = [self._start(rank) for rank in range(len(folders))]
 
     @property
@@ -52,6 +54,7 @@ class ShardProcesses:
             process.kill()
         for process in self.processes:
             process.communicate()
+        self._held.close()
 
     def wait_until_serving(self, rank: int) -> None:
         process = self.processes[rank]

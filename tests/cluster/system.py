@@ -12,6 +12,7 @@ from typing import Any, Literal
 from cluster.driver import Driver, DriverOptions
 from cluster.inference import serve_driver
 from paceline import AsyncClient
+from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
 from workers.drafter import DrafterOptions, serve_drafter
 from workers.emulated.profiles import LinkProfile
@@ -81,12 +82,14 @@ async def running_system(
     target_rtt_ms: float = 0.0,
     **options: Any,
 ) -> AsyncIterator[System]:
-    """`drafters`: by name. `options`: of the driver.
+    """All its workers connected. `drafters`: by name. `options`: of the driver.
 
     `more_targets`: addresses of shards after the first. `target_rtt_ms`: of the way to the target.
+    What ends target or drafters may start others at their ports.
     """
     async with AsyncExitStack() as stack:
-        target = await start_target(checkpoints.target)
+        port = stack.enter_context(held_port())
+        target = await start_target(checkpoints.target, port=port)
         stack.push_async_callback(target.stop)
         target_address = target.address
         if target_rtt_ms:
@@ -95,7 +98,8 @@ async def running_system(
             target_address = relay.address
         servers = {}
         for name, folder in (drafters or {}).items():
-            servers[name] = await start_drafter(folder)
+            port = stack.enter_context(held_port())
+            servers[name] = await start_drafter(folder, port=port)
             stack.push_async_callback(servers[name].stop)
         wanted = DriverOptions(
             folder=checkpoints.target,
@@ -105,7 +109,9 @@ async def running_system(
         driver, server = await serve_driver(replace(wanted, **options), host=HOST)
         stack.push_async_callback(server.stop)
         client = await stack.enter_async_context(AsyncClient(server.address))
-        yield System(driver, client, server, target, servers)
+        system = System(driver, client, server, target, servers)
+        await eventually(lambda: system.connected() >= servers.keys())
+        yield system
 
 
 class Wire:
@@ -164,8 +170,8 @@ class Wire:
             writer.close()
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for a condition. Raises TimeoutError."""
+async def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait for a condition, long enough for a busy machine. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)

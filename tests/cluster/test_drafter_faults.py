@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,18 +38,21 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 async def test_a_drafter_that_ends_half_way_and_comes_back(
     checkpoints: Checkpoints, policy: str
 ) -> None:
-    async with running_system(checkpoints, drafters={"d": checkpoints.drafter}) as system:
+    """Whoever would wait for what it does not draft would wait for a minute."""
+    async with running_system(
+        checkpoints, drafters={"d": checkpoints.drafter}, wait_ms=60_000.0
+    ) as system:
         plain = await plain_answer(system)
         port = port_of(system.drafters["d"].address)
         options = replace(OPTIONS, policy=policy)
         answer, pause = await interrupted(system, options, system.drafters["d"].stop)
         assert answer.token_ids == plain.token_ids
-        assert pause < 0.2
-        assert system.connected() == {"shard-0"}
+        assert pause < 30
+        await eventually(lambda: system.connected() == {"shard-0"})
         restarted = await start_drafter(checkpoints.drafter, port=port)
         try:
             await eventually(lambda: "d" in system.connected())
-            assert system.driver.stats().workers[1].reconnects == 1
+            assert system.driver.stats().workers[1].reconnects >= 1
             lockstep = replace(OPTIONS, policy="lockstep")
             again = await system.client.generate(PROMPT, lockstep)
             assert again.token_ids == plain.token_ids
@@ -64,24 +65,24 @@ async def test_a_drafter_that_ends_half_way_and_comes_back(
 async def test_a_drafter_that_comes_back_in_the_middle_of_a_request(
     checkpoints: Checkpoints,
 ) -> None:
-    async with running_system(checkpoints, drafters={"d": checkpoints.drafter}) as system:
-        plain = await plain_answer(system)
+    """A hundred and more steps of 10 ms are left for it to be found."""
+    async with running_system(
+        checkpoints, drafters={"d": checkpoints.drafter}, target_rtt_ms=10
+    ) as system:
+        options = replace(OPTIONS, policy="lockstep", max_tokens=240)
+        plain = await system.client.generate(PROMPT, replace(options, policy="off"))
         fresh = await start_drafter(checkpoints.drafter)
         try:
-            options = replace(OPTIONS, policy="lockstep")
 
             async def move() -> None:
                 await system.driver.set_drafters({"d": fresh.address})
 
-            async def wait() -> None:
-                await eventually(lambda: "d" in system.connected())
-
-            answer, _ = await interrupted(system, options, system.drafters["d"].stop, move, wait)
+            answer, _ = await interrupted(system, options, system.drafters["d"].stop, move)
             assert answer.token_ids == plain.token_ids
-            tail = answer.origins[100:]
-            assert "draft" in tail
+            assert "draft" in answer.origins[120:]
             worker = system.driver.stats().workers[1]
-            assert (worker.address, worker.reconnects) == (fresh.address, 1)
+            assert worker.address == fresh.address
+            assert worker.reconnects >= 1
             await system.driver.set_drafters({})
             assert [w.name for w in system.driver.stats().workers] == ["shard-0"]
             await system.settle()
@@ -100,8 +101,8 @@ async def test_a_lying_drafter_alters_nothing(checkpoints: Checkpoints) -> None:
             for policy in ("chain", "lockstep"):
                 answer = await system.client.generate(PROMPT, replace(OPTIONS, policy=policy))
                 assert answer.token_ids == plain.token_ids
-            assert liar.told > 100
-            assert system.driver.scheduler.totals.dropped_proposals > 0
+            await eventually(lambda: liar.told > 100)
+            await eventually(lambda: system.driver.scheduler.totals.dropped_proposals > 0)
             assert "liar" in system.connected()
             assert system.driver.stats().workers[1].malformed == 0
             await system.settle()
@@ -113,8 +114,8 @@ async def test_a_lying_drafter_alters_nothing(checkpoints: Checkpoints) -> None:
 async def test_malformed_proposals_make_a_drafter_suspect(
     checkpoints: Checkpoints, breach: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After three it is used no more, until another process answers; the text stays right."""
-    async with running_system(checkpoints, wait_ms=20.0, drafter_timeout=0.2) as system:
+    """After three it is used no more; the text stays right."""
+    async with running_system(checkpoints, wait_ms=20.0) as system:
         plain = await plain_answer(system)
         hostile = MalformedDrafter(BREACHES[breach])
         server = await serve_lying_drafter(hostile)
@@ -128,10 +129,27 @@ async def test_malformed_proposals_make_a_drafter_suspect(
             await eventually(lambda: system.driver.stats().workers[1].suspect)
             worker = (await system.client.stats()).workers[1]
             assert (worker.connected, worker.suspect, worker.malformed >= 3) == (False, True, True)
-            await asyncio.sleep(0.5)
-            assert hostile.streams == 1
             lines = [r.getMessage() for r in caplog.records if "is suspect" in r.getMessage()]
             assert len(lines) == 1
+            await system.settle()
+        finally:
+            await server.stop()
+
+
+async def test_a_suspect_is_left_until_another_process_answers(checkpoints: Checkpoints) -> None:
+    """It is asked who it is every two seconds, and not taken back as long as it is the same."""
+    async with running_system(checkpoints, drafter_timeout=4.0) as system:
+        hostile = MalformedDrafter(BREACHES["huge ids"])
+        server = await serve_lying_drafter(hostile)
+        try:
+            await system.driver.set_drafters({"bad": server.address})
+            await eventually(lambda: "bad" in system.connected())
+            await system.client.generate(PROMPT, replace(OPTIONS, policy="lockstep"))
+            await eventually(lambda: system.driver.stats().workers[1].suspect)
+            asked = hostile.asked
+            await eventually(lambda: hostile.asked >= asked + 2)
+            assert hostile.streams == 1
+            assert system.driver.stats().workers[1].suspect
             hostile.pid = 2
             await eventually(lambda: "bad" in system.connected())
             assert not system.driver.stats().workers[1].suspect
@@ -145,7 +163,7 @@ async def test_malformed_probabilities_make_a_drafter_suspect(
     checkpoints: Checkpoints, breach: str
 ) -> None:
     """Dropped and counted; the sequence goes on plainly: at temperature 0 with the same text."""
-    async with running_system(checkpoints, wait_ms=20.0, drafter_timeout=0.2) as system:
+    async with running_system(checkpoints, wait_ms=20.0) as system:
         greedy = replace(OPTIONS, temperature=0.0, max_tokens=20)
         plain = await system.client.generate(PROMPT, replace(greedy, policy="off"))
         hostile = MalformedDrafter(PROBABILITY_BREACHES[breach])
@@ -167,17 +185,15 @@ async def test_malformed_probabilities_make_a_drafter_suspect(
 
 
 async def test_a_cut_wire_is_noticed_by_keepalive(checkpoints: Checkpoints) -> None:
-    """About 2.5 s, long before the drafter's own deadline of 10 s."""
+    """About 2.5 s after; nothing else would notice it for half an hour."""
     drafter = await start_drafter(None)
     wire = Wire(drafter.address)
     try:
-        async with running_system(checkpoints) as system:
+        async with running_system(checkpoints, drafter_timeout=3600.0) as system:
             await system.driver.set_drafters({"far": await wire.open()})
             await eventually(lambda: "far" in system.connected())
-            began = time.monotonic()
             wire.cut()
             await eventually(lambda: "far" not in system.connected())
-            assert time.monotonic() - began < 6
             assert len((await system.client.generate(PROMPT, OPTIONS)).token_ids) == 120
             await system.driver.set_drafters({})
     finally:
@@ -202,7 +218,7 @@ async def test_another_vocabulary_later(checkpoints: Checkpoints, tmp_path: Path
     try:
         async with running_system(checkpoints) as system:
             await system.driver.set_drafters({"d": drafter.address})
-            await asyncio.sleep(0.2)
+            await eventually(lambda: "vocabulary" in system.driver.stats().workers[1].trouble)
             assert system.connected() == {"shard-0"}
             assert (await system.client.generate(PROMPT, OPTIONS)).stats.drafted == 0
     finally:

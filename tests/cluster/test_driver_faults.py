@@ -61,7 +61,7 @@ async def test_a_target_that_ends_half_way_and_comes_back(checkpoints: Checkpoin
                 system.client.generate(PROMPT, OPTIONS), interrupted(system, OPTIONS, restart)
             )
             assert first.token_ids == second.token_ids == plain.token_ids
-            assert system.driver.stats().workers[0].reconnects == 1
+            assert system.driver.stats().workers[0].reconnects >= 1
             await system.settle()
         finally:
             for server in restarted:
@@ -131,7 +131,7 @@ async def test_a_false_target_is_left(checkpoints: Checkpoints, kind: type[HungT
         await driver.start()
         generation = await driver.submit(PROMPT, OPTIONS)
         with pytest.raises(WorkerLostError, match="lost 5 times in a row"):
-            await asyncio.wait_for(_to_its_end(generation), 30)
+            await asyncio.wait_for(_to_its_end(generation), 120)
         assert driver.stats().workers[0].reconnects >= 4
         await eventually(lambda: driver.scheduler.num_running == 0)
         driver.scheduler.check_integrity()
@@ -193,7 +193,7 @@ async def test_no_target(checkpoints: Checkpoints) -> None:
 
 
 async def test_a_driver_that_is_drained_ends_what_it_began(checkpoints: Checkpoints) -> None:
-    async with running_system(checkpoints, max_num_seqs=1) as system:
+    async with running_system(checkpoints, max_num_seqs=1, target_rtt_ms=10) as system:
         plain = await plain_answer(system)
         asked = [asyncio.create_task(system.client.generate(PROMPT, OPTIONS)) for _ in range(3)]
         scheduler = system.driver.scheduler
@@ -217,7 +217,10 @@ async def test_a_drain_has_an_end(checkpoints: Checkpoints) -> None:
 
 
 async def test_a_full_queue(checkpoints: Checkpoints) -> None:
-    async with running_system(checkpoints, max_num_seqs=1, max_waiting=1) as system:
+    """Four seconds would pass before there is room again."""
+    async with running_system(
+        checkpoints, max_num_seqs=1, max_waiting=1, target_rtt_ms=10
+    ) as system:
         long = replace(OPTIONS, max_tokens=400)
         running = [await system.driver.submit(PROMPT, long) for _ in range(2)]
         with pytest.raises(OverloadedError, match="1 requests are waiting"):
