@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from cluster.driver import Driver
     from workers.server import RunningServer
 
-_PATIENCE_SECONDS = 30.0
+_PATIENCE_SECONDS = 60.0
+"""Requests wait at least so long for a lost target: a new process may take that (revival.py)."""
 _CONNECT_SECONDS = 30.0
 """How long the driver looks for workers that serve; shards of a group must meet besides."""
 _EVERYWHERE = ("0.0.0.0", "[::]")

@@ -72,6 +72,13 @@ class Faulty:
         completions, _ = await asyncio.gather(ask(self.system, case, first_seed), losing)
         return completions
 
+    async def with_and_without_loss(
+        self, case: Case, first_seed: int
+    ) -> tuple[list[tuple[int, ...]], ...]:
+        """Texts of AT_ONCE requests: undisturbed, and again with the target lost meanwhile."""
+        batches = [await self.batch(case, first_seed, lose=lose) for lose in (False, True)]
+        return tuple([one.token_ids for one in batch] for batch in batches)
+
     async def serve(self, case: Case) -> Served:
         """NUM_REQUESTS of them."""
         return await serve(self.system, case, self.batch)
@@ -127,11 +134,14 @@ async def test_what_is_broken_does_not_pass(
 
 
 async def test_with_a_seed_the_text_stays_under_the_coupled_rule_alone(faulty: Faulty) -> None:
-    texts: dict[str, list[list[tuple[int, ...]]]] = {}
-    for rule in ("coupled", "rejection"):
-        case = replace(REJECTION, rule=rule)
-        for lose in (False, True):
-            completions = await faulty.batch(case, 0, lose=lose)
-            texts.setdefault(rule, []).append([one.token_ids for one in completions])
-    assert texts["coupled"][0] == texts["coupled"][1]
-    assert texts["rejection"][0] != texts["rejection"][1]
+    """On a busy machine the target may be lost when a batch has ended, so there are several."""
+    coupled = replace(REJECTION, rule="coupled")
+    changed = False
+    for first_seed in range(0, 5 * AT_ONCE, AT_ONCE):
+        kept, lost = await faulty.with_and_without_loss(coupled, first_seed)
+        assert kept == lost
+        kept, lost = await faulty.with_and_without_loss(REJECTION, first_seed)
+        changed = kept != lost
+        if changed:
+            break
+    assert changed

@@ -26,22 +26,43 @@ from paceline import (
 from paceline.channel import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
 from paceline.request_wire import request_to_wire
 from paceline.v1 import inference_pb2, inference_pb2_grpc
-from tests.cluster.system import System, eventually, make_checkpoints, running_system
+from tests.cluster.system import (
+    Checkpoints,
+    System,
+    eventually,
+    make_checkpoints,
+    running_system,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPTS = ("The quick brown fox", "def add(left", "Übung macht den Meister", "sea sea sea")
 LONG = GenerateOptions(temperature=0.0, max_tokens=200, ignore_eos=True)
 
 
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return make_checkpoints(tmp_path_factory.mktemp("many"))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def system(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    checkpoints = make_checkpoints(tmp_path_factory.mktemp("many"))
+async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
     async with running_system(checkpoints, drafters={"d": None}) as system:
+        yield system
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def slow(checkpoints: Checkpoints) -> AsyncIterator[System]:
+    """What is LONG takes two seconds there, so that several run at once for certain."""
+    async with running_system(checkpoints, target_rtt_ms=10) as system:
         yield system
 
 
 @pytest.fixture
 def stub(system: System) -> inference_pb2_grpc.InferenceServiceAsyncStub:
+    return _stub_of(system)
+
+
+def _stub_of(system: System) -> inference_pb2_grpc.InferenceServiceAsyncStub:
     channel = grpc.aio.insecure_channel(system.server.address)
     return inference_pb2_grpc.InferenceServiceStub(channel)
 
@@ -64,8 +85,17 @@ async def test_each_gets_what_a_call_of_its_own_gives(system: System) -> None:
 
 
 async def test_what_a_step_gives_to_several_comes_in_one_message(
-    stub: inference_pb2_grpc.InferenceServiceAsyncStub,
+    stub: inference_pb2_grpc.InferenceServiceAsyncStub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    submit, all_here = Driver.submit, asyncio.Barrier(8)
+
+    async def together(
+        driver: Driver, prompt: GenerateInput, options: GenerateOptions
+    ) -> Generation:
+        await all_here.wait()
+        return await submit(driver, prompt, options)
+
+    monkeypatch.setattr(Driver, "submit", together)
     call: Any = stub.GenerateMany()  # type: ignore[call-arg]
     for number in range(8):
         await call.write(_begin(number))
@@ -104,36 +134,37 @@ async def test_a_defect_is_told_and_leaves_the_others(
 
     monkeypatch.setattr(Driver, "submit", breaks_at_the_second)
     asked = [system.client.generate(prompt, LONG) for prompt in PROMPTS]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         answers = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(answers[1], InternalError)
     assert "made to break" in str(answers[1])
     assert sum(isinstance(answer, Completion) for answer in answers) == len(PROMPTS) - 1
 
 
-async def test_cancelling_one_leaves_the_others(system: System) -> None:
-    good = asyncio.create_task(system.client.generate(PROMPTS[0], LONG))
-    leaving = [asyncio.create_task(system.client.generate(p, LONG)) for p in PROMPTS[1:]]
-    await eventually(lambda: system.driver.scheduler.num_running == 4)
+async def test_cancelling_one_leaves_the_others(slow: System) -> None:
+    before = slow.driver.stats().committed_tokens
+    good = asyncio.create_task(slow.client.generate(PROMPTS[0], LONG))
+    leaving = [asyncio.create_task(slow.client.generate(p, LONG)) for p in PROMPTS[1:]]
+    await eventually(lambda: slow.driver.scheduler.num_running == 4)
     for task in leaving:
         task.cancel()
     await asyncio.gather(*leaving, return_exceptions=True)
-    await eventually(lambda: system.driver.scheduler.num_running <= 1)
+    await eventually(lambda: slow.driver.scheduler.num_running <= 1)
     assert len((await good).token_ids) == 200
-    await system.settle()
+    await slow.settle()
+    assert slow.driver.stats().committed_tokens - before < 3 * 200
 
 
-async def test_the_end_of_the_stream_cancels_all(
-    system: System, stub: inference_pb2_grpc.InferenceServiceAsyncStub
-) -> None:
+async def test_the_end_of_the_stream_cancels_all(slow: System) -> None:
+    before = slow.driver.stats().committed_tokens
     for half_close in (True, False):
-        call = stub.GenerateMany()  # type: ignore[call-arg]
+        call = _stub_of(slow).GenerateMany()  # type: ignore[call-arg]
         for number in (1, 2):
             await call.write(_begin(number))
-        await eventually(lambda: system.driver.scheduler.num_running == 2)
+        await eventually(lambda: slow.driver.scheduler.num_running == 2)
         await call.done_writing() if half_close else call.cancel()
-        await eventually(lambda: system.driver.scheduler.num_running == 0)
-        await system.settle()
+        await slow.settle()
+    assert slow.driver.stats().committed_tokens - before < 2 * 200
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,13 @@ import pytest_asyncio
 
 from paceline import Completion, GenerateOptions
 from paceline.errors import InvalidRequestError
-from tests.cluster.system import Checkpoints, System, make_checkpoints, running_system
+from tests.cluster.system import (
+    Checkpoints,
+    DrafterChoice,
+    System,
+    make_checkpoints,
+    running_system,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -25,9 +31,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
-    drafters = {"d0": checkpoints.drafter, "d1": None, "d2": "recycling"}
-    async with running_system(checkpoints, drafters=drafters) as system:  # type: ignore[arg-type]
+    async with running_system(checkpoints, drafters=_drafters(checkpoints)) as system:
         yield system
+
+
+def _drafters(checkpoints: Checkpoints) -> dict[str, DrafterChoice]:
+    """One of each kind."""
+    return {"d0": checkpoints.drafter, "d1": None, "d2": "recycling"}
 
 
 def _options(row: int, temperature: float, **others: object) -> GenerateOptions:
@@ -58,8 +68,9 @@ async def _same_text(system: System, temperature: float, **others: object) -> li
 async def test_stopping_rules_keep_the_text_and_show_their_state(
     system: System, stopping: str, branches: int
 ) -> None:
+    """Under chain the tiny target may be faster than any drafter; lockstep waits for it."""
     answers = await _same_text(
-        system, 1.0, drafter="model", policy="chain", stopping=stopping, branches=branches
+        system, 1.0, drafter="model", policy="lockstep", stopping=stopping, branches=branches
     )
     assert all(answer.stats.stopping_state for answer in answers)
 
@@ -89,13 +100,14 @@ async def test_rules_that_keep_the_law(system: System, rule: str, kind: str, bra
     await system.settle()
 
 
-async def test_the_drafter_that_was_asked_for_drafts(system: System) -> None:
-    for name, kind in zip(("d0", "d1", "d2"), KINDS, strict=True):
-        before = {w.name: w.passes for w in system.driver.stats().workers}
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_drafter_that_was_asked_for_drafts(checkpoints: Checkpoints, kind: str) -> None:
+    """A system of its own for each: the last pass for an earlier request is told after its end."""
+    async with running_system(checkpoints, drafters=_drafters(checkpoints)) as system:
         await system.client.generate(PROMPTS[1], _options(1, 0.0, drafter=kind, policy="lockstep"))
-        after = {w.name: w.passes for w in system.driver.stats().workers}
-        busy = {one for one in after if after[one] > before[one]}
-        assert busy == {"shard-0", name}
+        workers = system.driver.stats().workers
+    busy = {worker.kind for worker in workers if worker.passes}
+    assert busy == {"target", kind}
 
 
 async def test_what_does_not_fit_is_refused(checkpoints: Checkpoints, system: System) -> None:

@@ -34,9 +34,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
-    """Two models and another kind."""
+    """Two models and another kind, and a target that is slow enough for them all to be asked."""
     drafters = {"a": checkpoints.drafter, "b": checkpoints.drafter, "c": None}
-    async with running_system(checkpoints, drafters=drafters) as system:
+    async with running_system(checkpoints, drafters=drafters, target_rtt_ms=10) as system:
         yield system
 
 
@@ -63,14 +63,14 @@ async def test_equal_text_with_one_sequence_and_with_several(system: System, bra
         assert alone.token_ids == expected
         assert alone.stats.speculation.proposed > 0
     await system.settle()
-    drafters = [one for one in system.driver.stats().workers if one.name in "abc"]
-    assert all(one.passes > 0 and one.malformed == 0 for one in drafters), "one was left out"
+    await eventually(lambda: all(one.passes > 0 for one in system.driver.stats().workers))
+    assert all(one.malformed == 0 for one in system.driver.stats().workers)
 
 
 async def test_equal_text_when_a_drafter_goes(system: System) -> None:
     plain = await answers(system, rows("off"))
     under_way = asyncio.create_task(answers(system, rows("spread")))
-    await asyncio.sleep(0.02)
+    await eventually(lambda: system.driver.scheduler.num_running > 0)
     await system.drafters["a"].stop()
     assert await under_way == plain
     await eventually(lambda: "a" not in system.connected())

@@ -40,7 +40,7 @@ async def text_of(
 ) -> list[int]:
     """Token ids. `cut`: a quarter through the cable is pulled, for five seconds."""
     _, server = await serve_driver(
-        DriverOptions(folder=folder, target_addresses=addresses), host=HOST
+        DriverOptions(folder=folder, target_addresses=addresses, target_patience=120), host=HOST
     )
     token_ids: list[int] = []
     mending: asyncio.Task[None] | None = None
