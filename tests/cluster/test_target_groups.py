@@ -79,8 +79,8 @@ async def test_one_request_is_verified_by_both(
     checkpoints: Checkpoints, temperature: float
 ) -> None:
     """One of them far away, so that the other often tells first what both verify."""
-    async with two_groups(checkpoints, target_rtt_ms=30.0) as (system, _):
-        options = replace(OPTIONS, temperature=temperature)
+    async with two_groups(checkpoints, target_rtt_ms=10.0) as (system, _):
+        options = replace(OPTIONS, temperature=temperature, max_tokens=240)
         plain = await system.client.generate(PROMPT, replace(options, policy="off"))
         before = passes(system)
         answer = await system.client.generate(PROMPT, replace(options, policy="replicas"))
