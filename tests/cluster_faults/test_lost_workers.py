@@ -31,7 +31,7 @@ from tests.tiny import make_tiny_checkpoint
 if TYPE_CHECKING:
     from cluster.launch import ClusterHandle
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 HUNG_AFTER = 8.0
 LONGEST_PAUSE = 1.5
