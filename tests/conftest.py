@@ -31,8 +31,8 @@ os.environ.pop("RAY_ADDRESS", None)
 for _variable in [name for name in os.environ if name.startswith("PACELINE_") and "__" in name]:
     del os.environ[_variable]
 
-# Hypothesis draws the same examples in every run, so that what passed once passes again, and sets no
-# bound on how long one takes: a busy host is no fault of what is tested.
+# Hypothesis draws the same examples in every run, so that what passed once passes again, and no
+# bound is on how long one takes: a busy host is no fault of what is tested.
 # `pytest --hypothesis-profile explore` draws new ones.
 settings.register_profile(
     "explore", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
