@@ -22,7 +22,7 @@ from pathlib import Path
 
 from paceline.errors import UnavailableError
 
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 _TOKEN = "PACELINE_RAY_HEAD"
 # Ray takes "127.0.0.1" for "this host's own address" unless it is told not to.
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"

@@ -19,7 +19,8 @@ from pathlib import Path
 from deploy.ray_head import SYSTEM_CONFIG, free_ports, is_listening
 from tests.cluster.shard_processes import Host
 
-START_SECONDS = 90.0
+START_SECONDS = 240.0
+_TRIES = 3
 _OWN_PROCESSES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _STARTED = "Ray runtime started"
@@ -58,10 +59,12 @@ class RayNodes:
             shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, *hosts: Host, num_cpus: int) -> None:
-        """Start a node on each; return when they are part of the cluster."""
-        joining = (f"--address={self.address}",)
-        logs = [self._start(host, joining, num_cpus=num_cpus) for host in hosts]
-        self._await(lambda: all(_STARTED in log.read_text() for log in logs))
+        """Start a node on each; return when they are part of the cluster.
+
+        One after another, and anew where it gives up: Ray allows each 30 s, whatever the load.
+        """
+        for host in hosts:
+            assert any(self._joins(host, num_cpus) for _ in range(_TRIES)), self.logs()
 
     def lose(self, address: str) -> None:
         """Kill the node there, and every process on it."""
@@ -72,6 +75,12 @@ class RayNodes:
     def logs(self) -> str:
         """What the nodes printed."""
         return "".join((Path(folder) / "log").read_text() for folder in self._folders)
+
+    def _joins(self, host: Host, num_cpus: int) -> bool:
+        log = self._start(host, (f"--address={self.address}",), num_cpus=num_cpus)
+        node = self._nodes[host.address]
+        self._await(lambda: _STARTED in log.read_text() or node.poll() is not None)
+        return node.poll() is None
 
     def _await(self, condition: Callable[[], bool]) -> None:
         give_up = time.monotonic() + START_SECONDS
