@@ -177,7 +177,7 @@ class Dispatch:
             response.step,
             verdicts_from_wire(response),
             step_seconds=response.step_seconds,
-            driver_seconds=driver_seconds,
+            driver_seconds=self.clock.of_the_loop(driver_seconds),
             group=group,
         )
         goes_on = group in self._handle(done)

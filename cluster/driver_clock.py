@@ -23,3 +23,7 @@ class DriverClock:
     def on_the_loop(self, moment: float) -> float:
         """The same moment by the event loop's clock."""
         return moment * self.dilation
+
+    def of_the_loop(self, seconds: float) -> float:
+        """What the event loop did in so long, by this clock."""
+        return seconds / self.dilation
