@@ -30,5 +30,5 @@ Policies:
 lookahead.py, draft_view.py   what a policy looks at and answers
 policies.py       each of them
 auto.py           the one that chooses among them, by choices.py, cohorts.py, options.py, pilot.py,
-                  forecast.py, outlook.py, beliefs.py, estimates.py and step_model.py
+                  forecast.py, outlook.py, beliefs.py, hits.py, estimates.py and step_model.py
 """

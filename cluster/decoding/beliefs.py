@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.decoding.choices import Choice
 from cluster.decoding.cohorts import Cohort
-from cluster.decoding.counts import CountedVerdict, Foresight
+from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.estimates import Acceptance, DraftTimes, Mean
 from cluster.decoding.events import Proposed, is_believable
 from cluster.decoding.forecast import Conditions, Forecast, granted_ahead
+from cluster.decoding.hits import FIRST_HIT_RATE, Hits
 from cluster.decoding.outlook import chain_outlook, shape_of
 from cluster.decoding.pilot import FIRST_GUESS, UNSETTLED, Correction, Pilot
-from cluster.decoding.policies import PolicyName, forks_within
+from cluster.decoding.policies import forks_within
 from cluster.decoding.step_model import StepModel
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
 
-FIRST_HIT_RATE = 0.5
-"""Of branches of which nothing is known: worth a try."""
 FIRST_FORKS = 0.5
 """Proposals of a pass for each position that may fork, before any did."""
 PROOF = 5.0
 """So many verdicts against the first candidate, decayed, by which a policy with branches is known:
 six."""
-_DOUBT = 4.0
 _LEAST_MS = 1e-3
 
 
@@ -37,10 +34,7 @@ class Beliefs:
         self._drafters: dict[str, DraftTimes] = {}
         self._acceptances: dict[str, Acceptance] = {}
         self._corrections: dict[Choice, Correction] = {}
-        # Of places where the first candidate was wrong, the share at which another was right; and
-        # where a verdict's own token was such a one, how many candidates it then held.
-        self._hits: dict[PolicyName, Mean] = {}
-        self._branch_lengths: dict[Choice, Mean] = {}
+        self._hits = Hits()
         self._forks = Mean()  # of sequences that have branches: positions that may fork
         self._tokens = Mean()  # of a verdict
 
@@ -58,8 +52,8 @@ class Beliefs:
                 found[f"{name}.round_trip_ms"] = times.round_trip_ms
         for name, acceptance in self._acceptances.items():
             found[f"{name}.acceptance"] = acceptance.mean
-        for policy, hits in self._hits.items():
-            found[f"{policy.value}.hit_rate"] = hits.value
+        for policy, rate in self._hits.rates().items():
+            found[f"{policy.value}.hit_rate"] = rate
         return found
 
     def drafted(self, event: Proposed) -> None:
@@ -119,13 +113,13 @@ class Beliefs:
             if not forks:
                 pilot.until_branches = UNSETTLED
             elif pilot.until_branches <= 0:
-                self._count_hits(pilot, verdict, rights, tree)
+                self._hits.count(pilot, verdict, rights, tree, of=self.sequences)
             else:  # Until some come, or should have, a miss tells nothing of branches.
                 beside = tree.num_candidates - lead_length(tree.root, tree.num_candidates)
                 passed = 1 / (1 + self._restart_steps(cohort))
                 pilot.until_branches = 0.0 if beside else pilot.until_branches - passed
         elif pilot.choice.is_tree:
-            self._count_hits(pilot, verdict, rights, tree)
+            self._hits.count(pilot, verdict, rights, tree, of=self.sequences)
 
     def _forks_of(self, pilot: Pilot, cohort: Cohort) -> int:
         """Positions of its chain that may fork."""
@@ -154,7 +148,7 @@ class Beliefs:
         chances = cohort.acceptance.chances(max(1, verdict.depth))
         if pilot.choice.is_tree:
             shape = shape_of(verdict.depth, verdict.window)
-            brought = shape.outlook(chances, self._hit_rate(pilot.choice)).tokens
+            brought = shape.outlook(chances, self._hits.rate(pilot.choice)).tokens
         else:
             brought = chain_outlook(verdict.depth, chances).tokens
         correction = self._corrections.setdefault(pilot.choice, Correction())
@@ -172,28 +166,6 @@ class Beliefs:
         times = self._drafters.get(cohort.like.drafter)
         restart_ms = times.restart_ms() if times is not None and times.known else 0.0
         return restart_ms / max(self.steps.last.ms, _LEAST_MS)
-
-    def _count_hits(
-        self, pilot: Pilot, verdict: CountedVerdict, rights: Sequence[bool], tree: TokenTree
-    ) -> None:
-        hits = self._hits.setdefault(_foreseen_as(pilot.choice), Mean())
-        for _ in range(rights[: verdict.accepted].count(False)):
-            hits.add(1.0, of=self.sequences)
-        if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
-            hit = verdict.foresight is Foresight.BRANCH
-            # Where nothing is sent ahead a place without another candidate tells nothing of them.
-            if hit or verdict.refused_all or pilot.choice.policy.fans_out:
-                hits.add(float(hit), of=self.sequences)
-            if hit:
-                lengths = self._branch_lengths.setdefault(pilot.choice, Mean())
-                lengths.add(lead_length(tree.root, pilot.window), of=self.sequences)
-
-    def _hit_rate(self, choice: Choice) -> float:
-        """Near that of other policies' second guesses, while little is known of its own."""
-        own, likely = _foreseen_as(choice), FIRST_HIT_RATE
-        for policy, hits in self._hits.items():
-            likely = _leaning(hits, likely) if policy is not own else likely
-        return _leaning(self._hits.get(own), likely)
 
     def conditions(self, cohort: Cohort) -> Conditions | None:
         """What a forecast for all of a cohort rests on; None: too little was seen yet."""
@@ -235,7 +207,7 @@ class Beliefs:
         `crowd`: sequences of its drafter.
         """
         if choice.is_tree:
-            conditions = replace(conditions, second_chance=self._hit_rate(choice))
+            conditions = replace(conditions, second_chance=self._hits.rate(choice))
         if not choice.policy.fans_out:
             return conditions
         times = self._drafters[cohort.like.drafter]
@@ -249,8 +221,8 @@ class Beliefs:
             messages_a_fork=self._messages_a_fork(times),
             crowd=crowd,
             restart_ms=times.restart_ms(branches=True),
-            hit_rate=self._hit_rate(choice),
-            branch_length=_leaning(self._branch_lengths.get(choice), min(window, ahead / 2)),
+            hit_rate=self._hits.rate(choice),
+            branch_length=self._hits.branch_length(choice, likely=min(window, ahead / 2)),
         )
 
     def _messages_a_fork(self, times: DraftTimes) -> float:
@@ -281,12 +253,12 @@ class Beliefs:
 
     def hopes_for_branches(self) -> bool:
         """Whether branches sent ahead may be worth it, for all that is known."""
-        return self._hit_rate(Choice.FANOUT) >= FIRST_HIT_RATE / 2
+        return self._hits.rate(Choice.FANOUT) >= FIRST_HIT_RATE / 2
 
     def proven(self, choice: Choice) -> bool:
         """Whether enough is known of it for all to follow."""
         is_plain = not (choice.is_tree or choice.policy.fans_out)
-        return is_plain or sum(hits.weight for hits in self._hits.values()) >= PROOF
+        return is_plain or self._hits.weight >= PROOF
 
     def factor(self, choice: Choice) -> float:
         """What it brought over what was forecast, of late."""
@@ -304,15 +276,3 @@ class Beliefs:
             "pass_ms": times.pass_ms(members, branches=branches),
             "round_trip_ms": times.round_trip_ms,
         }
-
-
-def _foreseen_as(choice: Choice) -> PolicyName:
-    """The policy by whose branches it foresees outcomes, however many groups verify them."""
-    return PolicyName.FANOUT if choice.policy.replicates else choice.named
-
-
-def _leaning(mean: Mean | None, prior: float) -> float:
-    """The mean, near `prior` while it rests on little."""
-    if mean is None:
-        return prior
-    return (mean.value * mean.weight + prior * _DOUBT) / (mean.weight + _DOUBT)

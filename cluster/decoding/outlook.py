@@ -47,15 +47,15 @@ class Shape:
     chain: int
     branches: tuple[int, ...]
 
-    def outlook(self, chances: Sequence[float], hit_rate: float) -> Outlook:
-        """`hit_rate`: the chance that a second guess is right where the first is wrong."""
+    def outlook(self, chances: Sequence[float], second_chance: float) -> Outlook:
+        """`second_chance`: the chance that a second guess is right where the first is wrong."""
         reached, tokens = 1.0, 1.0
         goes_on, depth, is_open = 0.0, 0.0, 0.0
         for place, length in enumerate(self.branches):
             chance = _chance(chances, place)
             astray = reached * (1 - chance)
             if length:
-                astray *= hit_rate
+                astray *= second_chance
                 on_branch = astray
                 tokens += on_branch
                 for further in range(place + 1, place + length):
