@@ -11,7 +11,7 @@ import grpc
 from paceline.channel import client_options
 from paceline.convert import spec_to_wire
 from paceline.sampling import SequenceSpec
-from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
 
 DEADLINE = 120.0
 """Seconds after which a test's call fails."""
@@ -125,5 +125,23 @@ class DraftStream:
         """The proposals that come, until they hold so many tokens."""
         found: list[drafting_pb2.Proposal] = []
         while sum(len(proposal.token_ids) for proposal in found) < num_tokens:
-            found.extend((await self.read()).proposals.proposals)
+            found += proposals_in((await self.read()).proposals)
         return found
+
+
+def proposals_in(batch: drafting_pb2.ProposalBatch) -> list[drafting_pb2.Proposal]:
+    """All that a pass proposes, what it tells in columns too."""
+    found = list(batch.proposals)
+    for tips in batch.tips:
+        sequence_ids = tips.sequence_ids or [tips.sequence_id] * len(tips.token_ids)
+        found += [
+            drafting_pb2.Proposal(
+                sequence_id=sequence_id,
+                base=types_pb2.Base(length=length, hash=prefix_hash),
+                token_ids=[token_id],
+            )
+            for sequence_id, length, prefix_hash, token_id in zip(
+                sequence_ids, tips.base_lengths, tips.base_hashes, tips.token_ids, strict=True
+            )
+        ]
+    return found

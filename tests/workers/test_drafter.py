@@ -14,7 +14,13 @@ from paceline.errors import ConfigError
 from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from tests.workers.grpc_peers import DEADLINE, DraftStream, Stepper, open_channel
+from tests.workers.grpc_peers import (
+    DEADLINE,
+    DraftStream,
+    Stepper,
+    open_channel,
+    proposals_in,
+)
 from workers.drafter import DrafterOptions, serve_drafter
 from workers.server import RunningServer
 from workers.target_shard import TargetShardOptions, serve_target_shard
@@ -144,7 +150,7 @@ async def test_a_batch_means_what_its_requests_mean_alone(drafter: RunningServer
         await stream.call.write(message)
         assert (await stream.read()).declined.sequence_id == 2
         # All was handled before the pass: its first message has drafts of both.
-        proposals = (await stream.read()).proposals.proposals
+        proposals = proposals_in((await stream.read()).proposals)
         assert {proposal.sequence_id for proposal in proposals} == {1, 3}
 
 
@@ -174,7 +180,7 @@ async def test_ngrams_come_in_one_go(ngram_drafter: RunningServer) -> None:
         assert batch.tokens_fed == 0
         await stream.outcome(1, 7, [9])
         await stream.grant(1, 12)
-        (proposal,) = (await stream.read()).proposals.proposals
+        (proposal,) = proposals_in((await stream.read()).proposals)
         assert (list(proposal.token_ids), proposal.last) == ([], True)
 
 

@@ -13,7 +13,7 @@ from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, types_pb2
 from tests.tiny import make_tiny_checkpoint
-from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel
+from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel, proposals_in
 from workers.draft_probs_wire import distributions_from_wire
 from workers.drafter import DrafterOptions, serve_drafter
 from workers.server import RunningServer
@@ -56,7 +56,7 @@ def grant_request(branches: int, nodes: int) -> drafting_pb2.DraftRequest:
 async def proposals_to_the_last(stream: DraftStream) -> list[drafting_pb2.Proposal]:
     found: list[drafting_pb2.Proposal] = []
     while not found or not found[-1].last:
-        found.extend((await stream.read()).proposals.proposals)
+        found += proposals_in((await stream.read()).proposals)
     return found
 
 
