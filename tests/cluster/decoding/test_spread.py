@@ -74,6 +74,13 @@ class Script:
         one = Proposal(1, 1, hash_prefix(PROMPT[:1]), (*PROMPT[1:], *token_ids))
         self.send(Proposed(self.now, drafter, (one,), pass_seconds=pass_ms / 1000))
 
+    def draft_on(self, steps: int, **pass_ms: float) -> None:
+        """Each of these drafters drafts once a step, with such a pass."""
+        for _ in range(steps):
+            for drafter, ms in pass_ms.items():
+                self.say(drafter, 5, pass_ms=ms)
+            self.answer()
+
 
 def shares(script: Script, sequence_id: int) -> dict[str, tuple[int, int]]:
     return {
@@ -150,10 +157,7 @@ def test_work_leaves_a_silent_drafter() -> None:
 
 def test_work_leaves_a_slow_drafter_and_does_not_come_back() -> None:
     script = Script("ab", sequences=2)
-    for _ in range(40):
-        script.say("a", 5, pass_ms=20.0)
-        script.say("b", 5, pass_ms=2.0)
-        script.answer()
+    script.draft_on(40, a=20.0, b=2.0)
     assert script.open == {"a": set(), "b": {1, 2}}
 
 
@@ -175,19 +179,13 @@ def test_a_much_faster_helper_leads_and_goes_on_leading() -> None:
 
 def test_a_drafter_that_was_slow_is_tried_again_when_that_is_long_ago() -> None:
     script = Script("ab", sequences=4)
-    for _ in range(40):
-        script.say("a", 5, pass_ms=20.0)
-        script.say("b", 5, pass_ms=2.0)
-        script.answer()
+    script.draft_on(40, a=20.0, b=2.0)
     assert script.open == {"a": set(), "b": {1, 2, 3, 4}}
     for _ in range(60):
         script.say("b", 5, pass_ms=2.0)
         script.answer(0.1)
     assert {len(open_) for open_ in script.open.values()} == {2}
-    for _ in range(10):
-        script.say("a", 5, pass_ms=20.0)
-        script.say("b", 5, pass_ms=2.0)
-        script.answer()
+    script.draft_on(10, a=20.0, b=2.0)
     assert script.open["a"] == set(), "it is as slow as before"
 
 
