@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paceline.errors import OverloadedError
 from workers.engine.block_pool import blocks_for
 from workers.engine.shared_blocks import SharedBlocks, extend_keys
 from workers.engine.slices import Slice
@@ -48,9 +47,7 @@ class LocalSequence:
 
     def check_room(self, num_tokens: int) -> None:
         """Raise OverloadedError unless it could grow to so many tokens now. Takes nothing."""
-        missing, available = self._missing_blocks(num_tokens), self._pool.num_available
-        if missing > available:
-            raise OverloadedError(f"{missing} KV blocks wanted, {available} free")
+        self._pool.check_room(self._missing_blocks(num_tokens))
 
     def truncate_to(self, position: int) -> None:
         """Keep the first `position` tokens; blocks that hold none go to the pool.

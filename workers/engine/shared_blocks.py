@@ -33,13 +33,17 @@ class SharedBlocks:
         """How many blocks can be had: the free ones and those kept for nobody in particular."""
         return self._pool.num_free + len(self._idle)
 
+    def check_room(self, count: int) -> None:
+        """Raise OverloadedError unless so many blocks are available. Takes none."""
+        if count > self.num_available:
+            raise OverloadedError(f"{count} KV blocks wanted, {self.num_available} free")
+
     def allocate(self, count: int) -> list[int]:
         """Take blocks to write to, evicting what must go.
 
         Raises OverloadedError, evicting and taking none, when fewer are available.
         """
-        if count > self.num_available:
-            raise OverloadedError(f"{count} KV blocks wanted, {self.num_available} free")
+        self.check_room(count)
         for _ in range(count - self._pool.num_free):
             block, _ = self._idle.popitem(last=False)
             del self._block_of[self._key_of.pop(block)]
