@@ -20,8 +20,6 @@ from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
 from workers.draft_probs_wire import distributions_to_wire
 
-MAX_STOPPING_VALUES = 16
-
 DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 
 

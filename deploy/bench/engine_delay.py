@@ -82,8 +82,8 @@ class _Delay:
         self._max_tokens = min(1000, longest - _OWN_PROMPT)
         self._times: list[list[float]] = [[] for _ in range(batch)]
         self._waits: CoreWaits | None = None
-        self._readings: list[tuple[float, list[float]]] = []
         # When the first sequence had a token, and what the target's threads had waited by then.
+        self._readings: list[tuple[float, list[float]]] = []
         self._awaited = self._before
         self._there = asyncio.Event()
         self._error: BaseException | None = None
