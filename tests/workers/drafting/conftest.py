@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny_checkpoint
+from tests.workers.drafting import long_prompts
 from tests.workers.drafting.mirror import (
     BLOCK_BYTES,
     MAX_LEN,
@@ -32,3 +33,18 @@ def engine(checkpoint: Path) -> Engine:
 @pytest.fixture(scope="module")
 def fresh(checkpoint: Path) -> FreshDrafter:
     return FreshDrafter(Engine(checkpoint, threads=1, kv_memory_bytes=2 * BLOCK_BYTES))
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(
+        tmp_path_factory.mktemp("long"),
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=long_prompts.MAX_LEN,
+    )
+
+
+@pytest.fixture(scope="module")
+def long_engine(long_folder: Path) -> Engine:
+    # Three sequences of four blocks and their trees: idle blocks must go at times.
+    return Engine(long_folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from paceline.rules import Rule
-from paceline.sampling import SamplingParams, SequenceSpec
-from tests.tiny import make_tiny_checkpoint
+from tests.workers.drafting.long_prompts import MAX_LEN, SIZE, spec, tokens
 from tests.workers.drafting.mirror import BLOCK_BYTES, RULES, VOCAB_SIZE
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.model import ModelProposer
@@ -18,35 +17,11 @@ from workers.drafting.tree import DraftTree, Grant
 from workers.engine.engine import Engine, Slice
 from workers.engine.local_cache import LocalSequence
 
-MAX_LEN = 512
-SIZE = 128
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_checkpoint(
-        tmp_path_factory.mktemp("long"), vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_LEN
-    )
-
-
-@pytest.fixture(scope="module")
-def long_engine(folder: Path) -> Engine:
-    # Three sequences of four blocks and their trees: idle blocks must go at times.
-    return Engine(folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
-
-
-@pytest.fixture(scope="module")
-def other_engine(folder: Path) -> Engine:
+def other_engine(long_folder: Path) -> Engine:
     """Of the same weights, with KV of its own."""
-    return Engine(folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
-
-
-def _tokens(random: Random, count: int) -> list[int]:
-    return [random.randrange(VOCAB_SIZE) for _ in range(count)]
-
-
-def _spec(length: int, rule: Rule = Rule.COUPLED) -> SequenceSpec:
-    return SequenceSpec(SamplingParams(), seed=5, prompt_length=length, rule=rule)
+    return Engine(long_folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
 
 
 def _fed_until_idle(desk: DraftingDesk) -> int:
@@ -62,14 +37,14 @@ def _fed(
     desk: DraftingDesk, session: DraftingSession, number: int, prompt: list[int], tenant: str = ""
 ) -> int:
     """Open a sequence and draft one token for it; how many tokens were fed."""
-    assert session.open(number, _spec(len(prompt)), prompt, tenant=tenant) is None
+    assert session.open(number, spec(len(prompt)), prompt, tenant=tenant) is None
     session.grant(number, Grant(len(prompt) + 1))
     return _fed_until_idle(desk)
 
 
 def test_whole_blocks_are_fed_once_for_each_tenant(long_engine: Engine) -> None:
     random = Random(1)
-    shared, end = _tokens(random, 2 * SIZE), _tokens(random, 10)
+    shared, end = tokens(random, 2 * SIZE), tokens(random, 10)
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=9)
     session = desk.open_session()
     other = desk.open_session()
@@ -90,7 +65,7 @@ def test_whole_blocks_are_fed_once_for_each_tenant(long_engine: Engine) -> None:
 
 
 def test_without_it_everything_is_fed(long_engine: Engine) -> None:
-    prompt = _tokens(Random(2), SIZE + 3)
+    prompt = tokens(Random(2), SIZE + 3)
     desk = DraftingDesk(ModelProposer(long_engine, prefix_cache=False), max_sequences=9)
     session = desk.open_session()
     assert [_fed(desk, session, number, prompt) for number in (1, 2)] == [SIZE + 3] * 2
@@ -99,8 +74,8 @@ def test_without_it_everything_is_fed(long_engine: Engine) -> None:
 def test_what_was_drafted_is_found_once_it_is_committed(long_engine: Engine) -> None:
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=9)
     session = desk.open_session()
-    prompt = _tokens(Random(3), SIZE - 4)
-    session.open(1, _spec(len(prompt)), prompt)
+    prompt = tokens(Random(3), SIZE - 4)
+    session.open(1, spec(len(prompt)), prompt)
     session.grant(1, Grant(SIZE + 4))
     _fed_until_idle(desk)
     drafted = session.trees[1].tokens[1:]
@@ -112,12 +87,12 @@ def test_what_was_drafted_is_found_once_it_is_committed(long_engine: Engine) -> 
 
 def test_requests_that_come_together_feed_what_they_share_once(long_engine: Engine) -> None:
     random = Random(4)
-    shared = _tokens(random, 2 * SIZE)
+    shared = tokens(random, 2 * SIZE)
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=9)
     session = desk.open_session()
     for number in range(3):
-        prompt = [*shared, *_tokens(random, 20)]
-        session.open(number, _spec(len(prompt)), prompt)
+        prompt = [*shared, *tokens(random, 20)]
+        session.open(number, spec(len(prompt)), prompt)
         session.grant(number, Grant(len(prompt) + 1))
     assert _fed_until_idle(desk) == 2 * SIZE + 3 * 20
     tables = [held.kv.block_table for held in desk.proposer._held.values()]  # type: ignore[attr-defined]
@@ -125,101 +100,24 @@ def test_requests_that_come_together_feed_what_they_share_once(long_engine: Engi
     desk.close_session(session)
 
 
-def _drafts_of_ten(
-    engine: Engine, *, prefix_cache: bool, orders: Random
-) -> tuple[dict[int, int], int]:
-    """Ten prompts of four blocks, three of them shared, are opened together; they end in any order.
-
-    The token drafted for each, and how many blocks were held at most.
-    """
-    random = Random(7)
-    shared = _tokens(random, 3 * SIZE)
-    prompts = [[*shared, *_tokens(random, 20)] for _ in range(10)]
-    desk = DraftingDesk(ModelProposer(engine, prefix_cache=prefix_cache), max_sequences=10)
-    session = desk.open_session()
-    for number, prompt in enumerate(prompts):
-        assert session.open(number, _spec(len(prompt)), prompt) is None
-        session.grant(number, Grant(len(prompt) + 1))
-    most, drafted, gone = 0, {}, set()
-    while desk.has_work:
-        for news in desk.run_pass():
-            drafted |= {one.sequence_id: one.token_ids[0] for one in news.proposals}
-            gone |= {number for number, _ in news.declined}
-        most = max(most, _blocks_held(desk))
-        if drafted and orders.random() < 0.3:  # while others wait, are fed, or are through
-            number = orders.choice(sorted(session.trees))
-            session.close(number)
-            gone.add(number)
-        desk.check_integrity()
-    assert {*drafted, *gone} == set(range(10))
-    desk.close_session(session)
-    desk.check_integrity()
-    assert _blocks_held(desk) == 0
-    return drafted, most
-
-
-def _blocks_held(desk: DraftingDesk) -> int:
-    held = desk.proposer._held.values()  # type: ignore[attr-defined]
-    return len({block for one in held for block in one.kv.block_table})
-
-
-class _Never(Random):
-    def random(self) -> float:
-        return 1.0
-
-
-def test_prompts_that_share_most_fit_where_all_their_blocks_would_not(long_engine: Engine) -> None:
-    """Fifteen blocks: forty where each had its own, thirteen where three are shared."""
-    drafted, most = _drafts_of_ten(long_engine, prefix_cache=True, orders=_Never())
-    assert (len(drafted), most) == (10, 3 + 10)
-    for seed in range(20):
-        some, held = _drafts_of_ten(long_engine, prefix_cache=True, orders=Random(seed))
-        assert held <= 3 + 10
-        assert some.items() <= drafted.items(), "drafts depend on who ends when"
-    alone, most = _drafts_of_ten(long_engine, prefix_cache=False, orders=_Never())
-    assert (len(alone), most) == (3, 12), "without it the others are declined at their turn"
-    assert alone.items() <= drafted.items()
-
-
-def test_a_prompt_waits_without_blocks_and_is_declined_at_its_turn(long_engine: Engine) -> None:
-    random = Random(8)
-    desk = DraftingDesk(ModelProposer(long_engine), max_sequences=9)
-    session = desk.open_session()
-    for number in range(5):  # of four blocks each
-        prompt = _tokens(random, 3 * SIZE + 1)
-        assert session.open(number, _spec(len(prompt)), prompt) is None
-        session.grant(number, Grant(len(prompt) + 1))
-    assert _blocks_held(desk) == 0
-    declined: list[int] = []
-    while desk.has_work:
-        for news in desk.run_pass():
-            declined += [number for number, reason in news.declined if "KV memory" in reason]
-            if declined == [3]:
-                session.close(0)  # in time for the last one
-        desk.check_integrity()
-    assert declined == [3]
-    assert all(len(session.trees[number].tokens) == 2 for number in (1, 2, 4))
-    desk.close_session(session)
-
-
 def test_the_longest_unused_block_makes_room(long_engine: Engine) -> None:
     random = Random(5)
     desk = DraftingDesk(ModelProposer(long_engine), max_sequences=99)
     session = desk.open_session()
-    prompts = [_tokens(random, 3 * SIZE) for _ in range(6)]
+    prompts = [tokens(random, 3 * SIZE) for _ in range(6)]
     for prompt in prompts:  # 15 blocks keep two whole ones of each of these and more
         _fed(desk, session, 1, prompt)
         session.close(1)
     _fed(desk, session, 1, prompts[0])
     session.close(1)
-    for prompt in [_tokens(random, 3 * SIZE) for _ in range(3)]:
+    for prompt in [tokens(random, 3 * SIZE) for _ in range(3)]:
         _fed(desk, session, 1, prompt)
         session.close(1)
     assert _fed(desk, session, 1, prompts[0]) == SIZE, "it was used lately"
     assert _fed(desk, session, 2, prompts[1]) == 3 * SIZE
     for number in (10, 11):
-        _fed(desk, session, number, _tokens(random, 500))
-    refused = session.open(12, _spec(MAX_LEN - 1), _tokens(random, 511))
+        _fed(desk, session, number, tokens(random, 500))
+    refused = session.open(12, spec(MAX_LEN - 1), tokens(random, 511))
     assert "KV memory is full" in (refused or ""), "what is read or written is not taken away"
     desk.check_integrity()
 
@@ -240,16 +138,16 @@ def _run_schedule(engine: Engine, random: Random, rule: Rule, *, prefix_cache: b
     """What is drafted, in the order of the schedule: of its choices none depends on the cache."""
     desk = DraftingDesk(ModelProposer(engine, prefix_cache=prefix_cache), max_sequences=3)
     session = desk.open_session()
-    shared = _tokens(random, 3 * SIZE)
+    shared = tokens(random, 3 * SIZE)
     branches = 1 if rule is Rule.REJECTION else 3
     seen: Seen = []
     for _ in range(40):
         number = random.randrange(3)
         tree = session.trees.get(number)
         if tree is None or random.random() < 0.2 or tree.num_committed > MAX_LEN - 80:
-            prompt = [*shared[: random.randrange(1, 3 * SIZE)], *_tokens(random, 9)]
+            prompt = [*shared[: random.randrange(1, 3 * SIZE)], *tokens(random, 9)]
             tenant = random.choice(["", "x"])
-            assert session.open(number, _spec(len(prompt), rule), prompt, tenant=tenant) is None
+            assert session.open(number, spec(len(prompt), rule), prompt, tenant=tenant) is None
         elif random.random() < 0.7:
             depth = random.randrange(1, 12)
             nodes = 4 if branches == 1 else random.randrange(4, 24)
@@ -268,7 +166,7 @@ def _run_schedule(engine: Engine, random: Random, rule: Rule, *, prefix_cache: b
 def _committed(random: Random, tree: DraftTree) -> list[int]:
     """A path of the tree and a token more, or a text that comes from elsewhere."""
     if random.random() < 0.2:
-        return _tokens(random, random.randrange(1, 60))
+        return tokens(random, random.randrange(1, 60))
     node = random.randrange(len(tree.tokens))
     return [*(tree.tokens[step] for step in tree.path_to(node)), random.randrange(VOCAB_SIZE)]
 
@@ -291,10 +189,10 @@ def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: Engine) -> N
             assert torch.equal(own.values_NHBD[table], other.values_NHBD[:count]), "values differ"
 
 
-def test_eight_bit_weights_draft_the_same(folder: Path) -> None:
+def test_eight_bit_weights_draft_the_same(long_folder: Path) -> None:
     """A form in which drafters load. (With 4 bits a row's bits depend on the rows beside it.)"""
     engines = [
-        Engine(folder, weights="int8", threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
+        Engine(long_folder, weights="int8", threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
         for _ in range(2)
     ]
     _fresh[id(engines[0])] = engines[1]
@@ -322,8 +220,8 @@ def _grow_by_second_guesses(engine: Engine) -> int:
     """A sequence whose paths are mostly moved, until it fills a block; how many it offered."""
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
-    prompt = _tokens(Random(6), SIZE - 12)
-    session.open(1, _spec(len(prompt)), prompt)
+    prompt = tokens(Random(6), SIZE - 12)
+    session.open(1, spec(len(prompt)), prompt)
     tree = session.trees[1]
     while tree.num_committed <= SIZE + 1:
         session.grant(1, Grant(tree.num_committed + 6, 3, 20))
