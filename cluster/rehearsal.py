@@ -3,7 +3,7 @@
 Between two answers of a large target a driver sleeps, and what else runs on the host empties the
 caches: the 0.05 ms from a verdict to the next step then take three times as long. So the same code
 runs a moment before, on a sequence that nobody asked for, while the target computes
-(docs/performance.md).
+(docs/performance/lookahead.md).
 """
 
 from __future__ import annotations

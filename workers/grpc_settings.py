@@ -2,8 +2,8 @@
 
 A socket is read by the thread that hands the message over, no other before it: between two
 processes that sleep most of the time, as a driver and a shard do, there and back takes 0.50 ms
-rather than 0.60 (docs/performance.md). And stderr gets errors alone: a connection that ends is told
-by its user.
+rather than 0.60 (docs/performance/lookahead.md). And stderr gets errors alone: a connection that
+ends is told by its user.
 """
 
 from __future__ import annotations

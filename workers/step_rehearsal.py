@@ -2,7 +2,7 @@
 
 A shard that has answered waits for the next step with caches that others' work has emptied while
 its device computed: to check a step then takes ten times as long as it should. So it reads and
-checks one that nobody sent, while the answer is on its way (docs/performance.md).
+checks one that nobody sent, while the answer is on its way (docs/performance/lookahead.md).
 """
 
 from __future__ import annotations

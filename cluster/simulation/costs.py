@@ -9,7 +9,7 @@ from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """What driver, drafters and gRPC take, in milliseconds (docs/performance.md, Simulation).
+    """What driver, drafters and gRPC take, in milliseconds (docs/performance/simulation.md).
 
     `hop_ms`: a message from one process to another.
 

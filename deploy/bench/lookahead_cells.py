@@ -48,7 +48,7 @@ NUM_SPREAD = 2
 """Drafters of spread where chains are verified."""
 NUM_SPREAD_TREE = 4 if len(os.sched_getaffinity(0)) >= 4 else 2
 """The same where trees are: the layout of the best that there is. With four, drafters and driver
-want 1.6 cores together, and on two they wait for each other (docs/performance.md).
+want 1.6 cores together, and on two they wait for each other (docs/performance/lookahead.md).
 """
 NUM_REPLICAS = 2
 """Target groups of replicas, which needs as many times the GPUs."""

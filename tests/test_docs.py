@@ -1,0 +1,54 @@
+"""Pages lead where they say: every link to a file or a heading of this repository."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PAGES = sorted([*_ROOT.glob("*.md"), *(_ROOT / "docs").rglob("*.md")])
+_LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
+_NAMED_IN_CODE = re.compile(r"\bdocs/[\w/-]+\.md\b")
+
+
+def _anchors(page: Path) -> set[str]:
+    """The names by which the headings of `page` are linked to, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _broken(page: Path) -> list[str]:
+    """The links of `page` that lead nowhere."""
+    broken = []
+    for link in _LINK.findall(page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert _broken(page) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Some `title`\n[a](#some-title) [b](#other) [c](absent.md) [d](page.md)\n")
+    assert _broken(page) == ["#other", "absent.md"]
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    folders = ("cluster", "deploy", "paceline", "proto", "workers", "scripts", "k8s")
+    sources = [p for name in folders for p in (_ROOT / name).rglob("*") if p.is_file()]
+    named = {
+        (page, str(source.relative_to(_ROOT)))
+        for source in sources
+        if source.suffix in {".py", ".proto", ".sh", ".yaml", ".toml"}
+        for page in _NAMED_IN_CODE.findall(source.read_text())
+    }
+    assert named
+    assert sorted(pair for pair in named if not (_ROOT / pair[0]).exists()) == []
