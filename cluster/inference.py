@@ -53,7 +53,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_iterator: AsyncIterator[inference_pb2.GenerateManyRequest],
         context: _Context,
     ) -> None:
-        await ManyRequests(self._driver, context).serve(request_iterator)
+        try:
+            await ManyRequests(self._driver, context).serve(request_iterator)
+        except PacelineError as error:
+            await _abort(context, error)
 
     async def DescribeModel(
         self, request: inference_pb2.DescribeModelRequest, context: _Context

@@ -13,7 +13,12 @@ import grpc
 from cluster.driver import Driver
 from cluster.generation import Generation
 from paceline.channel import MAX_REQUEST_BYTES
-from paceline.errors import InternalError, PacelineError, PromptTooLongError
+from paceline.errors import (
+    InternalError,
+    InvalidRequestError,
+    PacelineError,
+    PromptTooLongError,
+)
 from paceline.generation import Chunk, GenerateEvent, Started
 from paceline.inference_wire import event_to_wire, failure_to_wire, fill_response
 from paceline.request_wire import request_from_wire
@@ -38,21 +43,33 @@ class ManyRequests:
         self._generations: dict[int, Generation] = {}
         self._answers: list[_Answer] = []
         self._told = asyncio.Event()
+        self._ended = False
 
     async def serve(self, requests: AsyncIterator[inference_pb2.GenerateManyRequest]) -> None:
-        """Until the caller ends the stream, which ends all of its requests."""
+        """Until the caller ends the stream, which ends all of its requests.
+
+        Raises InvalidRequestError for a message that makes no sense.
+        """
         writer = asyncio.create_task(self._write())
         reader = asyncio.create_task(self._read(requests))
         try:
             await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
-            for task in (reader, writer):
-                if task.done():
-                    task.result()
+            self._end()
+            # gRPC sends no status beside a write: the caller would wait for it for ever.
+            await writer
+            if reader.done():
+                reader.result()
         finally:
-            for task in (writer, reader, *self._begun.values()):
-                task.cancel()
-            for generation in self._generations.values():
-                generation.cancel()
+            self._end()
+            writer.cancel()
+            reader.cancel()
+
+    def _end(self) -> None:
+        """Of all requests; what is being written is the last answer."""
+        while self._begun:
+            self._cancel(next(iter(self._begun)))
+        self._ended = True
+        self._told.set()
 
     async def _read(self, requests: AsyncIterator[inference_pb2.GenerateManyRequest]) -> None:
         async for message in requests:
@@ -61,14 +78,13 @@ class ManyRequests:
                 case "begin" if number not in self._begun:
                     self._begun[number] = asyncio.create_task(self._begin(number, message.begin))
                 case "begin":
-                    await self._refuse(f"number: a request runs under {number}; choose another")
+                    raise InvalidRequestError(
+                        "number", f"a request runs under {number}; choose another"
+                    )
                 case "cancel":
                     self._cancel(number)
                 case _:
-                    await self._refuse("message: expected begin or cancel, got neither")
-
-    async def _refuse(self, reason: str) -> None:
-        await self._context.abort(grpc.StatusCode.INVALID_ARGUMENT, reason)
+                    raise InvalidRequestError("message", "expected begin or cancel, got neither")
 
     async def _begin(self, number: int, request: inference_pb2.GenerateRequest) -> None:
         try:
@@ -108,12 +124,12 @@ class ManyRequests:
         self._told.set()
 
     async def _write(self) -> None:
-        while True:
+        while not self._ended:
             await self._told.wait()
             self._told.clear()
             answers, self._answers = self._answers, []
             begin = 0
-            while begin < len(answers):
+            while begin < len(answers) and not self._ended:
                 end = _end_of_message(answers, begin)
                 await self._context.write(_message_of(answers[begin:end]))
                 begin = end

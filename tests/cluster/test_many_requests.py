@@ -68,7 +68,7 @@ def _stub_of(system: System) -> inference_pb2_grpc.InferenceServiceAsyncStub:
 
 
 def _begin(
-    number: int, prompt: str = PROMPTS[0], options: GenerateOptions = LONG
+    number: int, prompt: GenerateInput = PROMPTS[0], options: GenerateOptions = LONG
 ) -> inference_pb2.GenerateManyRequest:
     return inference_pb2.GenerateManyRequest(number=number, begin=request_to_wire(prompt, options))
 
@@ -188,6 +188,37 @@ async def test_a_message_that_makes_no_sense_ends_the_stream(
             pass
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await system.settle()
+
+
+@pytest.mark.parametrize("sensible", [True, False])
+async def test_an_end_waits_for_the_answer_that_is_under_way(
+    system: System, *, sensible: bool
+) -> None:
+    """gRPC sends no status beside the first message: the caller was told nothing, for ever."""
+    narrow = [("grpc.http2.lookahead_bytes", 16), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(system.server.address, options=narrow) as channel:
+        call: Any = inference_pb2_grpc.InferenceServiceStub(channel).GenerateMany()  # type: ignore[call-arg]
+        # What is told first repeats the prompt, for which the way is too narrow until we read.
+        await call.write(_begin(1, [300] * 300))
+        await eventually(lambda: system.driver.scheduler.num_running == 1)
+        if sensible:
+            await call.done_writing()
+        else:
+            await call.write(inference_pb2.GenerateManyRequest(number=1))
+        await system.settle()
+        async with asyncio.timeout(60):
+            code = await _code_of(call)
+    assert code is (grpc.StatusCode.OK if sensible else grpc.StatusCode.INVALID_ARGUMENT)
+
+
+async def _code_of(call: Any) -> grpc.StatusCode:
+    """With which a stream ends that is read to its end."""
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
 
 
 async def test_cancelling_what_does_not_run_is_no_error_and_a_number_may_be_used_again(
