@@ -90,7 +90,9 @@ def _copy_chain(tree: DraftTree, index: _SuffixIndex) -> Draft:
     position = next(index.followers(text[-MAX_SUFFIX:]), None)
     if position is None:
         return Draft(tree, NewNodes(), last=True)
-    return Draft(tree, NewNodes(_copy(tree, text, position, tree.chain_room)))
+    copied = NewNodes(_copy(tree, text, position, tree.chain_room))
+    # It has no branches to begin, for which a grant with `fan_out` would have it asked again.
+    return Draft(tree, copied, grant_used=tree.grant.fan_out > 0)
 
 
 def _copy_branches(tree: DraftTree, index: _SuffixIndex) -> Draft:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -99,4 +100,20 @@ def test_branches_keep_to_the_grant_and_to_end_tokens() -> None:
     session.grant(2, Grant(5, branches=2, nodes=5))
     (news,) = desk.run_pass()
     assert (news.proposals[0].token_ids, news.proposals[0].last) == ((), True)
+    assert not desk.has_work
+
+
+@pytest.mark.parametrize("text", [[1, 2, 3, 4, 2, 3], [1, 2, 99, 3, 2]])
+def test_a_chain_is_told_once_where_branches_are_granted_too(text: list[int]) -> None:
+    """It has none to begin, and was asked for them in pass after pass."""
+    session = (desk := DraftingDesk(NgramProposer(), max_sequences=1)).open_session()
+    session.open(0, SPEC, text)
+    session.grant(0, Grant(until_position=len(text) + 2, fan_out=4))
+    (proposal,) = desk.run_pass()[0].proposals
+    assert proposal.token_ids
+    assert proposal.last
+    assert not desk.has_work
+    session.grant(0, Grant(until_position=len(text) + 4, fan_out=4))
+    assert desk.has_work
+    desk.run_pass()
     assert not desk.has_work
