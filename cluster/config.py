@@ -7,6 +7,7 @@ values are TOML values, and plain text where they are not.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from cluster.config_model import (
     SpeculationConfig,
     TargetConfig,
 )
+from cluster.plan_config import PlanConfig
 from paceline.errors import ConfigError
 from paceline.text import did_you_mean
 from workers.models import spelled_out
@@ -36,7 +38,13 @@ __all__ = [
 
 _PREFIX = "PACELINE_"
 _SEPARATOR = "__"
-_SECTIONS = tuple(Config.model_fields)
+_TABLES: dict[str, type[BaseModel]] = {
+    "target": TargetConfig,
+    "drafters": DrafterConfig,
+    "speculation": SpeculationConfig,
+    "server": ServerConfig,
+    "plan": PlanConfig,
+}
 _PLAIN_WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
@@ -46,6 +54,7 @@ _PLAIN_WORDS = {
     "a valid boolean": "true or false",
     "String should have at least 1 character": "expected a text that is not empty",
     "a valid tuple": "a list of tables",
+    "Value should have at least 1 item after validation, not 0": "expected at least one value",
 }
 
 _Place = tuple[str | int, ...]
@@ -100,13 +109,16 @@ def _overrides(tables: dict[str, Any], environ: Mapping[str, str]) -> dict[_Plac
     """Put the variables' values into `tables`; return which variable set which key."""
     variables: dict[_Place, str] = {}
     for variable in sorted(environ):
-        if not variable.startswith(_PREFIX) or _SEPARATOR not in variable:
+        if not variable.startswith(_PREFIX):
+            continue
+        if _SEPARATOR not in variable:
+            _check_separator(variable)
             continue
         section, *rest = variable.removeprefix(_PREFIX).lower().split(_SEPARATOR)
-        if section not in _SECTIONS:
+        if section not in _TABLES:
             raise ConfigError(
                 f"{variable}: there is no section {section!r}; expected one of "
-                f"{', '.join(_SECTIONS)}{did_you_mean(section, _SECTIONS)}"
+                f"{', '.join(_TABLES)}{did_you_mean(section, _TABLES)}"
             )
         value = _toml_value(environ[variable])
         if section == "drafters":
@@ -118,6 +130,21 @@ def _overrides(tables: dict[str, Any], environ: Mapping[str, str]) -> dict[_Plac
                 table[place[1]] = value
         variables[place] = variable
     return variables
+
+
+def _check_separator(variable: str) -> None:
+    """Raise ConfigError for one that is a key's but for its separator. Others are not ours.
+
+    Among these are variables that Kubernetes sets for a service of our name (PACELINE_PORT, ...).
+    """
+    for section, model in _TABLES.items():
+        for key in model.model_fields:
+            place = r"DRAFTERS_+(\d+)" if section == "drafters" else section.upper()
+            found = re.fullmatch(f"{_PREFIX}{place}_+{key.upper()}", variable)
+            if found:
+                number = f"{found[1]}{_SEPARATOR}" if section == "drafters" else ""
+                meant = f"{_PREFIX}{section}{_SEPARATOR}{number}{key}".upper()
+                raise ConfigError(f"{variable}: has no effect; did you mean {meant}?")
 
 
 def _override_drafter(
@@ -173,12 +200,5 @@ def _spell(place: _Place) -> str:
 
 
 def _keys_beside(place: _Place) -> list[str]:
-    model: type[BaseModel] = Config
-    if place[0] == "drafters" and len(place) > 1:
-        model = DrafterConfig
-    elif len(place) > 1:
-        section = Config.model_fields[str(place[0])].annotation
-        assert isinstance(section, type)
-        assert issubclass(section, BaseModel)
-        model = section
+    model = _TABLES[str(place[0])] if len(place) > 1 else Config
     return list(model.model_fields)

@@ -165,8 +165,8 @@ class DrafterConfig(_Closed):
     )
     model: Text | None = None
     emulated: Annotated[Text | None, profile_of("drafter")] = None
-    acceptance: Annotated[float, Field(ge=0, le=1)] = 0.8
-    hit_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
+    acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
+    hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1
     threads: AutoCount = "auto"
     # Sequences of one tenant share the KV of equal prefixes.
@@ -247,12 +247,24 @@ class Config(_Closed):
     server: ServerConfig = ServerConfig()
     plan: PlanConfig = PlanConfig()
 
+    @property
+    def drafter_kinds(self) -> set[str]:
+        """The kinds of the drafters, as they call themselves to the driver."""
+        replays = self.target.emulated is not None and self.target.dilation is None
+        named = "emulated" if replays else "model"
+        return {named if one.kind == "model" else one.kind for one in self.drafters}
+
+    @model_validator(mode="after")
+    def _emulated_together(self) -> Config:
+        check_emulated(self)
+        return self
+
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:
         """What requests get that do not say must be something that the drafters can do."""
         chosen = self.speculation
         rule = Rule(chosen.verification)
-        kinds = {drafter.kind for drafter in self.drafters}
+        kinds = self.drafter_kinds
         try:
             check_branches(rule, chosen.branches, chosen.window)
             check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
@@ -273,11 +285,6 @@ class Config(_Closed):
             raise refusal(
                 f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
             ) from None
-        return self
-
-    @model_validator(mode="after")
-    def _emulated_together(self) -> Config:
-        check_emulated(self)
         return self
 
     def deployment_digest(self) -> str:

@@ -145,6 +145,14 @@ def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -
         )
 
 
+def check_merge_alone(drafter: str | None) -> None:
+    """Raise InvalidRequestError where a request to merge names one kind of drafter as well."""
+    if drafter is not None:
+        raise InvalidRequestError(
+            "merge", f"drafters of every kind are merged, but {drafter!r} alone was asked for"
+        )
+
+
 def _named_together(kinds: Collection[str]) -> str:
     return " and ".join(repr(kind) for kind in sorted(kinds))
 

@@ -13,7 +13,7 @@ from paceline.text import did_you_mean
 
 SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName)
 
-_Share = Annotated[float, Field(ge=0, le=1)]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 def _profile(role: Literal["target", "drafter"]) -> BeforeValidator:
@@ -75,7 +75,7 @@ class PlanConfig(BaseModel):
         SIMULATED_POLICIES
     )
     # Between a driver and a drafter.
-    rtt_ms: Annotated[float, Field(ge=0, le=60_000)] = 0.1
+    rtt_ms: Annotated[float, Field(ge=0, le=60_000, allow_inf_nan=False)] = 0.1
     mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     # That a drafted token is right, the ones before it being so; that the second guess is right
     # where the first is not.

@@ -16,6 +16,7 @@ from cluster.fitting import (
     check_deployed,
     check_layout,
     check_merge,
+    check_merge_alone,
     check_policy_fits,
     check_rule_fits,
     most_branches,
@@ -174,10 +175,8 @@ class RequestResolver:
             known = ", ".join(DRAFTER_KINDS)
             raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
         merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
-        if merge and drafter is not None:
-            raise InvalidRequestError(
-                "merge", f"drafters of every kind are merged, but {drafter!r} alone was asked for"
-            )
+        if merge:
+            check_merge_alone(drafter)
         if options.merge and policy is not PolicyName.OFF:
             check_merge(policy, rule, None)
         return Speculation(

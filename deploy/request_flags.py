@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,6 +12,8 @@ from cluster.fitting import (
     check_branches,
     check_deployed,
     check_layout,
+    check_merge,
+    check_merge_alone,
     check_policy_fits,
     check_rule_fits,
 )
@@ -113,28 +115,40 @@ class RequestFlags:
         check_name("drafter", self.drafter, DRAFTER_KINDS)
         if self.drafter is not None and self.verification is not None and self.policy != "off":
             check_rule_fits(Rule(self.verification), {self.drafter}, field="verification")
+        if self.merge:
+            check_merge_alone(self.drafter)
+            if self.policy is not None and self.policy != "off":
+                rule = Rule(self.verification or Rule.COUPLED)
+                check_merge(PolicyName(self.policy), rule, None)
 
     def seed_of(self, index: int) -> int:
         """Row `index` of a run uses the run's seed plus its index."""
         return (self.seed + index) % SEED_SPACE
 
 
-def check_drafters(flags: RequestFlags, config: Config) -> None:
-    """Raise InvalidRequestError where no drafter of the configuration could draft what is asked."""
+def check_drafters(
+    flags: RequestFlags, config: Config, policies: Collection[str] | None = None
+) -> None:
+    """Raise InvalidRequestError where no drafter of the configuration could draft what is asked.
+
+    `policies`: of a run with several; else that of the flags, or the configuration's.
+    """
     chosen = config.speculation
+    asked = [PolicyName(name) for name in policies or [flags.policy or chosen.policy]]
     num_drafters = sum(drafter.count for drafter in config.drafters)
-    check_layout(PolicyName(flags.policy or chosen.policy), num_drafters, config.target.groups)
-    if (flags.policy or chosen.policy) == "off":
+    for policy in asked:
+        check_layout(policy, num_drafters, config.target.groups)
+    if set(asked) == {PolicyName.OFF}:
         return
-    kinds = {drafter.kind for drafter in config.drafters}
+    rule, kinds = Rule(flags.verification or chosen.verification), config.drafter_kinds
     wanted = flags.drafter or chosen.drafter
     if wanted != "any":
         check_deployed(wanted, kinds)
-    check_rule_fits(
-        Rule(flags.verification or chosen.verification),
-        kinds if wanted == "any" else {wanted},
-        field="verification",
-    )
+        kinds = {wanted}
+    check_rule_fits(rule, kinds, field="verification")
+    for policy in asked:
+        if flags.merge and policy is not PolicyName.OFF:
+            check_merge(policy, rule, kinds)
 
 
 def parse_list(name: str, text: str, parse: Callable[[str], T], expected: str) -> list[T]:

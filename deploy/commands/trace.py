@@ -23,7 +23,7 @@ from deploy.commands.options import (
 from deploy.inputs import BadRow, InputRow, read_rows
 from deploy.outputs import check_writable, write_json
 from deploy.reach import reach_cluster
-from deploy.request_flags import RequestFlags, check_at_least_one
+from deploy.request_flags import RequestFlags, check_at_least_one, check_drafters
 from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.text import counted
 from workers.models import default_home
@@ -89,6 +89,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             raise InvalidRequestError("seconds", f"expected a duration above 0, got {seconds:g}")
         check_writable("output", output_path)
         config = load_config(config_path, environ)
+        if input_path is not None and server is None:
+            check_drafters(flags, config)
         rows = read_rows(input_path, limit=limit) if input_path is not None else []
         console = Console(stderr=True)
         with ExitStack() as stack:

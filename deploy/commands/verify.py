@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cluster.config_model import Config
 from cluster.decoding.policies import PolicyName
-from cluster.fitting import check_branches, check_layout, check_policy_fits
+from cluster.fitting import check_branches, check_policy_fits
 from deploy.commands.options import (
     BranchesOption,
     ConfigOption,
@@ -79,12 +79,10 @@ def check_matrix(
     flags: RequestFlags,
     config: Config,
     branches: int | None,
-    layout: Config | None,
 ) -> None:
     """Raise InvalidRequestError where the rule and what is to be run with it do not fit.
 
     `branches` as asked for; those of the configuration give way to smaller windows.
-    `layout`: of the cluster, None where it is another one than the configuration's.
     """
     for temperature in matrix.temperatures:
         if temperature is not None:
@@ -92,9 +90,6 @@ def check_matrix(
     for variant in matrix.variants:
         policy = PolicyName(variant.policy)
         check_policy_fits(policy, Rule(flags.verification), branches or 1)
-        if layout is not None:
-            num_drafters = sum(drafter.count for drafter in layout.drafters)
-            check_layout(policy, num_drafters, layout.target.groups)
     if branches is None:
         return
     for variant in matrix.variants:
@@ -164,9 +159,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             drafter=drafter,
             merge=merge,
         )
-        check_matrix(matrix, flags, config, branches, config if server is None else None)
+        check_matrix(matrix, flags, config, branches)
         if server is None:
-            check_drafters(flags, config)
+            check_drafters(flags, config, [one.policy for one in matrix.variants])
         check_at_least_one("limit", limit)
         if json_path is not None:
             check_writable("json", json_path)

@@ -166,6 +166,23 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[[drafters]]\ncount = 0", "drafters[0].count: expected at least 1, got 0"),
         ("[server]\ngrpc_port = 70000", "server.grpc_port: expected at most 65535, got 70000"),
         ("[server]\ngrpc_port = 8000", "http_port and grpc_port are both 8000"),
+        ("[plan]\nacceptance = nan", "plan.acceptance: expected a finite number, got nan"),
+        ("[plan]\nrtt_ms = inf", "plan.rtt_ms: expected a finite number, got inf"),
+        ("[plan]\npolicies = []", "plan.policies: expected at least one value, got []"),
+        (
+            "[plan]\ntarget = '1b-h10'",
+            "there is no latency profile of a target, '1b-h10'; expected one of 70b-4xh100, "
+            "70b-8xh100-2hosts, 8b-h100",
+        ),
+        (
+            "[target]\nemulated = '8b-h100'\n[[drafters]]\nemulated = '1b-h100'\nacceptance = nan",
+            "drafters[0].acceptance: expected a finite number, got nan",
+        ),
+        (
+            "[target]\nemulated = '8b-h100'\n[[drafters]]\nemulated = '1b-h100'\n"
+            "[speculation]\ndrafter = 'model'",
+            "no drafter of the kind 'model' is deployed (there are: emulated)",
+        ),
     ],
 )
 def test_a_mistake_in_the_file(tmp_path: Path, text: str, complaint: str) -> None:
@@ -252,3 +269,27 @@ def test_the_digest_is_of_target_and_drafters_alone(tmp_path: Path) -> None:
     assert config_of(tmp_path, same).deployment_digest() == digest
     assert config_of(tmp_path, "[target]\nthreads = 1").deployment_digest() != digest
     assert config_of(tmp_path, "drafters = []").deployment_digest() != digest
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("PACELINE_SPECULATION_WINDOW", "PACELINE_SPECULATION__WINDOW"),
+        ("PACELINE_SPECULATION_WAIT_MS", "PACELINE_SPECULATION__WAIT_MS"),
+        ("PACELINE_PLAN_HOSTS", "PACELINE_PLAN__HOSTS"),
+        ("PACELINE_DRAFTERS_0_COUNT", "PACELINE_DRAFTERS__0__COUNT"),
+    ],
+)
+def test_a_variable_with_single_underscores_is_told_the_right_name(
+    variable: str, meant: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{variable}: has no effect; did you mean {meant}\\?$"):
+        load_config(None, {variable: "4"})
+    load_config(None, {meant: "4"})
+
+
+def test_variables_that_are_no_keys_are_left_alone() -> None:
+    """Kubernetes sets the latter for services of the names paceline and paceline-server."""
+    ours = ("PACELINE_HOME", "PACELINE_RAY_HEAD")
+    theirs = ("PACELINE_PORT", "PACELINE_SERVICE_HOST", "PACELINE_SERVER_SERVICE_PORT")
+    assert load_config(None, dict.fromkeys((*ours, *theirs), "4")) == Config()
