@@ -1,7 +1,8 @@
 """The Ray actors: each is one worker, and hosts its gRPC server in its own event loop.
 
 Ray starts, places and ends them; nothing per token goes through it. What is heavy to import is
-imported in `serve`, so that the process is there at once and the workers load side by side.
+imported in `serve`, so that the process is there at once and the workers load side by side, and
+where it is needed alone: models' code takes seconds.
 """
 
 from __future__ import annotations
@@ -84,21 +85,23 @@ class ShardActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_target_shard and resolve_model raise."""
-        from workers.target_shard import serve_target_shard
-
         assert plan.model is not None
         files = await files_of(setup.home, plan.model)
         target, host = setup.config.target, _worker_host(setup)
         if target.emulated is None:
+            from workers.target_shard import serve_target_shard
+
             options = shard_options(setup.config, plan, files)
             server = await serve_target_shard(options, host=host, port=port, progress=self._note)
             return self._serving(server)
-        from workers.emulated.serve import serve_dilated_target, serve_replay_target
-
         profile = load_profile(target.emulated, role="target")
         if target.dilation is None:
+            from workers.emulated.serve import serve_replay_target
+
             server = await serve_replay_target(files.folder, profile, host=host, port=port)
         else:
+            from workers.emulated.serve_dilated import serve_dilated_target
+
             server = await serve_dilated_target(
                 shard_options(setup.config, plan, files),
                 profile,
@@ -118,19 +121,19 @@ class DrafterActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_drafter and resolve_model raise."""
-        from workers.drafter import serve_drafter
-
         assert plan.kind != "target"
         files = None if plan.model is None else await files_of(setup.home, plan.model)
         host, dilation = _worker_host(setup), setup.config.target.dilation
         if plan.drafter is None or plan.drafter.emulated is None:
+            from workers.drafter import serve_drafter
+
             options = drafter_options(setup.config, plan, files)
             return self._serving(await serve_drafter(options, host=host, port=port))
-        from workers.emulated.replay_text import Guess
-        from workers.emulated.serve import serve_dilated_drafter, serve_replay_drafter
-
         profile = load_profile(plan.drafter.emulated, role="drafter")
         if dilation is None:
+            from workers.emulated.replay_text import Guess
+            from workers.emulated.serve import serve_replay_drafter
+
             assert files is not None
             (server,) = await serve_replay_drafter(
                 files.folder,
@@ -140,6 +143,8 @@ class DrafterActor(_Actor):
                 host=host,
             )
         else:
+            from workers.emulated.serve_dilated import serve_dilated_drafter
+
             options = drafter_options(setup.config, plan, files)
             server = await serve_dilated_drafter(options, profile, dilation, host=host, port=port)
         return self._serving(server)
@@ -155,10 +160,10 @@ class DriverActor(_Actor):
     async def prepare(self, setup: WorkerSetup) -> None:
         """Import what is slow to import, while the workers load. Raises CheckpointError."""
         import cluster.inference  # noqa: F401
-        from workers.engine.checkpoint import inspect_checkpoint
+        from workers.engine.checkpoint import describe_checkpoint
 
         files = await files_of(setup.home, setup.config.target.model)
-        await asyncio.to_thread(inspect_checkpoint, files.folder)
+        await asyncio.to_thread(describe_checkpoint, files.folder)
 
     async def serve(
         self,

@@ -28,7 +28,7 @@ from cluster.target_pool import TargetPool
 from cluster.text import TextCodec, TextStream
 from paceline.errors import OverloadedError, UnavailableError
 from paceline.generation import GenerateInput, GenerateOptions, ModelDescription, Stats
-from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
+from workers.engine.checkpoint import CheckpointInfo, describe_checkpoint
 
 _LOOK_SECONDS = 0.02
 """How often it is looked whether requests have ended, while a driver is drained."""
@@ -111,7 +111,7 @@ class Driver:
         options = self._options
         try:
             codec, checkpoint = await asyncio.get_running_loop().run_in_executor(
-                self._threads, _read_checkpoint, options.folder
+                self._threads, read_checkpoint, options.folder
             )
             running = self._running = self._connect(codec, checkpoint)
             await running.target.start(
@@ -294,6 +294,7 @@ class Driver:
         return running, target
 
 
-def _read_checkpoint(folder: Path) -> tuple[TextCodec, CheckpointInfo]:
-    checkpoint = inspect_checkpoint(folder)
+def read_checkpoint(folder: Path) -> tuple[TextCodec, CheckpointInfo]:
+    """What a driver must know of its target's. Raises CheckpointError."""
+    checkpoint = describe_checkpoint(folder)
     return TextCodec(folder), checkpoint

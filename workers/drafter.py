@@ -9,18 +9,15 @@ from typing import Annotated
 
 import typer
 
-from paceline.errors import ConfigError
 from paceline.rules import DRAFTER_KINDS, DrafterKind
 from workers.cores import pin_cores
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.model import ModelProposer
 from workers.drafting.ngram import NgramProposer
 from workers.drafting.proposer import Proposer
 from workers.drafting.recycling import RecyclingProposer
 from workers.drafting_service import Drafter
-from workers.engine.open import DEVICES, AnyEngine, Device
+from workers.engine.device import DEVICES, Device
 from workers.engine.weight_form import WeightForm
-from workers.loading import load_engine
 from workers.server import RunningServer, start_server
 from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone
 
@@ -54,11 +51,11 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
     """
     if options.cores is not None:
         pin_cores(options.cores)
-    drafter = Drafter()
+    drafter, load_proposer = Drafter(), _loader_of(options.kind)
 
     async def load() -> None:
         drafter.begin(
-            DraftingDesk(await _load_proposer(options), max_sequences=options.max_sequences)
+            DraftingDesk(await load_proposer(options), max_sequences=options.max_sequences)
         )
 
     return await serve_once_loaded(drafter, load, host=host, port=port)
@@ -74,25 +71,18 @@ async def serve_once_loaded(
     return server
 
 
-async def _load_proposer(options: DrafterOptions) -> Proposer:
-    if options.kind == "ngram":
-        return NgramProposer()
-    if options.kind == "recycling":
-        return RecyclingProposer()
-    return ModelProposer(await load_drafter_model(options), prefix_cache=options.prefix_cache)
+def _loader_of(kind: DrafterKind) -> Callable[[DrafterOptions], Awaitable[Proposer]]:
+    """How a kind is loaded. That of models takes seconds to import, which others do without."""
+    if kind == "model":
+        from workers.drafter_model import load_model_proposer
 
+        return load_model_proposer
+    proposer = NgramProposer if kind == "ngram" else RecyclingProposer
 
-async def load_drafter_model(options: DrafterOptions) -> AnyEngine:
-    """The model of a drafter, in a thread. Raises what serve_drafter does but for the port."""
-    if options.folder is None:
-        raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
-    return await load_engine(
-        options.folder,
-        weights=options.weights,
-        threads=options.threads,
-        kv_memory_bytes=options.kv_memory_bytes,
-        device=options.device,
-    )
+    async def make(options: DrafterOptions) -> Proposer:
+        return proposer()
+
+    return make
 
 
 def main(

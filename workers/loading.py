@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-import torch
-
-from workers.engine.open import AnyEngine, Device, open_engine
+from workers.engine.device import Device
+from workers.engine.open import AnyEngine, open_engine
 from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import Dtype, WeightForm
 from workers.garbage import spare_what_is_there
-
-Result = TypeVar("Result")
+from workers.own_thread import in_own_thread
 
 
 async def load_engine(
@@ -50,20 +44,3 @@ async def load_engine(
     engine = await in_own_thread(load, threads=threads)
     spare_what_is_there()
     return engine
-
-
-async def in_own_thread(work: Callable[[], Result], *, threads: int) -> Result:
-    """Compute something, with so many threads, while the event loop goes on."""
-
-    def run() -> Result:
-        torch.set_num_threads(threads)
-        return work()
-
-    # The thread must end: OpenMP gives each thread that computes helpers of its own, and while
-    # there are more of them than cores they sleep between two products instead of spinning. Two
-    # threads then took 26.5 ms a step where they take 17.
-    with ThreadPoolExecutor(1, thread_name_prefix="load") as executor:
-        result = await asyncio.get_running_loop().run_in_executor(executor, run)
-    # OpenMP keeps the number per thread, and this is the thread that steps.
-    torch.set_num_threads(threads)
-    return result

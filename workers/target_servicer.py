@@ -19,7 +19,7 @@ from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.begun import Begun
 from workers.engine.tensor_parallel.ranked import RankedEngine, group_of
 from workers.engine.tensor_parallel.sharding import Place
-from workers.loading import in_own_thread
+from workers.own_thread import in_own_thread
 from workers.server import status_code
 from workers.step_rehearsal import WORTH_SECONDS, StepRehearsal
 from workers.target_stepper import StepEngine, Stepper, VerdictsOf

@@ -17,7 +17,7 @@ from paceline.sampling import SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.value import value_class
 from workers.engine.block_pool import blocks_for
-from workers.engine.engine import Slice
+from workers.engine.slices import Slice
 from workers.slice_candidates import Candidates, read_candidates
 from workers.tree_slots import TreeSlots
 

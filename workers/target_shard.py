@@ -11,7 +11,8 @@ import typer
 
 from paceline.errors import ConfigError
 from workers.cores import pin_cores
-from workers.engine.open import DEVICES, AnyEngine, Device, device_of
+from workers.engine.device import DEVICES, Device
+from workers.engine.open import AnyEngine, device_of
 from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Deadlines, Group
 from workers.engine.tensor_parallel.sharding import Place

@@ -1,4 +1,4 @@
-"""Emulated workers behind the servicers of the real ones."""
+"""Emulated workers that replay, behind the servicers of the real ones."""
 
 from __future__ import annotations
 
@@ -6,26 +6,18 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from workers import drafter as real_drafter
-from workers import target_shard as real_target
-from workers.cores import pin_cores
-from workers.drafter import DrafterOptions
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.model import ModelProposer
 from workers.drafting_service import Drafter
 from workers.emulated.device_clock import DeviceClock
-from workers.emulated.dilated import DilatedEngine, DilatedProposer, check_dilation
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.recording import Recording
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import Guess, ReplayText
-from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
-from workers.engine.rank_parts import Progress
+from workers.engine.checkpoint import CheckpointInfo, describe_checkpoint
 from workers.garbage import spare_what_is_there
 from workers.server import RunningServer, start_server
 from workers.target_servicer import TargetShard
-from workers.target_shard import TargetShardOptions
 
 
 async def serve_replay_target(
@@ -42,53 +34,6 @@ async def serve_replay_target(
     shard = TargetShard(clock=engine.clock)
     shard.begin(engine, engine.verdicts)
     return await start_server(shard.add_to, host=host, port=port)
-
-
-async def serve_dilated_target(
-    options: TargetShardOptions,
-    profile: DeviceProfile,
-    dilation: float,
-    *,
-    host: str,
-    port: int = 0,
-    progress: Progress | None = None,
-) -> RunningServer:
-    """A target that computes in slow motion. Raises what serve_target_shard does, and ConfigError
-    where the model is too slow for the dilation.
-    """
-    if options.cores is not None:
-        pin_cores(options.cores)
-    clock = DeviceClock(dilation)
-    shard = TargetShard(threads=options.threads, clock=clock)
-
-    async def load() -> None:
-        engine = DilatedEngine(
-            await real_target.load_target(options, progress=progress), profile, clock
-        )
-        shard.begin(engine, engine.verdicts)
-
-    return await real_target.serve_once_loaded(shard, load, host=host, port=port)
-
-
-async def serve_dilated_drafter(
-    options: DrafterOptions, profile: DeviceProfile, dilation: float, *, host: str, port: int = 0
-) -> RunningServer:
-    """A model drafter that computes in slow motion. Raises what serve_drafter does, and ConfigError
-    where the model is too slow for the dilation.
-    """
-    if options.cores is not None:
-        pin_cores(options.cores)
-    clock = DeviceClock(dilation)
-    drafter = Drafter(clock)
-
-    async def load() -> None:
-        engine = await real_drafter.load_drafter_model(options)
-        check_dilation(engine, profile, dilation, tokens=1)
-        model = ModelProposer(engine, prefix_cache=options.prefix_cache)
-        proposer = DilatedProposer(model, profile, clock)
-        drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
-
-    return await real_drafter.serve_once_loaded(drafter, load, host=host, port=port)
 
 
 async def serve_replay_drafter(
@@ -125,7 +70,7 @@ async def serve_replay_drafter(
 
 
 def _load(folder: Path, recording: Recording | None) -> tuple[CheckpointInfo, ReplayText]:
-    info = inspect_checkpoint(folder)
+    info = describe_checkpoint(folder)
     recorded = recording.keys(info.vocab_size) if recording is not None else None
     spare_what_is_there()
     return info, ReplayText(info.vocab_size, recorded)

@@ -12,7 +12,7 @@ import typer
 
 from workers.drafter import DrafterOptions
 from workers.emulated.profiles import load_profile
-from workers.emulated.serve import serve_dilated_drafter, serve_dilated_target
+from workers.emulated.serve_dilated import serve_dilated_drafter, serve_dilated_target
 from workers.server import RunningServer
 from workers.standalone import parse_weights, run_standalone
 from workers.target_shard import TargetShardOptions

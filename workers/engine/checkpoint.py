@@ -47,10 +47,21 @@ class CheckpointInfo:
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:
     """Check the folder's files, without reading weights. Raises CheckpointError."""
-    config = read_config(folder)
+    config, stored = read_config(folder), StoredTensors(folder)
     _check_attention(folder, config)
-    stored = StoredTensors(folder)
     _check_tensors(folder, config, stored)
+    return _described(folder, config, stored)
+
+
+def describe_checkpoint(folder: Path) -> CheckpointInfo:
+    """The same for who computes nothing with it: whether the weights fit is not checked.
+
+    It imports no code of models, which takes seconds. Raises CheckpointError.
+    """
+    return _described(folder, read_config(folder), StoredTensors(folder))
+
+
+def _described(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> CheckpointInfo:
     generation = _read_json(folder / "generation_config.json", required=False)
     end_tokens = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
     if end_tokens is None:

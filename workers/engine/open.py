@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
 
 import torch
 
@@ -11,14 +10,13 @@ from paceline.errors import ConfigError
 from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.loading import dtype_of, load_on_device, load_part_on_device
+from workers.engine.device import Device
 from workers.engine.engine import Engine
 from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import Dtype, WeightForm, form_on_cpu
 
 AnyEngine = Engine | CudaEngine
-Device = Literal["auto", "cpu", "cuda"]
-DEVICES: tuple[Device, ...] = get_args(Device)
 
 CPU_KV_BYTES = 1 << 30
 """KV memory on a CPU where none is said."""

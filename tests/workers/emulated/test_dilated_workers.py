@@ -26,7 +26,7 @@ from workers.drafter import DrafterOptions
 from workers.emulated.device_clock import MOST_MADE_GOOD, DeviceClock
 from workers.emulated.dilated import check_dilation
 from workers.emulated.profiles import DeviceProfile, load_profile
-from workers.emulated.serve import serve_dilated_drafter, serve_dilated_target
+from workers.emulated.serve_dilated import serve_dilated_drafter, serve_dilated_target
 from workers.engine.engine import Engine
 from workers.server import RunningServer
 from workers.target_shard import TargetShardOptions
