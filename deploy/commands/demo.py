@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -19,6 +20,7 @@ from deploy.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.client import Client
 from paceline.errors import InvalidRequestError
 from paceline.generation import Chunk, GenerateOptions, Message
+from paceline.text import counted
 from workers.emulated.profiles import EMULATED
 
 QUESTION = "Why is the sky blue? Explain it to a curious child."
@@ -82,6 +84,29 @@ def comparison_table(samples: Mapping[str, Sequence[Sample]]) -> Table:
     return table
 
 
+def why_slower(samples: Mapping[str, Sequence[Sample]]) -> str | None:
+    """In words, where speculation was slower than plain decoding; None where it was not."""
+    speeds, steps_ms = {}, {}
+    for name, ones in samples.items():
+        speeds[name] = statistics.median(one.tokens_per_second for one in ones)
+        steps_ms[name] = statistics.median(1000 * one.seconds / (one.steps or 1) for one in ones)
+    fastest = max(speeds, key=lambda name: speeds[name])
+    if fastest != "off":
+        return None
+    beside = max(ms for name, ms in steps_ms.items() if name != "off")
+    return (
+        f"Speculation was slower here: a step took {steps_ms['off']:.0f} ms in plain decoding and "
+        f"{beside:.0f} ms with a drafter at work. Target and drafter compute at once, so each "
+        "needs cores that nothing else keeps busy."
+    )
+
+
+def cores_and_load() -> str:
+    """In words: what this host has, and what ran on it in the last minute."""
+    cores = len(os.sched_getaffinity(0))
+    return f"This host has {counted(cores, 'core')}; its load was {os.getloadavg()[0]:.1f}."
+
+
 def where_measured(model: str) -> str:
     """In words. `model`: as the server calls it."""
     if model.startswith(EMULATED):
@@ -133,4 +158,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             f"\nBoth gave {same}. Medians of {REPEATS} runs in turns, prompt included, on "
             f"{where_measured(model)}.\nShares are of time spent in forward passes.",
         )
+        slower = why_slower(samples)
+        if slower is not None:
+            host = "" if server is not None or model.startswith(EMULATED) else cores_and_load()
+            console.print(f"{slower} {host}".rstrip(), width=MAX_WIDTH)
         raise typer.Exit(0 if len(texts) == 1 else 1)

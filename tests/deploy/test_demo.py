@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from deploy.commands.demo import comparison_table, where_measured
+from deploy.commands.demo import comparison_table, where_measured, why_slower
 from deploy.measure import Sample, busy_shares
 from deploy.token_printer import TokenPrinter
 from paceline.generation import Chunk, Origin, Stats, WorkerStats
@@ -95,6 +95,14 @@ def test_the_table_shows_ratio_acceptance_and_busy_shares() -> None:
     rows = [line.split() for line in stream.getvalue().splitlines()]
     assert rows[1] == ["plain", "decoding", "5.0", "1.00", "1.00", "95%", "50%"]
     assert rows[2] == ["speculation", "(chain)", "10.0", "2.00", "2.50", "95%", "50%"]
+
+
+def test_a_slower_speculation_is_explained() -> None:
+    plain = [Sample(tuple(range(10)), 1.0, 10) for _ in range(3)]
+    assert why_slower({"off": plain, "chain": [Sample(tuple(range(10)), 0.9, 4)] * 3}) is None
+    told = why_slower({"off": plain, "chain": [Sample(tuple(range(10)), 2.0, 4)] * 3})
+    assert told is not None
+    assert "100 ms in plain decoding and 500 ms with a drafter" in told
 
 
 def test_busy_shares_are_differences_of_two_readings() -> None:
