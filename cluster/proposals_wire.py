@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cluster.decoding.events import Proposal
 from cluster.requests import Speculation, widest_proposal
@@ -121,13 +121,30 @@ def tips_from_wire(
                 f"tips: expected none for sequence {sequence_id} under the rule "
                 f"{speculation.rule.value!r}: tell distributions"
             )
-    return [
+    last_of = set(message.last_of)
+    if not last_of.issubset(sequence_ids):
+        raise ProtocolError(
+            "tips.last_of: expected sequences of these entries, got "
+            f"{min(last_of.difference(sequence_ids))} as well"
+        )
+    tips = [
         Proposal(sequence_id, length, prefix_hash, (token_id,))
         for sequence_id, length, prefix_hash, token_id in zip(
             sequence_ids, lengths, hashes, token_ids, strict=True
         )
         if sequence_id in known
     ]
+    if last_of:
+        _mark_last(tips, last_of)
+    return tips
+
+
+def _mark_last(tips: list[Proposal], last_of: set[int]) -> None:
+    """Make the last one of each of these sequences say so. They are taken from the set."""
+    for index in reversed(range(len(tips))):
+        if tips[index].sequence_id in last_of:
+            last_of.remove(tips[index].sequence_id)
+            tips[index] = replace(tips[index], last=True)
 
 
 def _is_sound_chain(

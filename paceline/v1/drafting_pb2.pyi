@@ -364,8 +364,8 @@ Global___DraftResponse: _TypeAlias = DraftResponse  # noqa: Y015
 
 @_typing.final
 class ProposalBatch(_message.Message):
-    """What one forward pass of the drafter produced: at most one proposal for each base of a sequence,
-    those in `tips` included.
+    """What one forward pass of the drafter produced. `proposals` come before `tips`: what those
+    continue may be there.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -408,11 +408,12 @@ Global___ProposalBatch: _TypeAlias = ProposalBatch  # noqa: Y015
 
 @_typing.final
 class Tips(_message.Message):
-    """Proposals of one token each, in columns: reading some dozens, as a pass over many sequences gives
-    or the branches of fan-out, takes a third of the time. Entry i is for the sequence
-    sequence_ids[i] and proposes the token token_ids[i] under the base of base_lengths[i] tokens with
-    the hash base_hashes[i]. A base may be one that an entry before it made. The lists are of one
-    length, from 1 to 1024. Not for sequences under rules that need distributions.
+    """Proposals of one token each, in columns: reading some dozens, as a pass over many sequences gives,
+    a level of a tree or the branches of fan-out, takes a third of the time. Entry i is for the
+    sequence sequence_ids[i] and proposes the token token_ids[i] under the base of base_lengths[i]
+    tokens with the hash base_hashes[i]. A base may be one that an entry before it made, or that of an
+    entry before it: siblings are in the order in which they were drawn. The lists are of one length,
+    from 1 to 1024. Not for sequences under rules that need distributions.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -422,6 +423,7 @@ class Tips(_message.Message):
     BASE_HASHES_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
+    LAST_OF_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """Of all entries, where sequence_ids is left out."""
     @_builtins.property
@@ -436,6 +438,12 @@ class Tips(_message.Message):
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of each entry; left out: sequence_id is all of theirs."""
 
+    @_builtins.property
+    def last_of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Sequences whose last entry here is what Proposal.last says: nothing more will come before the
+        next outcome. Each has an entry.
+        """
+
     def __init__(
         self,
         *,
@@ -444,10 +452,11 @@ class Tips(_message.Message):
         base_hashes: _abc.Iterable[_builtins.int] | None = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sequence_ids: _abc.Iterable[_builtins.int] | None = ...,
+        last_of: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_hashes", b"base_hashes", "base_lengths", b"base_lengths", "sequence_id", b"sequence_id", "sequence_ids", b"sequence_ids", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_hashes", b"base_hashes", "base_lengths", b"base_lengths", "last_of", b"last_of", "sequence_id", b"sequence_id", "sequence_ids", b"sequence_ids", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

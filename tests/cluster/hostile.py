@@ -67,6 +67,7 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
             for sequence_id, known in tokens.items():
                 batch = drafting_pb2.ProposalBatch(
                     proposals=[self._lie(sequence_id, known) for _ in range(3)],
+                    tips=self._lies_in_columns(sequence_id, known),
                     pass_seconds=1e-3,
                 )
                 yield drafting_pb2.DraftResponse(proposals=batch)
@@ -90,6 +91,19 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
             token_ids=[] if kind == 2 else small,
             last=self.random.random() < 0.3,
         )
+
+    def _lies_in_columns(self, sequence_id: int, known: list[int]) -> list[drafting_pb2.Tips]:
+        """Wrong tokens under the right base, beside entries for nobody and under no base."""
+        nobody = self.random.getrandbits(60)
+        small = self.random.sample(range(384), 3)
+        tips = drafting_pb2.Tips(
+            sequence_ids=[sequence_id, sequence_id, nobody],
+            base_lengths=[len(known), self.random.getrandbits(32), len(known)],
+            base_hashes=[hash_prefix(known), self.random.getrandbits(64), hash_prefix(known)],
+            token_ids=small,
+            last_of=[nobody] if self.random.random() < 0.7 else [nobody, sequence_id],
+        )
+        return [tips]
 
 
 BREACHES: dict[str, dict[str, Any]] = {
@@ -136,6 +150,9 @@ class MalformedDrafter(LyingDrafter):
     def __init__(self, breach: dict[str, Any]) -> None:
         super().__init__()
         self.breach = breach
+
+    def _lies_in_columns(self, sequence_id: int, known: list[int]) -> list[drafting_pb2.Tips]:
+        return []
 
     def _lie(self, sequence_id: int, known: list[int]) -> drafting_pb2.Proposal:
         base = types_pb2.Base(length=len(known), hash=hash_prefix(known))

@@ -133,8 +133,8 @@ def proposals_in(batch: drafting_pb2.ProposalBatch) -> list[drafting_pb2.Proposa
     """All that a pass proposes, what it tells in columns too."""
     found = list(batch.proposals)
     for tips in batch.tips:
-        sequence_ids = tips.sequence_ids or [tips.sequence_id] * len(tips.token_ids)
-        found += [
+        sequence_ids = list(tips.sequence_ids) or [tips.sequence_id] * len(tips.token_ids)
+        told = [
             drafting_pb2.Proposal(
                 sequence_id=sequence_id,
                 base=types_pb2.Base(length=length, hash=prefix_hash),
@@ -144,4 +144,7 @@ def proposals_in(batch: drafting_pb2.ProposalBatch) -> list[drafting_pb2.Proposa
                 sequence_ids, tips.base_lengths, tips.base_hashes, tips.token_ids, strict=True
             )
         ]
+        for sequence_id in tips.last_of:
+            next(one for one in reversed(told) if one.sequence_id == sequence_id).last = True
+        found += told
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from workers.drafting.excerpt import excerpt_of, excerpts_of
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import Draft
@@ -19,7 +21,9 @@ def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
         base_length, base_hash = tree.base(tree.parents[first])  # one node, as of most chains
         new, state = (tree.tokens[first],), draft.stopping_state
         return [Proposal(sequence_id, base_length, base_hash, new, last, stopping_state=state)]
-    # Of branches in many places only what is new is told, each under its own base.
+    grows = not (draft.last or tree.needs_draft_probs)
+    if grows and max(tree.parents[first:], default=first) < first:
+        return _one_by_one(sequence_id, draft, first, last=last)
     excerpts = excerpts_of(tree, first) if tree.grant.fan_out else [excerpt_of(tree, first)]
     proposals = []
     for excerpt in excerpts:
@@ -37,4 +41,21 @@ def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
                 draft.stopping_state,
             )
         )
+    return proposals
+
+
+def _one_by_one(sequence_id: int, draft: Draft, first: int, *, last: bool) -> list[Proposal]:
+    """Each new node under its own base, in the order of their drawing, and nothing told again.
+
+    So they go out in columns (wire.py).
+    """
+    tree = draft.tree
+    proposals = [
+        Proposal(sequence_id, *tree.base(tree.parents[node]), (tree.tokens[node],))
+        for node in range(first, tree.end + 1)
+    ]
+    if draft.stopping_state:
+        proposals[0] = replace(proposals[0], stopping_state=draft.stopping_state)
+    if last:
+        proposals[-1] = replace(proposals[-1], last=True)
     return proposals

@@ -127,7 +127,7 @@ def _split(proposals: Sequence[Proposal]) -> tuple[Sequence[Proposal], Sequence[
     """Those that can be told in columns, and the others."""
     tips, others = [], []
     for one in proposals:
-        if len(one.token_ids) > 1 or one.last or one.stopping_state or not _is_bare(one):
+        if len(one.token_ids) > 1 or one.stopping_state or not _is_bare(one):
             others.append(one)
         else:
             tips.append(one)
@@ -150,6 +150,7 @@ def _tips(proposals: Sequence[Proposal]) -> drafting_pb2.Tips:
         base_lengths=[one.base_length for one in proposals],
         base_hashes=[one.base_hash for one in proposals],
         token_ids=[one.token_ids[0] for one in proposals],
+        last_of=[one.sequence_id for one in proposals if one.last],
     )
 
 
