@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.decoding.events import Proposal, Proposed
+from cluster.decoding.events import Proposed
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.state import DecodingState
 from paceline.rules import Rule
@@ -15,48 +15,57 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
     drafted = any(proposal.token_ids for proposal in event.proposals)
     state.drafters.heard(event.now, drafter, pass_seconds, drafted=drafted)
     state.auto.drafted(event)
-    vocab_size, pace = state.vocab_size, state.drafters.pace(drafter)
-    total = 0
+    pace, total, dropped = state.drafters.pace(drafter), 0, 0
+    vocab_size = state.vocab_size or 0
+    sequence, sequence_id, leads, may_propose = None, -1, True, False
     for proposal in event.proposals:
-        sequence = state.find(proposal.sequence_id)
+        if proposal.sequence_id != sequence_id:  # Those of a sequence come one after the other.
+            sequence_id = proposal.sequence_id
+            sequence = state.find(sequence_id)
+            if sequence is None:
+                continue
+            if sequence.drafter == drafter:
+                sequence.pace = pace
+            sequence.drafted_by.add(drafter)
+            leads = drafter not in sequence.helpers
+            may_propose = vocab_size > 0 and _may_propose(drafter, sequence, leads=leads)
         if sequence is None:
             continue
-        if sequence.drafter == drafter:
-            sequence.pace = pace
-        tree = sequence.tree
+        tree, token_ids = sequence.tree, proposal.token_ids
         repeats = tree.repeats
-        if not _attach(drafter, sequence, proposal, vocab_size):
-            state.totals.dropped_proposals += 1
-        elif sequence.pilot is not None and tree.num_candidates:
-            state.auto.beliefs.attached(sequence.pilot, event)
-        new = len(proposal.token_ids) - (tree.repeats - repeats)
-        sequence.drafted_by.add(drafter)
+        if not (
+            may_propose
+            and _are_ids(token_ids, vocab_size)
+            and tree.attach(
+                proposal, sequence.ever_granted_until, sequence.ever_granted_nodes, leads
+            )
+        ):
+            dropped += 1
+        else:
+            if proposal.last and leads:
+                sequence.draft_exhausted = True
+            if proposal.stopping_state:
+                sequence.stopping_state = proposal.stopping_state
+            if sequence.pilot is not None and tree.num_candidates:
+                state.auto.beliefs.attached(sequence.pilot, event)
+        new = len(token_ids) - (tree.repeats - repeats)
         sequence.counts.proposed += new
         total += new
+    state.totals.dropped_proposals += dropped
     state.totals.counts.proposed += total
 
 
-def _attach(drafter: str, sequence: Sequence, proposal: Proposal, vocab_size: int | None) -> bool:
-    token_ids, request = proposal.token_ids, sequence.request
-    if vocab_size is None:
-        return False
-    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        return False
-    leads = drafter not in sequence.helpers
-    may_be_any = request.spec.rule is Rule.COUPLED or (request.merge and not leads)
-    if not (may_be_any or drafter == sequence.drafter):
-        # Only the coupled rule may mix candidates of several drafters as they come, and the
-        # one-hot rule those of drafters that are merged.
-        return False
-    if not sequence.tree.attach(
-        proposal,
-        until_position=sequence.ever_granted_until,
-        max_nodes=sequence.ever_granted_nodes,
-        leads=leads,
-    ):
-        return False
-    if proposal.last and leads:
-        sequence.draft_exhausted = True
-    if proposal.stopping_state:
-        sequence.stopping_state = proposal.stopping_state
-    return True
+def _are_ids(token_ids: tuple[int, ...], vocab_size: int) -> bool:
+    if len(token_ids) == 1:
+        return 0 <= token_ids[0] < vocab_size
+    return not token_ids or 0 <= min(token_ids) <= max(token_ids) < vocab_size
+
+
+def _may_propose(drafter: str, sequence: Sequence, *, leads: bool) -> bool:
+    """Only the coupled rule may mix candidates of several drafters as they come, and the one-hot
+    rule those of drafters that are merged.
+    """
+    request = sequence.request
+    if request.spec.rule is Rule.COUPLED or drafter == sequence.drafter:
+        return True
+    return request.merge and not leads

@@ -47,23 +47,33 @@ class TokenTree(Candidates):
         return len(self.token_ids)
 
     def attach(
-        self, proposal: Proposal, *, until_position: int, max_nodes: int, leads: bool = True
+        self, proposal: Proposal, until_position: int, max_nodes: int, leads: bool = True
     ) -> bool:
         """Place a proposal: skip what is held already, take the rest.
 
         Takes no token at or beyond `until_position` and holds at most `max_nodes` candidates.
         Returns False, and takes nothing, when the proposal continues something else than this.
         """
-        base = self._place_of_base(proposal.base_length, proposal.base_hash)
+        token_ids, length = proposal.token_ids, proposal.base_length
+        is_one = len(token_ids) == 1 and not (proposal.multiplicities or proposal.distributions)
+        leaf = self._by_hash.get(proposal.base_hash) if is_one else None
+        if (
+            leaf is not None
+            and leaf.length == length < until_position
+            and not leaf.children
+            and len(self._nodes) < max_nodes
+        ):
+            self._add_child(leaf, token_ids[0], leads)  # as most are
+            return True
+        base = self._place_of_base(length, proposal.base_hash)
         parents = proposal.parents
         if base is None or (self.chain and parents and parents != tuple(range(len(parents)))):
             return False
-        if len(proposal.token_ids) == 1 and not (proposal.multiplicities or proposal.distributions):
-            (one,) = proposal.token_ids
-            return self._after(base, one, (), until_position, max_nodes, leads) is not None
+        if is_one:
+            return self._after(base, token_ids[0], (), until_position, max_nodes, leads) is not None
         places: list[_Place] = [base]
         used: set[int] = set()
-        for index, token_id in enumerate(proposal.token_ids):
+        for index, token_id in enumerate(token_ids):
             above = places[parents[index] if parents else index]
             place = self._after(above, token_id, used, until_position, max_nodes, leads)
             if isinstance(place, Node):
@@ -157,6 +167,9 @@ class TokenTree(Candidates):
             self._keep(self._nodes)
         if len(self._nodes) >= max_nodes:
             return None
+        return self._add_child(parent, token_id, leads)
+
+    def _add_child(self, parent: Node, token_id: int, leads: bool) -> Node:
         prefix_hash = extend_hash(parent.prefix_hash, token_id)
         node = Node(token_id, parent.length + 1, prefix_hash, parent)
         put_child(parent, node, leads=leads)
