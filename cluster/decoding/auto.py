@@ -26,6 +26,7 @@ from cluster.decoding.cohorts import Cohort, Cohorts, Plan
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, StepDone
 from cluster.decoding.forecast import Conditions, off
+from cluster.decoding.instructions import RunStep
 from cluster.decoding.options import Option, options_of
 from cluster.decoding.pilot import FIRST_WINDOW, Pilot
 from cluster.decoding.token_tree import TokenTree
@@ -57,7 +58,9 @@ batch. One in so many may change its policy in a step."""
 class Controller:
     """Chooses for sequences that have a Pilot. Times are seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, observes: bool = True) -> None:
+        """`observes`: False where no request will ever leave its policy to it."""
+        self._observes = observes
         self.choices: dict[str, int] = {}
         """Verdicts by the policy that was chosen, of all sequences together."""
         self.beliefs = Beliefs()
@@ -77,6 +80,7 @@ class Controller:
 
     def admitted(self, pilot: Pilot) -> None:
         """A sequence begins, with what was last chosen for others; else it is one of the first."""
+        assert self._observes, "it was told that it would have nothing to choose"
         latest = self._latest
         if latest is None and self._num_begun < FIRST_TRIED:
             self._num_begun += 1
@@ -93,6 +97,11 @@ class Controller:
             pilot.follow(choice)
         pilot.window = min(pilot.limit, max(latest.window, pilot.branches))
 
+    def sent(self, now: float, step: RunStep) -> None:
+        """A step goes out."""
+        if self._observes:
+            self.beliefs.steps.sent(now, step)
+
     def chose_first(self) -> bool:
         """Whether something is chosen for those who begin, for the first time; true once."""
         is_first, self._is_first = self._is_first, False
@@ -103,6 +112,8 @@ class Controller:
 
         `num_drafters`: that can be used. `num_groups`: that can verify each sequence.
         """
+        if not self._observes:
+            return
         self._step += 1
         self._cohorts.end_of_step(self._step)
         if self.beliefs.steps.answered(event):
@@ -120,6 +131,8 @@ class Controller:
 
     def drafted(self, event: Proposed) -> None:
         """A pass of a drafter: while the target computes there is time to choose."""
+        if not self._observes:
+            return
         self.beliefs.drafted(event)
         turn = self._turn
         if turn is not None and turn.plan is not None and self._may_decide:

@@ -58,11 +58,14 @@ class Scheduler:
         wait_seconds: float = 1.0,
         prefix_cache: bool = True,
         num_groups: int = 1,
+        serves_auto: bool = True,
     ) -> None:
         """The target has `num_groups` groups, each with steps of at most `max_step_tokens` tokens
         of at most `max_num_seqs` sequences.
 
         `prefix_cache`: whether sequences of a group share KV blocks of equal prefixes.
+        `serves_auto`: whether a request may be of policy `auto`. To know when one comes what it had
+        better do takes a tenth of the scheduler's time.
         """
         self._prefix_cache = prefix_cache
         waiting = WaitingLine()
@@ -77,7 +80,7 @@ class Scheduler:
             for number in range(num_groups)
         )
         groups = (Group(number, batching) for number, batching in enumerate(batches))
-        self._state = DecodingState(groups, waiting)
+        self._state = DecodingState(groups, waiting, serves_auto=serves_auto)
         self._woken_for: float | None = None
         # Of the event that was begun: an answer that is not settled, what to tell, steps sent.
         self._answer: Answer | None = None
@@ -182,7 +185,7 @@ class Scheduler:
         self._settle()
         out, self._out = self._out, Outbox()
         for step in self._steps:
-            self._state.auto.beliefs.steps.sent(self._now, step)
+            self._state.auto.sent(self._now, step)
             running = self._state.groups[step.group].batching.running
             for part in step.slices:
                 sequence = running[part.sequence_id]

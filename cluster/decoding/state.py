@@ -28,12 +28,14 @@ class Outbox:
 class DecodingState:
     """Every sequence, the block pools, the grants and the counts."""
 
-    def __init__(self, groups: Iterable[Group], waiting: WaitingLine) -> None:
+    def __init__(
+        self, groups: Iterable[Group], waiting: WaitingLine, *, serves_auto: bool
+    ) -> None:
         self.groups = tuple(groups)
         self.waiting = waiting
         self.costs = StepCosts()
         self.drafters = Drafters(self.costs)
-        self.auto = Controller()
+        self.auto = Controller(observes=serves_auto)
         self.totals = Totals()
         self.utilisation = Utilisation(num_groups=len(self.groups))
 
