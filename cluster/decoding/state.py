@@ -28,9 +28,7 @@ class Outbox:
 class DecodingState:
     """Every sequence, the block pools, the grants and the counts."""
 
-    def __init__(
-        self, groups: Iterable[Group], waiting: WaitingLine, *, serves_auto: bool
-    ) -> None:
+    def __init__(self, groups: Iterable[Group], waiting: WaitingLine, *, serves_auto: bool) -> None:
         self.groups = tuple(groups)
         self.waiting = waiting
         self.costs = StepCosts()

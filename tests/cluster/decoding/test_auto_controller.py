@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from cluster.decoding.auto import Controller
-from cluster.decoding.events import Proposal, Proposed, StepDone
-from cluster.decoding.instructions import RunStep, Slice
+from cluster.decoding.events import (
+    Admitted,
+    DrafterJoined,
+    Proposal,
+    Proposed,
+    StepDone,
+    TargetJoined,
+)
+from cluster.decoding.instructions import Instruction, RunStep, Slice
 from cluster.decoding.pilot import FIRST_PROBE, RESTING, Pilot
 from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
-from tests.cluster.decoding.scripts import verdict_of
+from tests.cluster.decoding.scripts import PROMPT, proposal, verdict, verdict_of
 from tests.cluster.decoding.true_text import request
 
 PROPOSAL = Proposal(1, 3, 0, (5,))
@@ -122,3 +132,29 @@ def test_what_it_believes_is_told() -> None:
     assert estimates["acceptance"] > 0.9
     assert estimates["tokens_per_ms"] > estimates["plain_tokens_per_ms"]
     assert script.controller.beliefs.estimates()["d.pass_ms"] == estimates["pass_ms"]
+
+
+def test_a_scheduler_that_serves_no_auto_does_the_same_and_believes_nothing() -> None:
+    def decode(*, serves_auto: bool) -> tuple[list[Instruction], dict[str, float]]:
+        scheduler = Scheduler(wait_seconds=2.0, serves_auto=serves_auto)
+        asked = request(1, PROMPT, policy=PolicyName.CHAIN)
+        events = (
+            TargetJoined(0, 50, 1000, 4, 64),
+            DrafterJoined(0, "d", 1000),
+            Admitted(0, asked),
+            proposal(PROMPT, 10, 11, 12),
+            verdict(1, 0, 10),
+            verdict(2, 2, 13, now=2.0),
+        )
+        out = [one for event in events for one in scheduler.handle(event)]
+        return out, dict(scheduler.speculation().estimates)
+
+    told, believed = decode(serves_auto=True)
+    assert believed["step_ms"] > 0
+    assert decode(serves_auto=False) == (told, {})
+
+
+def test_a_scheduler_that_serves_no_auto_is_given_none() -> None:
+    scheduler = Scheduler(serves_auto=False)
+    with pytest.raises(AssertionError, match="nothing to choose"):
+        scheduler.handle(Admitted(0, request(1, PROMPT, policy=PolicyName.AUTO)))
