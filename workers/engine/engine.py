@@ -22,14 +22,15 @@ from workers.engine.forward import choose_forward
 from workers.engine.host_memory import check_room
 from workers.engine.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
 from workers.engine.kv_sizes import kv_sizes_of, num_blocks_in
-from workers.engine.linears import MIN_ROWS
-from workers.engine.model import load_model
+from workers.engine.linears import MIN_ROWS, activation_dtype
+from workers.engine.model import load_model, part_config
 from workers.engine.rank_parts import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
 from workers.engine.step_plan import make_plan
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.tensor_parallel.ranked import RankedEngine
+from workers.engine.tensor_parallel.sharding import Place
 from workers.engine.thread_choice import ThreadChoice
 from workers.engine.weight_form import WeightForm
 
@@ -63,10 +64,19 @@ class Engine(RankedEngine):
         self.info = inspect_checkpoint(folder)
         self.max_model_len = choose_length(max_model_len, self.info.max_model_len)
         self._weights = weights
-        model = load_model(folder, weights, group, progress)
+        place = Place() if group is None else group.place
+        sizes = kv_sizes_of(part_config(folder, place))
+        per_block = block_bytes(**sizes, dtype=activation_dtype(weights))
+        self._num_blocks = num_blocks_in(
+            kv_memory_bytes,
+            per_block=per_block,
+            block_size=BLOCK_SIZE,
+            max_model_len=self.max_model_len,
+        )
+        model = load_model(folder, weights, group, progress, kv_bytes=self._num_blocks * per_block)
         self._min_tokens = MIN_ROWS[weights]
         with nullcontext() if group is None else group.alone():
-            self._adopt(model, kv_memory_bytes)
+            self._adopt(model, per_block)
         self.batch_invariant = None
         if group is None:
             self.batch_invariant = rows_are_invariant(self)
@@ -74,27 +84,21 @@ class Engine(RankedEngine):
         if threads > 1 and self.batch_invariant:
             self._threads = ThreadChoice(threads)
 
-    def _adopt(self, model: PreTrainedModel, kv_memory_bytes: int) -> None:
+    def _adopt(self, model: PreTrainedModel, per_block: int) -> None:
+        """Take a loaded model and memory for its KV, `per_block` bytes a block."""
         config = model.config
         self._window = sliding_window_of(config)
         self._num_query_heads = int(config.num_attention_heads)
         sizes = kv_sizes_of(config)
         self._num_kv_heads = sizes["num_heads"]
-        per_block = block_bytes(**sizes, dtype=model.dtype)
-        num_blocks = num_blocks_in(
-            kv_memory_bytes,
-            per_block=per_block,
-            block_size=BLOCK_SIZE,
-            max_model_len=self.max_model_len,
-        )
         least = blocks_for(self.max_model_len, BLOCK_SIZE) * per_block
+        # Asked before the weights were loaded too; others may have taken memory meanwhile.
         check_room(
-            num_blocks * per_block,
+            self._num_blocks * per_block,
             "beside the weights, target.kv_memory asks for",
             f"give less, at least {least} for one sequence of max_model_len",
         )
-        self._num_blocks = num_blocks
-        self._cache = KVCache(**sizes, num_blocks=num_blocks, dtype=model.dtype)
+        self._cache = KVCache(**sizes, num_blocks=self._num_blocks, dtype=model.dtype)
         with torch.inference_mode():
             self._forward = choose_forward(model, self._cache)
         self.forward_seconds = 0.0

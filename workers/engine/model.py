@@ -37,16 +37,19 @@ def load_model(
     weights: WeightForm,
     group: Group | None = None,
     progress: Progress | None = None,
+    *,
+    kv_bytes: int = 0,
 ) -> PreTrainedModel:
     """The rank's part of the model, with paged attention and our own modules.
 
-    Raises CheckpointError; ConfigError for more ranks than heads, or too little memory.
+    `kv_bytes`: what its KV will take, for which there must be room too. Raises CheckpointError;
+    ConfigError for more ranks than heads, or too little memory.
     """
     # Weights of few bits are made from the most exact ones.
     dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
     model, parts, sharding = empty_part(folder, group, dtype)
     parts.tell(progress, activation_dtype(weights))
-    _Loading(model, parts, weights, dtype).run()
+    _Loading(model, parts, weights, dtype).run(kv_bytes)
     parts.close()
     if group is not None and group.place.degree > 1:
         join_ranks(model, sharding, group)
@@ -106,13 +109,20 @@ class _Loading:
         self._dtype = activation_dtype(weights)
         self._linear_dtype = dtype
 
-    def run(self) -> None:
+    def run(self, kv_bytes: int) -> None:
         """Fill all. Raises CheckpointError; ConfigError where the host has too little memory."""
+        weight_bytes = self._parts.num_weights * BITS_OF_A_WEIGHT[self._weights] // 8
         check_room(
-            self._parts.num_weights * BITS_OF_A_WEIGHT[self._weights] // 8,
+            weight_bytes,
             f"this shard's weights as {self._weights} take",
             "take a target.dtype of fewer bytes, a larger host, or more hosts and a shard on each "
             "(target.tensor_parallel)",
+        )
+        check_room(
+            weight_bytes + kv_bytes,
+            f"this shard's weights as {self._weights} ({weight_bytes} bytes) and its KV together "
+            "take",
+            "give less target.kv_memory",
         )
         # Linears and experts are filled with their parents, and must be freed once replaced.
         for module in [one for one in self._model.modules() if not _is_replaced(one)]:

@@ -22,9 +22,18 @@ def test_what_is_left_is_less_than_there_is() -> None:
 
 
 def test_kv_that_no_host_holds_is_refused(tmp_path: Path) -> None:
+    """Before the weights are read, which may take minutes."""
     folder = make_tiny_checkpoint(tmp_path)
-    with pytest.raises(ConfigError, match=r"kv_memory asks for \d{15,} bytes, but this host has"):
-        Engine(folder, threads=1, kv_memory_bytes=1 << 50)
+    read: list[int] = []
+    refused = r"float32 \(\d+ bytes\) and its KV together take \d{15,} bytes, but this host has"
+    with pytest.raises(ConfigError, match=refused):
+        Engine(
+            folder,
+            threads=1,
+            kv_memory_bytes=1 << 50,
+            progress=lambda done, _: read.append(done),
+        )
+    assert not read
 
 
 def test_weights_that_no_host_holds_are_refused(tmp_path: Path) -> None:
