@@ -11,8 +11,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 
-from workers.drafting.fan_out import HitCurve
-
 NUM_RANKS = 8
 _GAP_EDGES = (0.1, 0.25, 0.5, 1.0, 1.7, 2.6, 4.0)
 _GAP_CENTRES = (0.05, 0.18, 0.37, 0.75, 1.3, 2.1, 3.2, 5.5)
@@ -43,7 +41,6 @@ class RankChances:
         self._accepted = [
             [_PRIOR_WEIGHT * prior(rank, gap) for gap in _GAP_CENTRES] for rank in range(NUM_RANKS)
         ]
-        self.hits = HitCurve()
         middle = _GAP_CENTRES[len(_GAP_CENTRES) // 2]
         self._mean_tested = [_PRIOR_WEIGHT] * NUM_RANKS
         self._mean_accepted = [_PRIOR_WEIGHT * prior(rank, middle) for rank in range(NUM_RANKS)]

@@ -14,7 +14,7 @@ from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.allocation import Allocation, Place, allocate
 from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
-from workers.drafting.fan_out import RANKS, candidates_to_send
+from workers.drafting.fan_out import RANKS, Frontier, most_begun
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
@@ -37,6 +37,7 @@ class Growth:
         self._watches = stopper.watches
         self._draws_tokens = self._rule is Rule.COUPLED and not self._watches
         self._drawn = Expansions()
+        self._edge: Frontier | None = None
         self._stopped: set[int] = set()
         self._longest = 0
         self._in_step = 0
@@ -63,7 +64,7 @@ class Growth:
             needed = sum(len(self._numbers(leaf)) for leaf in leaves)
             return leaves if needed <= tree.nodes_left else []
         if tree.grant.fan_out:
-            return self._leaves(pass_ms)  # every chain grows on
+            return self._growing(self._frontier(), pass_ms)
         return self._allocate(pass_ms).feed
 
     @property
@@ -129,9 +130,10 @@ class Growth:
         tree, next_one = self._tree, self._chances.mean(0)
         if tree.is_chain:
             return float(next_one ** (tree.end + 1))
-        inner = set(tree.parents[1:])
-        reached = enumerate(self._drawn.reached(tree))
-        return next_one * min(1.0, sum(chance for node, chance in reached if node not in inner))
+        if tree.grant.fan_out:
+            return next_one * self._frontier().chance_of_leaves
+        reached, fed = self._drawn.reached(tree), self._drawn.of
+        return next_one * min(1.0, sum(one for node, one in enumerate(reached) if node not in fed))
 
     def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
         """The nodes to add now; the caller adds them. `fed` were expanded in this pass.
@@ -140,6 +142,8 @@ class Growth:
         """
         if self.needs_token_alone:
             return self._lengthen(fed[0]) if fed else _NOTHING
+        if self._tree.grant.fan_out and not self.as_chain:
+            return self._fan_out(fed, pass_ms)
         if self._rule is Rule.COUPLED and not self.as_chain:
             chosen = self._allocate(pass_ms).send
         else:
@@ -171,6 +175,33 @@ class Growth:
         }
         return NewNodes(tokens, parents, distributions, multiplicities)
 
+    def _fan_out(self, fed: Sequence[int], pass_ms: float) -> NewNodes:
+        """The likeliest of all, so that the next pass feeds one and as many as there are branches."""
+        frontier, end, drawn = self._frontier(), self._tree.end, self._drawn
+        frontier.fed(fed)
+        most = 1 + most_begun(self._tree.grant) - len(self._growing(frontier, pass_ms))
+        tokens: list[int] = []
+        parents: list[int] = []
+        for number, (node, index) in enumerate(
+            frontier.take(min(most, self._tree.nodes_left)), start=end + 1
+        ):
+            tokens.append(drawn.of[node].children.token_ids[index])
+            parents.append(node)
+            drawn.sent(node, index, number)
+            if signals := drawn.of[node].signals:
+                self._stopper.note(number, signals[index])
+        return NewNodes(tokens, parents)
+
+    def _frontier(self) -> Frontier:
+        if self._edge is None or not self._edge.is_whole:
+            self._edge = Frontier(self._tree, self._drawn)
+        return self._edge
+
+    def _growing(self, frontier: Frontier, pass_ms: float) -> list[int]:
+        """The leaves that the next pass feeds."""
+        leaves = frontier.leaves
+        return [one for one in leaves if not self._stop(one, pass_ms)] if self._watches else leaves
+
     def _lengthen(self, leaf: int) -> NewNodes:
         """Go on with the token that was drawn for the leaf of a chain."""
         self._drawn.sent(leaf, 0, leaf + 1)
@@ -190,6 +221,7 @@ class Growth:
         """The tree was cut: learn from it, and renumber."""
         self._learn(kept)
         self._was_cut = True
+        self._edge = None
         self._stopped = set()
         self._in_step = len(kept.nodes)
         self._drawn.cut(kept)
@@ -229,10 +261,6 @@ class Growth:
     def _allocate(self, pass_ms: float) -> Allocation:
         tree = self._tree
         branches, reached = tree.grant.branches, self._drawn.reached(tree)
-        if tree.grant.fan_out:
-            mean, exponent = self._chances.mean(0), self._chances.hits.exponent
-            send = candidates_to_send(tree, self._drawn.of, reached, mean=mean, exponent=exponent)
-            return Allocation([], send)
         means = [self._chances.mean(rank) for rank in range(branches)]
         places = [
             Place(leaf, 0, reached[leaf], tree.room(leaf), known=False)
@@ -268,8 +296,6 @@ class Growth:
                 self._chances.observe_alone(accepted=accepted)
             else:
                 self._observe(expansion.children, token_id)
-                if token_id in expansion.children.token_ids:
-                    self._chances.hits.observe(expansion.children.token_ids.index(token_id))
         if not self._stopper.watches:
             return
         refused = [] if kept.agreed else self._drawn.firsts_below(above[-1])

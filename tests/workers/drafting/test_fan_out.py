@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 
@@ -12,10 +14,12 @@ from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.drafting.mirror import FreshDrafter
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.fan_out import RANKS, Fork, HitCurve, spread_over
+from workers.drafting.expansions import Children, Expansion, Expansions
+from workers.drafting.fan_out import RANKS, Frontier
 from workers.drafting.model import ModelProposer
+from workers.drafting.nodes import NewNodes
 from workers.drafting.proposal import Proposal
-from workers.drafting.tree import Grant
+from workers.drafting.tree import DraftTree, Grant
 from workers.engine.engine import Engine
 from workers.verification.draws import top_children
 
@@ -23,36 +27,62 @@ PROMPT = [5, 6, 7]
 SPEC = SequenceSpec(SamplingParams(temperature=1.0), seed=5, prompt_length=3)
 
 
+def _chain(reached: Sequence[float], later: Sequence[float]) -> tuple[DraftTree, Expansions]:
+    """A chain all of whose nodes were fed, with `reached` the chance of each.
+
+    `later`: of the candidates beside the first, how much of the rest each gets.
+    """
+    tree = DraftTree(SPEC, PROMPT, max_position=1000)
+    tree.set_grant(Grant(900, nodes=900, fan_out=100))
+    drawn = Expansions()
+    for node, (chance, following) in enumerate(pairwise([*reached, reached[-1]])):
+        first = following / chance
+        chances = [first, *((1 - first) * share for share in later)]
+        tokens = tuple(range(len(chances)))
+        children = Children(tokens, (1.0,) * len(tokens))
+        drawn.of[node] = Expansion(children, chances, [None] * len(tokens))
+        if node + 1 < len(reached):
+            tree.extend(NewNodes((0,)))
+            drawn.sent(node, 0, node + 1)
+    return tree, drawn
+
+
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
 def test_branches_are_spread_by_weight(exponent: float) -> None:
     """F proportional to weight^(1/(1+r)), as far as whole numbers and RANKS allow."""
-    weights = [0.85**ahead * 0.15 for ahead in range(40)]
-    forks = [Fork(node, weight) for node, weight in enumerate(weights)]
-    budget = 30
-    counts = spread_over(forks, budget, exponent)
-    assert sum(counts.values()) == budget
-    shares = [weight ** (1 / (1 + exponent)) for weight in weights]
+    later = [rank ** -(1 + exponent) for rank in range(1, RANKS + 1)]
+    tree, drawn = _chain([0.85**ahead for ahead in range(40)], later)
+    taken = Frontier(tree, drawn).take(30)
+    counts = Counter(node for node, index in taken if index)
+    shares = [(0.85**ahead * 0.15) ** (1 / (1 + exponent)) for ahead in range(39)]
     # The continuous law with one scale for all that have some, but not RANKS of them.
     inside = [node for node, count in counts.items() if 0 < count < RANKS]
     scale = sum(counts[node] for node in inside) / sum(shares[node] for node in inside)
     assert all(abs(counts[node] - scale * shares[node]) < 1 for node in inside)
 
 
-def test_forks_that_are_to_come_keep_their_part() -> None:
-    now = [Fork(0, 0.2), Fork(1, 0.1)]
-    assert spread_over(now, 3, 1.0) == {0: 2, 1: 1}
-    assert spread_over([*now, Fork(None, 0.15)], 3, 1.0) == {0: 1, 1: 1}
+def test_what_one_pass_leaves_is_for_the_next() -> None:
+    at_once, in_parts = (Frontier(*_chain([1.0, 0.9, 0.5], [0.5, 0.2])) for _ in range(2))
+    taken = at_once.take(6)
+    assert in_parts.take(2) + in_parts.take(4) == taken
+    assert taken[0] == (2, 0), "the end of the chain, half of whose outcomes go on"
 
 
-def test_the_hit_curve_is_learned() -> None:
-    curve = HitCurve()
-    assert curve.exponent == pytest.approx(1.0)
-    for _ in range(200):
-        curve.observe(1)
-    assert curve.exponent > 2
-    for _ in range(400):
-        curve.observe(2)
-    assert curve.exponent == 0
+def test_a_later_candidate_never_goes_before_its_sibling() -> None:
+    tree, drawn = _chain([1.0, 0.5], [0.1, 0.8])
+    taken = Frontier(tree, drawn).take(7)
+    for node in range(2):
+        indices = [index for above, index in taken if above == node]
+        assert indices == sorted(indices)
+
+
+def test_candidates_beyond_the_grant_wait_for_a_larger_one() -> None:
+    tree, drawn = _chain([1.0, 0.9, 0.8], [0.5, 0.1])
+    tree.set_grant(Grant(len(PROMPT) + 2, nodes=900, fan_out=100))
+    edge = Frontier(tree, drawn)
+    assert {node for node, _ in edge.take(100)} == {0, 1}
+    tree.set_grant(Grant(len(PROMPT) + 3, nodes=900, fan_out=100))
+    assert edge.take(100) == [(2, 0), (2, 1), (2, 2)]
 
 
 def _pass(session: DraftingSession, desk: DraftingDesk) -> list[Proposal]:
@@ -99,36 +129,39 @@ def _rank(fresh: FreshDrafter, path: tuple[int, ...]) -> int:
     return top_children(fresh.logits(before), SPEC, before, 1 + RANKS + 1).index(path[-1])
 
 
-def test_branches_begin_with_the_next_best_and_go_on_as_chains(
-    engine: Engine, fresh: FreshDrafter
-) -> None:
-    paths = _drafted(engine, fan_out=6)
-    chain = _drafted(engine)
+def test_branches_begin_with_the_next_best_and_go_on(engine: Engine, fresh: FreshDrafter) -> None:
+    paths, chain = _drafted(engine, fan_out=6), _drafted(engine)
     assert chain < paths
-    heads = []
-    for path in paths:
-        rank = _rank(fresh, path)
-        assert rank <= RANKS
-        if rank:
-            heads.append(path)
-    assert len(heads) == 6
-    ends = {path for path in paths if not any(p[:-1] == path for p in paths)}
-    assert len(ends) == 7, "one chain and six branches, each without forks of its own but those"
-    assert {len(end) for end in ends} == {5}, "all of them grew to the end of the grant"
+    assert all(_rank(fresh, path) <= RANKS for path in paths)
+    heads = {path for path in paths if _rank(fresh, path)}
+    assert any(path[:-1] in heads for path in paths), "a branch goes on"
+
+
+def test_a_pass_gives_one_more_than_there_are_branches(engine: Engine) -> None:
+    desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
+    session = desk.open_session()
+    session.open(1, SPEC, PROMPT)
+    session.grant(1, Grant(3 + 9, nodes=60, fan_out=6))
+    told = []
+    while desk.has_work:
+        told.append(sum(len(one.token_ids) for one in _pass(session, desk)))
+    assert told[0] == 1 + RANKS, "all that is drawn for one position"
+    assert set(told[1:8]) == {7}
+    assert sum(told) == 60
+    desk.close_session(session)
 
 
 def test_drafters_that_share_the_branches_draw_each_once(
     engine: Engine, fresh: FreshDrafter
 ) -> None:
     chain = _drafted(engine)
-    shares = [_drafted(engine, fan_out=10, share=number, shares=3) for number in range(3)]
-    assert shares[0] == _drafted(engine, fan_out=5), "the likelier half, as it would alone"
-    for one, other in combinations(shares, 2):
-        assert one & other == chain
+    shares = [_drafted(engine, fan_out=4, share=number, shares=3) for number in range(3)]
+    assert shares[0] == _drafted(engine, fan_out=2), "half of the branches, as it would alone"
+    assert shares[1] & shares[2] == chain
     for number, paths in enumerate(shares[1:]):
-        heads = [(path, rank) for path in paths if (rank := _rank(fresh, path))]
-        assert heads
-        assert all((3 + len(path) - 1 + rank) % 2 == number for path, rank in heads)
+        off = [path for path in paths if path not in chain and {path[:-1]} <= chain | {()}]
+        assert off
+        assert all((3 + len(path) - 1 + _rank(fresh, path)) % 2 == number for path in off)
 
 
 def test_an_outcome_that_hits_a_branch_keeps_it(engine: Engine) -> None:
