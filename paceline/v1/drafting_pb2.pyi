@@ -282,15 +282,18 @@ class Grant(_message.Message):
     """The target is busy anyway: the time to draft costs nothing."""
     fan_out: _builtins.int
     """Fan-out: what may come instead of the first candidates. Beside the chain that those make, the
-    drafter draws at most so many branches, each another candidate of a position and a chain after
-    it, and sends them as they grow, in `nodes` and `until_position` like the rest. 0: none. For
+    drafter draws branches, each another candidate of a position and what follows it. A pass gives
+    at most so many tokens and one, the likeliest to be committed of all that are drawn and not
+    sent yet, be they the next of a chain or the first of a branch; the first pass after an outcome
+    at most twice as many. They are in `nodes` and `until_position` like the rest. 0: none. For
     rules without draft probabilities. A drafter whose candidates have no order may ignore it.
     """
     share: _builtins.int
-    """Where several drafters share a sequence's branches: share 0 draws the likelier half of them.
-    Of the others, the branch that begins with candidate number i (from 1 on, the best after the
-    first) for position p is drawn where (p + i) mod (shares - 1) = share - 1. 0 of 0: all. All of
-    them draw the chain.
+    """Where several drafters share a sequence's branches: share 0 draws half as many, those that it
+    would draw alone, and so does each other one, but not the half that are likeliest of those that
+    leave the chain, and of the others the branch that begins with candidate number i (from 1 on,
+    the best after the first) for position p where (p + i) mod (shares - 1) = share - 1. 0 of 0:
+    all. All of them draw the chain.
     """
     shares: _builtins.int
     def __init__(

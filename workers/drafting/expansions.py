@@ -89,15 +89,16 @@ class Expansions:
             for held in (self.of, self.chance, self.paths, self.copies):
                 held.clear()
             return
-        number_of = {old: number for number, old in enumerate(kept.nodes, start=1)}
-        nodes = dict(number_of)
-        number_of[kept.path[-1]] = ROOT
-        self.of = {number_of[old]: one for old, one in self.of.items() if old in number_of}
+        # Of a tree with branches few nodes stay: what is kept is looked up, not what is gone.
+        nodes = {old: number for number, old in enumerate(kept.nodes, start=1)}
+        number_of = {kept.path[-1]: ROOT, **nodes}
+        of, chance = self.of, self.chance
+        self.of = {number: of[old] for old, number in number_of.items() if old in of}
         for expansion in self.of.values():
             expansion.nodes = [
                 number_of[old] if old is not None else None for old in expansion.nodes
             ]
-        self.chance = {nodes[old]: value for old, value in self.chance.items() if old in nodes}
+        self.chance = {number: chance[old] for old, number in nodes.items()}
         if self.paths:
             self.paths = {nodes[old]: value for old, value in self.paths.items() if old in nodes}
         if self.copies:

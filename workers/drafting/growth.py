@@ -176,7 +176,7 @@ class Growth:
         return NewNodes(tokens, parents, distributions, multiplicities)
 
     def _fan_out(self, fed: Sequence[int], pass_ms: float) -> NewNodes:
-        """The likeliest of all, so that the next pass feeds one and as many as there are branches."""
+        """The likeliest of all; with what is unfed as many as the next pass takes."""
         frontier, end, drawn = self._frontier(), self._tree.end, self._drawn
         frontier.fed(fed)
         most = 1 + most_begun(self._tree.grant) - len(self._growing(frontier, pass_ms))

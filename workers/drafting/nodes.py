@@ -167,13 +167,12 @@ class NodeTree:
     def _below(self, top: int) -> list[int]:
         if self.is_chain:
             return list(range(top + 1, len(self.tokens)))
-        inside = {top}
-        below = []
-        for node in range(top + 1, len(self.tokens)):
-            if self.parents[node] in inside:
-                inside.add(node)
-                below.append(node)
-        return below
+        below: list[int] = []
+        layer = self._children[top]
+        while layer:
+            below += layer
+            layer = [child for node in layer for child in self._children[node]]
+        return sorted(below)
 
     def _keep(self, root: int, nodes: Sequence[int], root_hash: int) -> None:
         """Make `root` (or what was committed beside the tree) node 0, and `nodes` the rest."""
