@@ -24,7 +24,7 @@ from typing import Self, Unpack
 import grpc
 
 from paceline.channel import CALLERS, client_options
-from paceline.errors import UnavailableError
+from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.generation import (
     CallerInput,
     Completion,
@@ -53,6 +53,10 @@ class _Caller:
     """What both clients have: an address, deadlines in seconds, errors of ours."""
 
     def __init__(self, address: str, *, timeout: float | None, connect_timeout: float) -> None:
+        if ":" not in address:
+            raise InvalidRequestError(
+                "address", f"expected HOST:PORT such as 127.0.0.1:8001, got {address!r}"
+            )
         self.address = address
         self._timeout = timeout
         self._unary_timeout = timeout or UNARY_SECONDS

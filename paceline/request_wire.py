@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
+
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.convert import rule_to_wire, stopping_to_wire
 from paceline.errors import InvalidRequestError, PromptTooLongError
@@ -34,6 +36,10 @@ POLICIES: dict[str, Any] = {
     "auto": inference_pb2.LOOKAHEAD_POLICY_AUTO,
 }
 POLICY_NAMES: dict[int, str] = {number: name for name, number in POLICIES.items()}
+_MOST = {
+    FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1,
+    FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1,
+}
 _RULES: dict[str, Any] = {rule.value: rule_to_wire(rule) for rule in Rule}
 _RULE_NAMES: dict[int, str] = {number: name for name, number in _RULES.items()}
 _STOPPINGS: dict[str, Any] = {one.value: stopping_to_wire(one) for one in Stopping}
@@ -169,8 +175,14 @@ def _check_size(request: inference_pb2.GenerateRequest) -> None:
 
 
 def _set(message: Any, name: str, value: object, *, field: str | None = None) -> None:
-    if value is not None:
-        _attempt(field or name, lambda: setattr(message, name, value))
+    if value is None:
+        return
+    most = _MOST.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
+    if most is not None and isinstance(value, int) and not 0 <= value <= most:
+        raise InvalidRequestError(
+            field or name, f"expected an integer from 0 to {most}, got {value}"
+        )
+    _attempt(field or name, lambda: setattr(message, name, value))
 
 
 def _attempt(field: str, assign: Any) -> None:

@@ -50,7 +50,8 @@ def make_plan(config: Config, *, tell: Callable[[str], None], jobs: int = 1) -> 
     tell(f"simulating {counted(len(layouts), 'layout')}")
     planned = []
     for number, one in enumerate(_simulated(layouts, asked, concurrency, jobs), start=1):
-        tell(f"simulated {number} of {len(layouts)}: {one.layout.name}")
+        speed = f"{one.tokens_per_second:,.0f} tokens/s"
+        tell(f"simulated {number} of {len(layouts)}: {one.layout.name}: {speed}")
         planned.append(one)
     planned = _compared(planned)
     served = asked.requests_per_second is not None

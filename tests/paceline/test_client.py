@@ -254,6 +254,23 @@ async def test_options_as_keywords(address: str, scripted: Scripted) -> None:
     assert base.max_tokens == 5
 
 
+@pytest.mark.parametrize(
+    ("wrong", "most"), [({"seed": -1}, 2**64 - 1), ({"max_tokens": 2**32}, 2**32 - 1)]
+)
+def test_a_number_that_the_wire_does_not_hold_is_told_with_the_range(
+    address: str, wrong: Any, most: int
+) -> None:
+    ((name, number),) = wrong.items()
+    said = f"^{name}: expected an integer from 0 to {most}, got {number}$"
+    with Client(address) as client, pytest.raises(InvalidRequestError, match=said):
+        client.generate("Say", **wrong)
+
+
+def test_an_address_without_a_port_is_refused_at_once() -> None:
+    with pytest.raises(InvalidRequestError, match="^address: expected HOST:PORT such as"):
+        Client("here")
+
+
 async def test_an_unknown_keyword_names_the_nearest(address: str, scripted: Scripted) -> None:
     expected = "max_token: there is no such option; did you mean max_tokens"
     with Client(address) as client, pytest.raises(InvalidRequestError, match=expected):
