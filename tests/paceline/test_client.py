@@ -267,7 +267,7 @@ def test_a_number_that_the_wire_does_not_hold_is_told_with_the_range(
 
 
 def test_an_address_without_a_port_is_refused_at_once() -> None:
-    with pytest.raises(InvalidRequestError, match="^address: expected HOST:PORT such as"):
+    with pytest.raises(InvalidRequestError, match=r"^address: expected HOST:PORT such as"):
         Client("here")
 
 
