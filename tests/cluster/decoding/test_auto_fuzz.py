@@ -1,13 +1,12 @@
 """Whatever the controller of `auto` chooses, and whenever: the text is plain decoding's.
 
-The schedules of test_policies_fuzz.py, in which each sequence changes its policy, its window and
+The schedules of schedules.py, in which each sequence changes its policy, its window and
 whether trees are verified, or whether several target groups verify it, at random moments, a step of
 it being under way or not.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 
 import pytest
@@ -18,7 +17,7 @@ from cluster.decoding.choices import Choice
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.token_tree import TokenTree
-from tests.cluster.decoding.test_policies_fuzz import Schedule, Tape
+from tests.cluster.decoding.schedules import FewThatGoWell, Schedule
 
 
 class Steered(Schedule):
@@ -53,28 +52,11 @@ class Steered(Schedule):
         sequence.steer(pilot)
 
 
-class OnTwoGroups(Steered):
-    """Of one sequence or two at a time, most drafts are right, so that windows follow one another:
-    in turn several groups verify them, or one does.
-    """
+class OnTwoGroups(FewThatGoWell, Steered):
+    """In turn several groups verify the windows of a sequence, or one does."""
 
-    most_tokens = 60
-    wrong_one_in = 12
+    answered_one_in = 2
     tape_length = 500
-
-    def act(self) -> None:
-        super().act()
-        for name, drafter in self.far.items():
-            drafter.hear(len(drafter.to_drafter))
-            drafter.to_driver.append(drafter.run_pass())
-            self.deliver(name, 0)
-        late = list(self.world.steps)
-        if late and self.tape.choose(2) == 0:
-            self.world.answer(late[self.tape.choose(len(late))])
-
-    def admit(self) -> None:
-        if self.world.scheduler.num_running < 2:
-            super().admit()
 
     def steer(self, sequence: Sequence) -> None:
         """Often to or from `replicas`."""
@@ -88,25 +70,16 @@ class OnTwoGroups(Steered):
         self.seen["a verdict of several"] += sequence.policy.replicates and bool(sequence.replicas)
 
 
-def run(tape: bytes, kind: type[Steered] = Steered) -> Steered:
-    """A whole schedule."""
-    schedule = kind(Tape(tape))
-    while not schedule.tape.ended:
-        schedule.act()
-    schedule.drain()
-    return schedule
-
-
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=20, max_size=200))
 def test_text_and_invariants_whatever_is_chosen(tape: bytes) -> None:
-    run(tape)
+    Steered.run(tape)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=60, max_size=500))
 def test_text_and_invariants_while_several_groups_verify_or_one_does(tape: bytes) -> None:
-    run(tape, OnTwoGroups)
+    OnTwoGroups.run(tape)
 
 
 def test_schedules_change_between_several_groups_and_one() -> None:
@@ -151,7 +124,4 @@ def test_the_fuzzer_notices_a_tree_that_is_committed_wrongly(
 
 
 def _run_many(count: int, kind: type[Steered] = Steered) -> Counter[str]:
-    draw, seen = random.Random(3), Counter[str]()
-    for _ in range(count):
-        seen += run(draw.randbytes(kind.tape_length), kind).seen
-    return seen
+    return kind.run_many(count, num_bytes=kind.tape_length, seed=3)

@@ -1,250 +1,23 @@
-"""Thousands of random schedules for every policy, with drafters that nobody would want.
-
-They lag, burst, reorder, repeat, go silent, send garbage, come and go; the clock jumps; of several
-target groups one answers late or is lost. The text stays plain decoding's, and all invariants hold
-after each event (World.send).
-
-A schedule is a tape of bytes that says what happens next, so that a failure shrinks to a short one.
-"""
+"""Thousands of random schedules (schedules.py) for every policy: the text of plain decoding."""
 
 from __future__ import annotations
 
-import math
-import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.decoding import policies
-from cluster.decoding.events import (
-    Admitted,
-    Cancelled,
-    DraftDeclined,
-    DrafterJoined,
-    DrafterLost,
-    Proposal,
-    Proposed,
-    Tick,
-)
-from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.decoding.lookahead import DraftView, Wait
-from cluster.decoding.policies import PolicyName, policy_named
-from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
-from tests.cluster.decoding.pretended_drafter import PretendedDrafter
-from tests.cluster.decoding.true_text import request, true_token
-from tests.cluster.decoding.world import World
-
-NAMES = ("a", "b", "c")
-JUMPS = (0.0, 0.001, 0.02, 3.0, 1000.0)
-"""Of the driver's clock, in seconds: it stands still, or much time passes at once."""
-
-DURATIONS = (0.003, 0.0, -1.0, math.inf, math.nan, 1e300)
-"""Of a pass, in seconds, as a drafter tells them."""
-
-
-class Tape:
-    """Choices read from bytes; after their end always the first."""
-
-    def __init__(self, tape: bytes) -> None:
-        self._bytes = iter(tape)
-        self.ended = False
-
-    def choose(self, count: int) -> int:
-        """One of so many."""
-        byte = next(self._bytes, None)
-        self.ended = byte is None
-        return 0 if byte is None else byte % count
-
-
-@dataclass
-class FarDrafter(PretendedDrafter):
-    """A drafter at the end of a link: what either side says waits until it is let through."""
-
-    to_drafter: list[OpenDraft | SendOutcome | Grant | CloseDraft] = field(default_factory=list)
-    to_driver: list[tuple[Proposal, ...]] = field(default_factory=list)
-
-    def tell(self, message: OpenDraft | SendOutcome | Grant | CloseDraft) -> None:
-        self.to_drafter.append(message)
-
-    def hear(self, count: int) -> None:
-        """The next messages of the driver arrive."""
-        for message in self.to_drafter[:count]:
-            super().tell(message)
-        del self.to_drafter[:count]
-
-
-class Schedule:
-    """One schedule: about three requests, up to three drafters and target groups."""
-
-    policies = tuple(PolicyName)
-    most_tokens = 24
-    wrong_one_in = 4
-
-    def __init__(self, tape: Tape) -> None:
-        self.tape = tape
-        self.num_groups = 1 + tape.choose(3)
-        scheduler = Scheduler(
-            max_num_seqs=2, max_step_tokens=32, wait_seconds=5.0, num_groups=self.num_groups
-        )
-        self.world = World(scheduler, num_groups=self.num_groups)
-        self.far: dict[str, FarDrafter] = {}
-        self.sent: list[tuple[str, tuple[Proposal, ...]]] = []
-        self.seen: Counter[str] = Counter()
-        """What happened, so that a test can tell whether schedules reach what they are for."""
-        for group in range(self.num_groups):
-            self.world.join_target(group)
-        for _ in range(1 + tape.choose(3)):
-            self.admit()
-        self.come_or_go(NAMES[0])
-
-    def admit(self) -> None:
-        world, tape = self.world, self.tape
-        policy = self.policies[tape.choose(len(self.policies))]
-        narrow = policy_named(policy).needs.chains_only
-        number = len(world.requests) + 1
-        asked = request(
-            number,
-            tuple(range(number, number + 1 + tape.choose(6))),
-            policy=policy,
-            max_tokens=1 + tape.choose(self.most_tokens),
-            window=2 + tape.choose(6),
-            branches=1 if narrow else 1 + tape.choose(2),
-        )
-        world.send(Admitted(world.now, asked))
-
-    def guess(self, path: list[int], seed: int) -> int:
-        wrong = self.tape.choose(self.wrong_one_in) == 0
-        return self.tape.choose(50) if wrong else true_token(path, seed)
-
-    def act(self) -> None:
-        """Whatever the tape says happens next."""
-        world, tape = self.world, self.tape
-        there = sorted(self.far) or NAMES
-        name = there[tape.choose(len(there))]
-        drafter = self.far.get(name)
-        match tape.choose(16):
-            case 0 | 1 | 2:
-                steps = list(world.steps)  # of several groups, any may be the next to answer
-                if steps:
-                    world.answer(steps[tape.choose(len(steps))])
-            case 3 | 4 | 5 if drafter is not None:
-                drafter.hear(len(drafter.to_drafter))
-                drafter.to_driver.append(drafter.run_pass())
-                self.deliver(name, 0)
-            case 6 | 7 if drafter is not None:
-                drafter.hear(1 + tape.choose(4))  # it lags behind
-                for _ in range(1 + tape.choose(3)):
-                    if proposals := drafter.run_pass():
-                        drafter.to_driver.append(proposals)
-                        self.seen["lag"] += bool(drafter.to_drafter)
-            case 8 if drafter is not None:
-                self.seen["burst"] += len(drafter.to_driver) > 2
-                while drafter.to_driver:  # the latest first or the oldest
-                    self.deliver(name, -1 if tape.choose(2) else 0)
-            case 9 if self.sent:
-                late_name, late = self.sent[tape.choose(len(self.sent))]
-                self.seen["repeat"] += bool(late)
-                world.send(Proposed(world.now, late_name, late))
-            case 10:
-                self.send_garbage(name)
-            case 11:
-                self.come_or_go(NAMES[tape.choose(3)])
-            case 12:
-                jump = JUMPS[tape.choose(len(JUMPS))]
-                self.seen["jump while a step runs"] += jump > 100 and bool(world.steps)
-                self.seen["jump while one waits"] += jump > 100 and world.wake_at is not None
-                world.now += jump
-                world.send(Tick(world.now))
-            case 13 if tape.choose(4) == 0:
-                group = tape.choose(self.num_groups)
-                if world.scheduler._state.groups[group].joined:
-                    self.seen["target lost in a step"] += group in world.steps
-                    world.lose_target(group)
-                if not world.target_joined or tape.choose(2):
-                    world.join_target(group)
-            case 14:
-                victim = 1 + tape.choose(len(world.requests))
-                if tape.choose(3) == 0:
-                    self.seen["cancelled in a step"] += self.in_a_step(victim)
-                    world.send(Cancelled(world.now, victim))
-                elif drafter is not None:
-                    world.send(DraftDeclined(world.now, name, victim))
-            case 15:
-                if len(world.requests) < 5:
-                    self.admit()
-
-    def deliver(self, name: str, index: int) -> None:
-        """One message of a drafter arrives, after others that were sent later perhaps."""
-        proposals = self.far[name].to_driver.pop(index)
-        self.seen["reorder"] += bool(proposals and index and any(self.far[name].to_driver))
-        self.sent.append((name, proposals))
-        told = 0.003 if self.tape.choose(2) else DURATIONS[self.tape.choose(len(DURATIONS))]
-        self.world.send(Proposed(self.world.now, name, proposals, pass_seconds=told))
-
-    def send_garbage(self, name: str) -> None:
-        """What is sound by form: candidates of a wrong place, in another shape, or of nobody."""
-        world, tape = self.world, self.tape
-        tokens = tuple(tape.choose(60) for _ in range(tape.choose(5)))
-        parents = tuple(tape.choose(index + 1) for index in range(len(tokens)))
-        wrong = Proposal(1 + tape.choose(4), tape.choose(30), tape.choose(256), tokens, True)
-        if self.sent:
-            _, proposals = self.sent[tape.choose(len(self.sent))]
-            for one in proposals[:1]:
-                wrong = replace(one, token_ids=tokens, parents=parents, last=True)
-        before = world.scheduler.totals.dropped_proposals
-        world.send(Proposed(world.now, name, (wrong,)))
-        dropped = world.scheduler.totals.dropped_proposals > before
-        self.seen["garbage dropped" if dropped else "garbage taken in"] += bool(tokens)
-
-    def in_a_step(self, sequence_id: int) -> bool:
-        steps = self.world.steps.values()
-        return any(part.sequence_id == sequence_id for step in steps for part in step.slices)
-
-    def come_or_go(self, name: str) -> None:
-        world = self.world
-        if name in self.far:
-            drafting = [one for one in world.scheduler._state.running if one.drafter == name]
-            self.seen["drafter lost"] += any(one.tree.num_candidates for one in drafting)
-            del self.far[name], world.drafters[name]
-            world.send(DrafterLost(world.now, name))
-        else:
-            drafter = FarDrafter(self.guess, self.tape.choose)
-            self.far[name] = world.drafters[name] = drafter
-            world.send(DrafterJoined(world.now, name, 12 + self.tape.choose(60)))
-
-    def drain(self) -> None:
-        """No drafter says anything more; everything comes to its end all the same."""
-        world = self.world
-        for _ in range(500):
-            if world.ended == world.requests.keys():
-                return
-            self.seen["silence"] += any(self.far) and world.step is None  # a step waits for it
-            if world.step is not None:
-                world.answer()
-            else:
-                assert world.wake_at is not None, "nothing to wait for"
-                world.now = max(world.now, world.wake_at)
-                world.send(Tick(world.now))
-        raise AssertionError("it does not end")
-
-
-def run(tape: bytes) -> Schedule:
-    """A whole schedule."""
-    schedule = Schedule(Tape(tape))
-    while not schedule.tape.ended:
-        schedule.act()
-    schedule.drain()
-    return schedule
+from tests.cluster.decoding.schedules import Schedule
 
 
 @settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=20, max_size=160))
 def test_text_and_invariants_under_random_schedules(tape: bytes) -> None:
-    run(tape)
+    Schedule.run(tape)
 
 
 def test_the_fuzzer_notices_a_branch_that_was_picked_wrongly(
@@ -278,14 +51,11 @@ def test_the_fuzzer_notices_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_schedules_reach_what_they_are_for() -> None:
-    """Every trouble that the module's docstring names does happen, and where it can do harm."""
+    """Every trouble that schedules.py names does happen, and where it can do harm."""
     seen = _run_many(300)
     assert len(seen) == 12, seen
     assert min(seen.values()) >= 5, seen
 
 
 def _run_many(count: int) -> Counter[str]:
-    draw, seen = random.Random(3), Counter[str]()
-    for _ in range(count):
-        seen += run(draw.randbytes(120)).seen
-    return seen
+    return Schedule.run_many(count, num_bytes=120, seed=3)

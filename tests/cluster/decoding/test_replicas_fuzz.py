@@ -1,12 +1,11 @@
 """Random schedules of the policy `replicas`: groups that answer late, out of order, or never.
 
-As test_policies_fuzz.py, whose acts these are; here one or two sequences are verified by several
+The schedules of schedules.py; here one or two sequences are verified by several
 groups, and most drafts are right, so that windows follow one another.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterable
 
@@ -19,57 +18,28 @@ from cluster.decoding.instructions import Slice
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.token_tree import TokenTree
-from tests.cluster.decoding.test_policies_fuzz import Schedule, Tape
+from tests.cluster.decoding.schedules import FewThatGoWell, Tape
 
 
-class ReplicasSchedule(Schedule):
+class ReplicasSchedule(FewThatGoWell):
     """All requests, few at a time, have several groups verify them."""
 
     policies = (PolicyName.REPLICAS,)
-    most_tokens = 60
-    wrong_one_in = 12
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)
         for _ in range(40):
-            self.draft_and_answer()
-
-    def draft_and_answer(self) -> None:
-        """What goes well: a drafter drafts, and now and then some group answers."""
-        world, tape = self.world, self.tape
-        for name, drafter in self.far.items():
-            drafter.hear(len(drafter.to_drafter))
-            drafter.to_driver.append(drafter.run_pass())
-            self.deliver(name, 0)
-        late = list(world.steps)
-        if late and tape.choose(3) == 0:
-            world.answer(late[tape.choose(len(late))])
-
-    def admit(self) -> None:
-        if self.world.scheduler.num_running < 2:
-            super().admit()
-
-
-def run(tape: bytes) -> ReplicasSchedule:
-    """A whole schedule."""
-    schedule = ReplicasSchedule(Tape(tape))
-    while not schedule.tape.ended:
-        schedule.act()
-        schedule.draft_and_answer()
-    schedule.drain()
-    return schedule
+            self.go_well()
 
 
 @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=60, max_size=400))
 def test_text_and_invariants_though_groups_answer_late_or_never(tape: bytes) -> None:
-    run(tape)
+    ReplicasSchedule.run(tape)
 
 
 def _run_many(count: int) -> None:
-    draw = random.Random(5)
-    for _ in range(count):
-        run(draw.randbytes(500))
+    ReplicasSchedule.run_many(count, num_bytes=500, seed=5)
 
 
 def test_schedules_reach_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
