@@ -1,6 +1,8 @@
 # One verb each, the same that .ci/run calls. `make install` is a prerequisite of all others and
 # does nothing when .venv is up to date.
 PYTHON ?= python3
+# Processes that share the tests out (tests/conftest.py); 0: this one runs them all.
+WORKERS ?= 0
 BIN := .venv/bin
 STAMP := .venv/.installed
 
@@ -18,7 +20,7 @@ demo: install
 	$(BIN)/paceline demo
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -41,8 +41,10 @@ settings.register_profile("same", settings.get_profile("explore"), derandomize=T
 settings.load_profile("same")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none. Of several processes' tests Ray's begin."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("ray") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -51,6 +53,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """How `make test WORKERS=2` shares tests out: file by file, in the order of collection.
+
+    One process runs all files with Ray: they share a cluster, and two would be too much for a small
+    machine.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path, _, _ = nodeid.partition("::")
+            uses_ray = "pytest.mark.ray" in (config.rootpath / path).read_text(encoding="utf-8")
+            return "with Ray" if uses_ray else path
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")
