@@ -12,7 +12,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from cluster.callers import Callers
 from cluster.decoding.events import (
@@ -88,6 +87,7 @@ class Dispatch:
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
         self._rehearsal = Rehearsal()
+        self._step_seconds = 0.0  # of the last step, by the loop's clock
         self._has_rest = False
         self._will_tell = False
         self._wake: asyncio.TimerHandle | None = None
@@ -171,6 +171,7 @@ class Dispatch:
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
         self.gaps.step_answered(group, response.gap_seconds)
+        self._step_seconds = self.clock.on_the_loop(response.step_seconds)
         driver_seconds = self.driver_time.step_answered(time.thread_time())
         done = StepDone(
             self.clock.now(),
@@ -186,9 +187,6 @@ class Dispatch:
             tap.step_answered(group, response, done.now)
         if not goes_on:
             self.driver_time.pause()
-            return
-        seconds = self.clock.on_the_loop(response.step_seconds)
-        self._loop.call_soon(partial(self._rehearsal.expect, seconds, sequences=len(done.verdicts)))
 
     # Drafters.
 
@@ -247,12 +245,17 @@ class Dispatch:
             self._send_step(step)
             for tap in self.taps:
                 tap.step_sent(step)
+            self._loop.call_soon(self._expect_answer, len(step.slices))
         if not steps:
             self._take_rest()
         if (self._has_rest or self._for_drafters) and not self._will_tell:
             self._will_tell = True
             self._loop.call_soon(self._tell_drafters)
         return [step.group for step in steps]
+
+    def _expect_answer(self, sequences: int) -> None:
+        """A step of so many is on its way. It will take about what the last one took."""
+        self._rehearsal.expect(self._step_seconds, sequences=sequences)
 
     def _take_rest(self) -> None:
         """Have the scheduler do what it left for when the step is on its way."""

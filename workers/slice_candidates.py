@@ -28,6 +28,9 @@ class Candidates:
     placed_as_tree: bool = False
 
 
+_NONE = Candidates(CandidateTree((), ()))
+
+
 def read_candidates(
     message: target_pb2.Slice, token_ids: Sequence[int], rule: Rule, *, vocab_size: int
 ) -> Candidates:
@@ -36,7 +39,7 @@ def read_candidates(
     Raises ProtocolError naming the field that is wrong.
     """
     if rule is Rule.COUPLED and not message.parents and not message.multiplicities:
-        return Candidates(CandidateTree.chain(token_ids))
+        return Candidates(CandidateTree.chain(token_ids)) if token_ids else _NONE
     parents, multiplicities = message.parents, tuple(message.multiplicities)
     for name, values in (("parents", parents), ("multiplicities", multiplicities)):
         if values and len(values) != len(token_ids):
