@@ -80,13 +80,13 @@ class Dispatch:
         """Why no request can be taken, if none can."""
         self.taps: list[RoundTap] = []
         """Whoever traces."""
+        self.rehearsal = Rehearsal()
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
         self._suspect: Callable[[str], None]
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
-        self._rehearsal = Rehearsal()
         self._step_seconds = 0.0  # of the last step, by the loop's clock
         self._has_rest = False
         self._will_tell = False
@@ -130,7 +130,7 @@ class Dispatch:
         self.fail_all(error)
         self._stopped = True
         self.groups.wait_no_more()
-        self._rehearsal.end()
+        self.rehearsal.end()
         if self._wake is not None:
             self._wake.cancel()
 
@@ -255,7 +255,7 @@ class Dispatch:
 
     def _expect_answer(self, sequences: int) -> None:
         """A step of so many is on its way. It will take about what the last one took."""
-        self._rehearsal.expect(self._step_seconds, sequences=sequences)
+        self.rehearsal.expect(self._step_seconds, sequences=sequences)
 
     def _take_rest(self) -> None:
         """Have the scheduler do what it left for when the step is on its way."""
