@@ -92,6 +92,10 @@ def summary(stats: Stats) -> dict[str, float | None]:
     }
 
 
+def _of_steps(stats: Stats, milliseconds: float) -> str:
+    return f"{milliseconds:.2f} ms" if stats.steps else "none"
+
+
 def show(address: str, model: ModelDescription, stats: Stats) -> None:
     """A line and a table on stdout."""
     console = Console(highlight=False)
@@ -106,7 +110,8 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
         f"{stats.requests_finished} finished; {stats.committed_tokens} tokens in {stats.steps} "
         f"steps, acceptance length {'none' if length is None else f'{length:.2f}'}, "
         f"accepted {_percent(figures['accepted_share'])}, "
-        f"gap {stats.gap_ms_p50:.2f} ms, driver {stats.driver_ms_p50:.2f} ms a step; "
+        f"gap {_of_steps(stats, stats.gap_ms_p50)}, "
+        f"driver {_of_steps(stats, stats.driver_ms_p50)} a step; "
         f"prefilled {stats.prefilled_tokens} tokens, {stats.prefix_hit_tokens} were there already, "
         f"{stats.preemptions} preemptions",
     )

@@ -32,6 +32,11 @@ DRAFTING = SpeculationStats(
 )
 
 
+def test_a_server_that_has_made_no_step_has_no_gap(capsys: pytest.CaptureFixture[str]) -> None:
+    show("here:1", MODEL, Stats(9.0, 0, 0, 0, 0, 0, 0, 0, 0.0, ()))
+    assert "gap none, driver none a step;" in capsys.readouterr().out
+
+
 def test_figures_of_drafting_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     stats = Stats(9.0, 5, 30, 12, 7, 1, 0, 0, 0.4, (), verdicts=10, speculation=DRAFTING)
     assert summary(stats) == {
