@@ -25,7 +25,8 @@ def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_siz
                 f"of a vocabulary of {vocab_size}"
             )
         accepted = accepted_path(verdict)
-        if len(accepted) != verdict.num_accepted or not _is_path(part, accepted):
+        is_told = verdict.accepted or part.parents  # else it is the first so many of a chain
+        if is_told and (len(accepted) != verdict.num_accepted or not _is_path(part, accepted)):
             raise ProtocolError(
                 f"the verdict of sequence {sequence_id} accepts the candidates "
                 f"{list(accepted)}, which are no path of its window"
@@ -46,7 +47,9 @@ def _is_path(part: Slice, accepted: tuple[int, ...]) -> bool:
 
 def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:
     """The candidates of the accepted path; a chain's are the first so many."""
-    return verdict.accepted or tuple(range(verdict.num_accepted))
+    if verdict.accepted or not verdict.num_accepted:
+        return verdict.accepted
+    return tuple(range(verdict.num_accepted))
 
 
 def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:

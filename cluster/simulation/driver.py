@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from cluster.decoding.events import (
@@ -129,13 +129,16 @@ class SimulatedDriver:
     def _answered(
         self, group: int, step: int, verdicts: tuple[SequenceVerdict, ...], seconds: float
     ) -> None:
-        done = partial(StepDone, step=step, verdicts=verdicts, step_seconds=seconds, group=group)
+        def done(now: float) -> StepDone:
+            worked, self._worked = self._worked, 0.0
+            return StepDone(now, step, verdicts, seconds, worked, group)
+
         self._from_target[group].send(self._clock.now, 0, self._hear, done)
 
     def _proposed(self, name: str, answer: DraftAnswer) -> None:
         if answer.proposals or answer.pass_seconds:
-            proposed = partial(Proposed, drafter=name, proposals=answer.proposals)
-            self._hear(partial(proposed, pass_seconds=answer.pass_seconds))
+            proposals, seconds = answer.proposals, answer.pass_seconds
+            self._hear(lambda now: Proposed(now, name, proposals, seconds))
         for sequence_id in answer.declined:
             self._hear(partial(DraftDeclined, drafter=name, sequence_id=sequence_id))
 
@@ -152,9 +155,6 @@ class SimulatedDriver:
 
     def _read(self) -> None:
         event = self._unread.popleft()(self._clock.now)
-        if isinstance(event, StepDone):
-            event = replace(event, driver_seconds=self._worked)
-            self._worked = 0.0
         self._handle(event)
         self._reads = bool(self._unread)
         if self._reads:

@@ -107,10 +107,12 @@ class SimulatedTarget:
             table.extend(part.new_blocks)
         start = part.start
         committed = start + len(part.token_ids) - part.window
-        for position in range(start, committed):
+        in_line = committed if part.parents else start + len(part.token_ids)
+        for position in range(start, in_line):
             self._write(table, position, (part.token_ids[position - start], position))
-        for slot, depth in enumerate(_depths(part), start=committed):
-            self._write(table, slot, (part.token_ids[slot - start], committed + depth))
+        if part.parents:
+            for slot, depth in enumerate(_depths(part), start=committed):
+                self._write(table, slot, (part.token_ids[slot - start], committed + depth))
         if not part.verdict:
             return None
         self._read(opened, committed)
@@ -118,8 +120,11 @@ class SimulatedTarget:
 
     def _verdict(self, opened: _Opened, part: Slice, committed: int) -> SequenceVerdict:
         """Follow the window while its candidates are the true tokens."""
-        children = _children(part)
         reader = opened.reader
+        if not part.window:
+            token_id = self._text.next_token(reader.digest(), opened.spec)
+            return SequenceVerdict(part.sequence_id, 0, token_id)
+        children = _children(part)
         path: list[int] = []
         node = 0
         while True:
@@ -141,8 +146,7 @@ class SimulatedTarget:
         if opened.num_read > end:
             opened.reader, opened.num_read = PrefixReader(), 0
         for slot in range(opened.num_read, end):
-            token_id, position = self._slot(opened.table, slot)
-            opened.reader.read_one(token_id, position)
+            opened.reader.read_one(*self._slot(opened.table, slot))
         opened.num_read = end
 
     def _slot(self, table: Sequence[int], slot: int) -> tuple[int, int]:
@@ -159,9 +163,7 @@ class SimulatedTarget:
 
 
 def _depths(part: Slice) -> Sequence[int]:
-    """How far beyond the committed tokens the position of each candidate is."""
-    if not part.parents:
-        return range(part.window)
+    """How far beyond the committed tokens the position of each candidate of a tree is."""
     depths: list[int] = []
     for parent in part.parents:
         depths.append(0 if parent == 0 else depths[parent - 1] + 1)

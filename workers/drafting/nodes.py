@@ -58,6 +58,8 @@ class NodeTree:
         self._depths = [0]
         self._hashes = [hash_prefix(self.committed)]
         self._children: list[list[int]] = [[]]
+        self.is_chain = True
+        """Whether each node continues the one before."""
 
     @property
     def num_committed(self) -> int:
@@ -73,11 +75,6 @@ class NodeTree:
     def end(self) -> int:
         """The newest node: of a chain, its end."""
         return len(self.tokens) - 1
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether each node continues the one before."""
-        return self._depths[-1] == len(self._depths) - 1
 
     def depth(self, node: int) -> int:
         """How many nodes lead to this one, itself included."""
@@ -122,28 +119,23 @@ class NodeTree:
 
     def extend(self, new: NewNodes) -> None:
         """Add drafted nodes."""
-        parents = new.parents
-        if len(new.token_ids) == 1:
-            parents = (self.end,) if parents is None else parents
-            self._add(new.token_ids[0], parents[0])
-        else:
-            if parents is None:
-                parents = range(self.end, self.end + len(new.token_ids))
-            for token_id, parent in zip(new.token_ids, parents, strict=True):
-                self._add(token_id, parent)
+        parents, number = new.parents, len(self.tokens)
+        if parents is None:
+            parents = range(number - 1, number - 1 + len(new.token_ids))
+        depths, hashes, children = self._depths, self._hashes, self._children
+        for token_id, parent in zip(new.token_ids, parents, strict=True):
+            assert 0 <= parent < number, "a child before its parent"
+            children[parent].append(number)
+            children.append([])
+            depths.append(depths[parent] + 1)
+            hashes.append(extend_hash(hashes[parent], token_id))
+            number += 1
+        self.tokens += new.token_ids
+        self.parents += parents
         self.multiplicities += new.multiplicities or (1,) * len(new.token_ids)
+        self.is_chain = depths[-1] == number - 1
         if new.distributions:
             self.distributions.update(new.distributions)
-
-    def _add(self, token_id: int, parent: int) -> None:
-        number, hashes = len(self.tokens), self._hashes
-        assert 0 <= parent < number, "a child before its parent"
-        self.tokens.append(token_id)
-        self.parents.append(parent)
-        self._children[parent].append(number)
-        self._children.append([])
-        self._depths.append(self._depths[parent] + 1)
-        hashes.append(extend_hash(hashes[parent], token_id))
 
     def commit(self, token_ids: Sequence[int]) -> Kept:
         """Add committed tokens. The subtree that agrees with all of them stays, the rest goes."""
@@ -180,6 +172,7 @@ class NodeTree:
             self.distributions = {}
             self.tokens, self.parents, self.multiplicities = [self.committed[-1]], [ROOT], [1]
             self._depths, self._hashes, self._children = [0], [root_hash], [[]]
+            self.is_chain = True
             return
         if self.is_chain:
             self._keep_chain(root, root_hash)
@@ -194,6 +187,7 @@ class NodeTree:
         self.parents = [ROOT, *(number_of[self.parents[node]] for node in nodes)]
         self.multiplicities = [1, *(self.multiplicities[node] for node in nodes)]
         self._depths = [0, *(self._depths[node] - rise for node in nodes)]
+        self.is_chain = self._depths[-1] == len(nodes)
         self._hashes = [root_hash, *(self._hashes[node] for node in nodes)]
         self.tokens = [self.committed[-1], *(self.tokens[node] for node in nodes)]
         self._children = [[] for _ in self.tokens]
@@ -226,5 +220,6 @@ class NodeTree:
             assert node in self._children[parent]
             assert self._depths[node] == self._depths[parent] + 1
             assert self._hashes[node] == extend_hash(self._hashes[parent], self.tokens[node])
+        assert self.is_chain == (self._depths == list(range(len(self.tokens))))
         assert sum(map(len, self._children)) == self.num_nodes == len(self._hashes) - 1
         assert all(self._children[node] for node in self.distributions), "pairs without children"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from paceline.errors import OverloadedError
 
@@ -54,10 +54,18 @@ class BlockPool:
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """Assert that blocks are held as often as they are in the tables of `held`, or free."""
-        counted = Counter(block for table in held for block in table)
-        wrong = [b for b in range(self.num_blocks) if counted[b] != self._holders[b]]
-        assert not wrong, f"KV blocks leaked or shared unasked: {wrong} of {self.num_blocks}"
-        assert sorted(self._free) == [b for b in range(self.num_blocks) if not self._holders[b]]
+        counted = [0] * self.num_blocks
+        for block in chain.from_iterable(held):
+            counted[block] += 1
+        if counted != self._holders:
+            pairs = enumerate(zip(counted, self._holders, strict=True))
+            wrong = [block for block, (tables, holders) in pairs if tables != holders]
+            raise AssertionError(
+                f"KV blocks leaked or shared unasked: {wrong} of {self.num_blocks}"
+            )
+        free = set(self._free)
+        assert len(free) == len(self._free) == counted.count(0), "a block is not free just once"
+        assert not any(map(counted.__getitem__, free)), "a block is free and held"
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
