@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cluster.decoding.counts import Foresight
 from cluster.decoding.windows import (
     MERGED_CHANCES,
+    NO_CANDIDATES,
     RANK_CHANCES,
     Node,
     Window,
@@ -74,6 +75,9 @@ class Candidates:
         With `num_paths` (k-SEQ) all candidates down to the depth at which so many paths surely
         fit: which of them are cut off must not depend on what they are.
         """
+        if not self._nodes:
+            self._pinned = []
+            return NO_CANDIDATES
         if num_paths:
             deepest = self.root.length + limit // num_paths
             self._pinned = [node for node in self._nodes if node.length <= deepest]
@@ -150,11 +154,15 @@ class Candidates:
 
         In a chain that is all from some place on.
         """
+        if not root.children:
+            root.distribution = None  # The next children may be another drafter's draws.
+            self._nodes, self._by_hash = [], {root.prefix_hash: root}
+            return
         kept: list[Node] = []
-        if root.children and self.chain:
+        if self.chain:
             first = root.children[0].length - self._nodes[0].length
             kept = self._nodes[first:]
-        elif root.children:
+        else:
             held = {root}
             for node in self._nodes:
                 if node.parent in held:
@@ -162,7 +170,7 @@ class Candidates:
                     kept.append(node)
         for node in (root, *kept):
             if node.distribution is not None and not node.children:
-                node.distribution = None  # The next children may be another drafter's draws.
+                node.distribution = None  # As above.
         self._nodes = kept
         # Of equal prefixes the first, but the root above all.
         self._by_hash = {node.prefix_hash: node for node in reversed(kept)}

@@ -81,6 +81,7 @@ class ReplayProposer:
         self._guess = guess
         self._clock = clock
         self._chances = RankChances(coupled_prior)
+        self._stopping = DrafterStopping()
         self._held: dict[DraftTree, _Held] = {}
 
     @property
@@ -100,7 +101,7 @@ class ReplayProposer:
                 f"an emulated drafter has no logits to stop by: expected the stopping rule fixed, "
                 f"got {tree.stopping.value}"
             )
-        growth = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
+        growth = Growth(tree, self._chances, Stopper(tree.stopping, self._stopping))
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
 
     def close(self, tree: DraftTree) -> None:
