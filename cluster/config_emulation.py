@@ -90,7 +90,12 @@ def _check_dilated(drafters: Sequence[DrafterConfig]) -> None:
 
 
 def _check_replayed(config: Config, drafters: Sequence[DrafterConfig]) -> None:
-    """Workers that replay share a made-up vocabulary and have no logits."""
+    """Workers that replay share a made-up vocabulary, have no logits, and compute nothing."""
+    if config.target.resources == "gpu":
+        raise refusal(
+            'target.resources: a target that replays needs no GPU, got "gpu"; remove the key, or '
+            "have the models compute with target.dilation"
+        )
     for one in drafters:
         _refuse_model(one.model)
         if "prefix_cache" in one.model_fields_set:

@@ -166,6 +166,10 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[[drafters]]\ncount = 0", "drafters[0].count: expected at least 1, got 0"),
         ("[server]\ngrpc_port = 70000", "server.grpc_port: expected at most 65535, got 70000"),
         ("[server]\ngrpc_port = 8000", "http_port and grpc_port are both 8000"),
+        (
+            "[target]\nemulated = '8b-h100'\nresources = 'gpu'\n[[drafters]]\nemulated = '1b-h100'",
+            "target.resources: a target that replays needs no GPU",
+        ),
         ("[plan]\nacceptance = nan", "plan.acceptance: expected a finite number, got nan"),
         ("[plan]\nrtt_ms = inf", "plan.rtt_ms: expected a finite number, got inf"),
         ("[plan]\npolicies = []", "plan.policies: expected at least one value, got []"),
