@@ -175,7 +175,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[plan]\npolicies = []", "plan.policies: expected at least one value, got []"),
         (
             "[plan]\ntarget = '1b-h10'",
-            "there is no latency profile of a target, '1b-h10'; expected one of 70b-4xh100, "
+            "there is no latency profile '1b-h10'; expected one of 70b-4xh100, "
             "70b-8xh100-2hosts, 8b-h100",
         ),
         (

@@ -107,9 +107,8 @@ def load_profile(name: str, *, role: Literal["target", "drafter"] | None = None)
     names = profile_names()
     if name not in names:
         fitting = [one for one in names if role is None or load_profile(one).role == role]
-        kind = "latency profile" if role is None else f"latency profile of a {role},"
         raise ConfigError(
-            f"there is no {kind} {name!r}; expected one of {', '.join(fitting)}"
+            f"there is no latency profile {name!r}; expected one of {', '.join(fitting)}"
             f"{did_you_mean(name, fitting)}"
         )
     text = (files("workers.emulated") / "profiles" / f"{name}.toml").read_text(encoding="utf-8")
