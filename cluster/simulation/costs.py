@@ -30,7 +30,7 @@ class HostCosts:
     settle_ms: float = 0.04
     tell_ms: float = 0.05
     pause_ms: float = 0.18
-    draft_ms: float = 0.004
+    draft_ms: float = 0.003
     heed_ms: float = 0.015
     quiet_ms: float = 1000 * QUIET_SECONDS
     quiet_of_many_ms: float = 1000 * QUIET_SECONDS_OF_MANY
