@@ -1,6 +1,7 @@
 """A checkpoint, loaded: its KV blocks, and the step that feeds tokens and gives rows of logits.
 
 open.py           the one place that chooses between the CPU's engine and a GPU's
+device.py         the kinds of devices that it is told
 ahead.py          what it would refuse, asked before a process starts
 engine.py         the engine on a CPU; cuda/: on a GPU
 slices.py         what a step is asked to feed of a sequence
