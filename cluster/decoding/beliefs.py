@@ -9,7 +9,7 @@ from cluster.decoding.cohorts import Cohort
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.estimates import Acceptance, DraftTimes, Mean
 from cluster.decoding.events import Proposed, is_believable
-from cluster.decoding.forecast import Conditions, Forecast, granted_ahead
+from cluster.decoding.forecast import Conditions, Forecast, StepMs, granted_ahead
 from cluster.decoding.hits import FIRST_HIT_RATE, Hits
 from cluster.decoding.outlook import chain_outlook, shape_of
 from cluster.decoding.pilot import FIRST_GUESS, UNSETTLED, Correction, Pilot
@@ -184,6 +184,17 @@ class Beliefs:
         times = self._drafters.get(like.drafter)
         if not self.steps.known or times is None or not times.known:
             return None
+        members, _ = self._shares(cohort)
+        return Conditions(
+            chances=cohort.acceptance.chances(max(1, like.limit // like.branches)),
+            step_ms=self._step_ms(cohort, hopeful=False),
+            pass_ms=times.pass_ms(members) + times.pause_ms,
+            tokens_a_pass=times.tokens_a_pass.value,
+            restart_ms=times.restart_ms(),
+        )
+
+    def _step_ms(self, cohort: Cohort, *, hopeful: bool) -> StepMs:
+        """Of a step of which each of the cohort has so many candidates and so many proposals."""
         members, others = self._shares(cohort)
         other_rows = float(others)
         other_messages = 0.0
@@ -194,16 +205,11 @@ class Beliefs:
             other_messages = max(0.0, self.steps.last.proposals - own_messages)
 
         def step_ms(candidates: float, messages: float) -> float:
-            rows = other_rows + members * (1 + candidates * like.branches)
-            return self.steps.ms(rows, others + members, other_messages + members * messages)
+            rows = other_rows + members * (1 + candidates * cohort.like.branches)
+            messages = other_messages + members * messages
+            return self.steps.ms(rows, others + members, messages, hopeful=hopeful)
 
-        return Conditions(
-            chances=cohort.acceptance.chances(max(1, like.limit // like.branches)),
-            step_ms=step_ms,
-            pass_ms=times.pass_ms(members) + times.pause_ms,
-            tokens_a_pass=times.tokens_a_pass.value,
-            restart_ms=times.restart_ms(),
-        )
+        return step_ms
 
     def _shares(self, cohort: Cohort) -> tuple[int, int]:
         """Sequences of the batch that are of the cohort, and the others."""
@@ -215,8 +221,11 @@ class Beliefs:
     ) -> Conditions:
         """The conditions with what its branches bring and cost a choice that has some.
 
-        `crowd`: sequences of its drafter.
+        `crowd`: sequences of its drafter. Of one that is not proven, and so is only tried, what it
+        costs to read more proposals than ever came at a time is hoped to be no more.
         """
+        if not self.proven(choice):
+            conditions = replace(conditions, step_ms=self._step_ms(cohort, hopeful=True))
         if choice.is_tree:
             conditions = replace(conditions, second_chance=self._hits.rate(choice))
         if not choice.policy.fans_out:

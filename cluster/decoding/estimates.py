@@ -78,6 +78,11 @@ class TimesBySize:
         """Whether anything was seen."""
         return bool(self._seen)
 
+    @property
+    def largest(self) -> float:
+        """The largest size that was seen, 0: none was."""
+        return self._points()[-1][0] if self._seen else 0.0
+
     def ms(self, size: float) -> float:
         """How long it takes at this size. Something must have been seen."""
         line = self._points()

@@ -21,6 +21,12 @@ _MOST_ROUNDS, _SETTLED = 5, 0.02
 """A step takes as long as what is drafted in it makes it take, so that is found in rounds."""
 
 
+StepMs = Callable[[float, float], float]
+"""Milliseconds of a step in which each sequence has so many candidates and so many proposals arrive
+for it.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Conditions:
     """What a forecast rests on.
@@ -37,7 +43,7 @@ class Conditions:
     """
 
     chances: Sequence[float]
-    step_ms: Callable[[float, float], float]
+    step_ms: StepMs
     pass_ms: float
     tokens_a_pass: float
     restart_ms: float

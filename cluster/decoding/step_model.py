@@ -63,11 +63,16 @@ class StepModel:
         """Whether a step was seen."""
         return self._device.known
 
-    def ms(self, rows: float, sequences: float, proposals: float) -> float:
+    def ms(
+        self, rows: float, sequences: float, proposals: float, *, hopeful: bool = False
+    ) -> float:
         """Of a step of so many, while so many proposals arrive. Some step must have been seen.
 
-        No step ends before the driver has read what was sent to it meanwhile.
+        No step ends before the driver has read what was sent to it meanwhile. `hopeful`: more
+        proposals than ever came at a time take no longer, for all that is known.
         """
+        if hopeful:
+            proposals = min(proposals, self._reading.largest)
         ms = max(self._parts_ms(rows, sequences, proposals) + self._drift_ms, _LEAST_MS)
         return max(ms, self._work.ms(sequences + proposals)) if self._work.known else ms
 
@@ -117,18 +122,21 @@ class StepModel:
             return False
         size = step.rows, step.sequences, step.proposals
         believed_ms = self.ms(*size) if self.known else step.ms
-        surprises = step.ms > max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
+        surprising_ms = max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
+        surprises = step.ms > surprising_ms
         self._surprises = self._surprises + 1 if surprises else 0
-        afresh = self._surprises > 1  # One may be a hiccup.
-        device_ms = min(max(0.0, event.step_seconds * 1000), step.ms)
-        besides_ms = step.ms - device_ms
+        afresh = self._surprises > 1
+        # One may be a hiccup of the host, which counts as the longest that is none.
+        ms = step.ms if afresh else min(step.ms, surprising_ms)
+        device_ms = min(max(0.0, event.step_seconds * 1000), ms)
+        besides_ms = ms - device_ms
         self._device.add(step.rows, device_ms, afresh=afresh)
         host_ms = max(0.0, besides_ms - self._reading.ms(step.proposals))
         self._host.add(step.sequences, host_ms, afresh=afresh)
         if step.proposals:
             waited_ms = max(0.0, besides_ms - self._host.ms(step.sequences))
             self._reading.add(step.proposals, waited_ms, afresh=afresh)
-        mistaken_ms = step.ms - self._parts_ms(*size)
+        mistaken_ms = ms - self._parts_ms(*size)
         self._drift_ms = (
             0.0 if afresh else self._drift_ms + _DRIFTS * (mistaken_ms - self._drift_ms)
         )
