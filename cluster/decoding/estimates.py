@@ -20,6 +20,9 @@ _MOST_PAUSE_MS, _PAUSE_RISES = 1.0, 0.05
 """A drafter that pauses for longer had nothing to do. A longer pause than the last counts little:
 what was said may be late."""
 
+_LATE = 2.0
+"""So many times what is usual, or more, tells of a host that was held up, not of a device."""
+
 MAX_POSITION = 12
 """Acceptance is estimated by position of the window up to here; later ones are like the last."""
 
@@ -140,12 +143,14 @@ class DraftTimes:
 
     def add_pass(self, *, batch: int, tokens: int, ms: float, branches: bool = False) -> None:
         """A pass proposed chains of `tokens` candidates in all to `batch` sequences."""
-        self._passes.setdefault(branches, TimesBySize()).add(batch, ms)
+        passes = self._passes.setdefault(branches, TimesBySize())
+        passes.add(batch, min(ms, _LATE * passes.ms(batch)) if passes.known else ms)
         self.tokens_a_pass.add(tokens / batch)
 
     def add_restart(self, ms: float, *, branches: bool = False) -> None:
         """From a verdict to the first candidate that continues it."""
-        self._restarts.setdefault(branches, Mean()).add(ms)
+        mean = self._restarts.setdefault(branches, Mean())
+        mean.add(min(ms, _LATE * mean.value) if mean.known else ms)
 
     @property
     def known(self) -> bool:

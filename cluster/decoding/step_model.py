@@ -23,6 +23,9 @@ _DRIFTS = 0.2
 _UNLIKE_MS, _UNLIKE = 1.0, 1.3
 """A step that takes so much longer than was believed is a surprise."""
 
+_NO_HICCUP = 3
+"""So many surprises on end are what steps take now."""
+
 
 @dataclass(slots=True)
 class ObservedStep:
@@ -125,8 +128,8 @@ class StepModel:
         surprising_ms = max(_UNLIKE * believed_ms, believed_ms + _UNLIKE_MS)
         surprises = step.ms > surprising_ms
         self._surprises = self._surprises + 1 if surprises else 0
-        afresh = self._surprises > 1
-        # One may be a hiccup of the host, which counts as the longest that is none.
+        afresh = self._surprises >= _NO_HICCUP
+        # Before that it may be one of the host, which counts as the longest step that is none.
         ms = step.ms if afresh else min(step.ms, surprising_ms)
         device_ms = min(max(0.0, event.step_seconds * 1000), ms)
         besides_ms = ms - device_ms
