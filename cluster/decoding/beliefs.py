@@ -23,8 +23,9 @@ FIRST_FORKS = 0.5
 PROOF = 5.0
 """So many verdicts against the first candidate, decayed, by which a policy with branches is known:
 six."""
-MOST_LATE = 2.0
-"""A verdict that takes so many times what was foretold, or longer, tells of the host."""
+MOST_UNLIKE = 2.0
+"""A verdict that brought so many times what was foretold, or so many times less, was luck: a host
+that was held up, say. It counts as no more than that."""
 _LEAST_MS = 1e-3
 
 
@@ -159,9 +160,10 @@ class Beliefs:
                 return shape.outlook(chances, self._hits.rate(pilot.choice)).tokens
             return chain_outlook(depth, chances).tokens
 
-        took = min(MOST_LATE, (now - before) / foretold_seconds)
-        forecast = worth(expected.depth, pilot.window) * took
-        brought = worth(verdict.depth, verdict.window)
+        forecast = worth(expected.depth, pilot.window)
+        took = (now - before) / foretold_seconds
+        ratio = worth(verdict.depth, verdict.window) / (forecast * max(_LEAST_MS, took))
+        brought = forecast * min(MOST_UNLIKE, max(1 / MOST_UNLIKE, ratio))
         correction = self._corrections.setdefault(pilot.choice, Correction())
         correction.add(brought, forecast, of=self.sequences)
         for choice, other in self._corrections.items():

@@ -37,7 +37,7 @@ _LEANING = 8.0
 _RECENT = 0.98
 _TRUST = 40.0
 """A forecast is corrected fully after many more tokens than this."""
-_FORGET = 0.002
+_FORGET = 0.005
 
 
 class Resting(Off):
