@@ -148,14 +148,8 @@ class DraftTimes:
         self.tokens_a_pass.add(tokens / batch)
 
     def add_restart(self, ms: float, *, branches: bool = False) -> None:
-        """From a verdict to the first candidate that continues it.
-
-        Whoever is held up is late, nobody is early: where it was far less, what was believed was
-        the delay.
-        """
+        """From a verdict to the first candidate that continues it."""
         mean = self._restarts.setdefault(branches, Mean())
-        if _LATE * ms < mean.value:
-            mean = self._restarts[branches] = Mean()
         mean.add(min(ms, _LATE * mean.value) if mean.known else ms)
 
     @property
