@@ -16,7 +16,8 @@ class Layout:
     """`cells` alike, each of `targets` drivers that share `drafters`.
 
     `replicas`: target groups of a driver, on which requests may be served by several.
-    `unrest`: how late messages come. `link`: between a driver and a drafter. `kv_blocks`: of a target group, 16 tokens each.
+    `link`: between a driver and a drafter. `kv_blocks`: of a target group, 16 tokens each.
+    `unrest`: how late messages come.
     """
 
     target: DeviceProfile
