@@ -148,8 +148,8 @@ class Beliefs:
         last_seconds = self.steps.last.ms / 1000
         if not (is_believable(last_seconds) and is_believable(now - before)):
             return
-        if not self._is_settled(pilot, cohort):
-            return
+        if not self._is_settled(pilot, cohort) or pilot.policy.replicates:
+            return  # Of several groups whichever answers first is at no place in a cycle.
         expected = pilot.course.at(place, was_hit=was_hit)
         foretold_seconds = max(_LEAST_MS / 1000, last_seconds + expected.waited_ms / 1000)
         chances = cohort.acceptance.chances(max(1, verdict.depth, expected.depth))

@@ -57,8 +57,9 @@ class Pilot:
     `restarted_at`: when the last verdict left it without candidates, until the first new one.
     `course`: what its steps should hold and wait, None: nothing was foretold. `place`: verdicts
     since the last one against the drafter, `was_hit`: a branch held the token of that. `patience`:
-    seconds that a policy which waits may wait. `trying`: it drafts so that its acceptance is known, be it at first or as a probe, before
-    which it rests for `probe_after` verdicts. `verdicts`: since its policy changed.
+    seconds that a policy which waits may wait. `trying`: it drafts so that its acceptance is
+    known, be it at first or as a probe, before which it rests for `probe_after` verdicts.
+    `verdicts`: since its policy changed.
     """
 
     limit: int
