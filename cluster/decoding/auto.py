@@ -189,7 +189,7 @@ class Controller:
             if plan.choice is not pilot.choice or pilot.trying:
                 pilot.trying, pilot.probe_after, pilot.verdicts = False, 0, 0
             pilot.follow(plan.choice)
-            pilot.window, pilot.course = plan.window, plan.course
+            pilot.window, pilot.promised = plan.window, plan.promised
             pilot.patience = plan.patience
         else:
             cohort.lags()
@@ -262,7 +262,7 @@ class Controller:
         return Plan(
             choice=option.choice,
             window=option.window,
-            course=option.forecast.course,
+            promised=option.forecast.tokens_per_ms * option.forecast.step_ms,
             patience=PATIENCE * drafting_ms / 1000,
             messages=option.forecast.messages,
             hopeful=hopeful,

@@ -23,9 +23,6 @@ FIRST_FORKS = 0.5
 PROOF = 5.0
 """So many verdicts against the first candidate, decayed, by which a policy with branches is known:
 six."""
-MOST_UNLIKE = 2.0
-"""A verdict that brought so many times what was foretold, or so many times less, was luck: a host
-that was held up, say. It counts as no more than that."""
 _LEAST_MS = 1e-3
 
 
@@ -136,34 +133,24 @@ class Beliefs:
     def _correct(self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float) -> None:
         """Compare what the policy brought since the verdict before with what it had promised.
 
-        By the time of a step as it is now and the chances of candidates as they are now, which have
-        estimates of their own; and by where in its cycle a step is, for how often verdicts go
-        against the drafter is no other matter than those chances. So what is left is whether steps
-        hold and wait what was foretold.
+        By the time of a step as it is now, which has estimates of its own.
         """
         before, pilot.last_verdict_at = pilot.last_verdict_at, now
-        place, was_hit = pilot.moves_on(verdict)
-        if before is None or self.steps.last.has_prefill or pilot.course is None or pilot.trying:
+        if before is None or self.steps.last.has_prefill or not pilot.promised or pilot.trying:
             return
         last_seconds = self.steps.last.ms / 1000
         if not (is_believable(last_seconds) and is_believable(now - before)):
             return
-        if not self._is_settled(pilot, cohort) or pilot.policy.replicates:
-            return  # Of several groups whichever answers first is at no place in a cycle.
-        expected = pilot.course.at(place, was_hit=was_hit)
-        foretold_seconds = max(_LEAST_MS / 1000, last_seconds + expected.waited_ms / 1000)
-        chances = cohort.acceptance.chances(max(1, verdict.depth, expected.depth))
-
-        def worth(depth: int, candidates: int) -> float:
-            if pilot.choice.is_tree:
-                shape = shape_of(depth, candidates)
-                return shape.outlook(chances, self._hits.rate(pilot.choice)).tokens
-            return chain_outlook(depth, chances).tokens
-
-        forecast = worth(expected.depth, pilot.window)
-        took = (now - before) / foretold_seconds
-        ratio = worth(verdict.depth, verdict.window) / (forecast * max(_LEAST_MS, took))
-        brought = forecast * min(MOST_UNLIKE, max(1 / MOST_UNLIKE, ratio))
+        if not self._is_settled(pilot, cohort):
+            return
+        forecast = pilot.promised * (now - before) / last_seconds
+        # What its window was worth, so that luck with it does not count.
+        chances = cohort.acceptance.chances(max(1, verdict.depth))
+        if pilot.choice.is_tree:
+            shape = shape_of(verdict.depth, verdict.window)
+            brought = shape.outlook(chances, self._hits.rate(pilot.choice)).tokens
+        else:
+            brought = chain_outlook(verdict.depth, chances).tokens
         correction = self._corrections.setdefault(pilot.choice, Correction())
         correction.add(brought, forecast, of=self.sequences)
         for choice, other in self._corrections.items():

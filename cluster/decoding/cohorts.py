@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.choices import Choice
 from cluster.decoding.estimates import Acceptance
-from cluster.decoding.forecast import PLAIN_COURSE, Course
 from cluster.decoding.pilot import Pilot
 from paceline.rules import Rule
 
@@ -50,14 +49,14 @@ class Likeness:
 class Plan:
     """What a cohort does; where `choice` is `off`, it decodes plainly, but for probes.
 
-    `course`: what its steps should hold and wait. `patience`: seconds that one may wait.
+    `promised`: tokens of a sequence in the time of a step. `patience`: seconds that one may wait.
     `messages`: proposals for a sequence in a step. `hopeful`: candidates would be worth their
     price if most of them were right.
     """
 
     choice: Choice
     window: int
-    course: Course = PLAIN_COURSE
+    promised: float = 1.0
     patience: float = math.inf
     messages: float = 0.0
     hopeful: bool = True

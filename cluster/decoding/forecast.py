@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from cluster.decoding.outlook import Outlook, chain_outlook, shape_of
 from cluster.decoding.policies import forks_within
@@ -56,32 +56,6 @@ class Conditions:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """Of a step at its place in a cycle: the candidates on a path, and what it waits."""
-
-    depth: int
-    waited_ms: float
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """A cycle, step by step: after a verdict that left nothing, and after one whose token a branch
-    held. Longer cycles go on as they end.
-    """
-
-    after_miss: tuple[Expected, ...]
-    after_hit: tuple[Expected, ...] = ()
-
-    def at(self, place: int, *, was_hit: bool) -> Expected:
-        """The step after so many others of its cycle."""
-        steps = self.after_hit if was_hit and self.after_hit else self.after_miss
-        return steps[min(place, len(steps) - 1)]
-
-
-PLAIN_COURSE = Course((Expected(0, 0.0),))
-
-
-@dataclass(frozen=True, slots=True)
 class Forecast:
     """Of a long run: mean tokens, candidates and milliseconds of a step, and what it waits.
 
@@ -94,7 +68,6 @@ class Forecast:
     messages: float
     waited_ms: float
     step_ms: float
-    course: Course = PLAIN_COURSE
 
     @property
     def ms(self) -> float:
@@ -118,8 +91,7 @@ def lockstep(conditions: Conditions, window: int) -> Forecast:
     begin_ms = max(conditions.pass_ms, conditions.restart_ms - conditions.pass_ms / 2)
     more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
     draft_ms = begin_ms + more_passes * conditions.pass_ms
-    course = Course((Expected(window, draft_ms),))
-    return Forecast(tokens, window, 0.0, draft_ms, conditions.step_ms(window, 0.0), course)
+    return Forecast(tokens, window, 0.0, draft_ms, conditions.step_ms(window, 0.0))
 
 
 def run_ahead(
@@ -138,7 +110,7 @@ def run_ahead(
 
     step_ms = conditions.step_ms(0.0, 0.0)
     for _ in range(_MOST_ROUNDS):
-        mean, course = _mean_cycle(conditions, window, outlook, step_ms=step_ms, waits=waits)
+        mean = _mean_cycle(conditions, window, outlook, step_ms=step_ms, waits=waits)
         granted = granted_ahead(window, conditions.groups)
         passes = min(step_ms / conditions.pass_ms, granted / max(0.1, conditions.tokens_a_pass))
         pace = 0.0 if is_tree else step_ms / conditions.pass_ms
@@ -147,7 +119,7 @@ def run_ahead(
         before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages)
         if abs(step_ms - before) <= _SETTLED * before:
             break
-    return Forecast(mean.tokens, mean.candidates, messages, mean.waited_ms, step_ms, course)
+    return Forecast(mean.tokens, mean.candidates, messages, mean.waited_ms, step_ms)
 
 
 def granted_ahead(window: int, groups: int = 1) -> int:
@@ -169,7 +141,6 @@ class _Cycle:
     waited_ms: float = 0.0
     ends: float = 0.0
     open_ends: float = 0.0
-    course: list[Expected] = field(default_factory=list)
 
     def add(self, alive: float, outlook: Outlook, waited_ms: float, *, beside: float) -> None:
         """A step; it has so many candidates besides, which other groups verify."""
@@ -200,16 +171,15 @@ class _Cycle:
 
 def _mean_cycle(
     conditions: Conditions, window: int, outlook: _Outlook, *, step_ms: float, waits: bool
-) -> tuple[_Cycle, Course]:
+) -> _Cycle:
     miss = _cycle(conditions, window, outlook, held=0.0, step_ms=step_ms, waits=waits)
     hit_rate = conditions.hit_rate
     if not hit_rate:
-        return miss.mean(), Course(tuple(miss.course))
+        return miss.mean()
     held = conditions.branch_length
     hit = _cycle(conditions, window, outlook, held=held, step_ms=step_ms, waits=waits)
     after_miss, after_hit = miss.foreseen(hit_rate), hit.foreseen(hit_rate)
-    mixed = miss.mixed(hit, after_miss / (1 - after_hit + after_miss))
-    return mixed.mean(), Course(tuple(miss.course), tuple(hit.course))
+    return miss.mixed(hit, after_miss / (1 - after_hit + after_miss)).mean()
 
 
 def _cycle(
@@ -251,11 +221,9 @@ def _cycle(
         if waits and step and 0 <= at_hand < window and pace > 0:
             more = (window - at_hand) / pace
             now, waited, at_hand = now + more, waited + more, float(window)
-        depth = max(0, int(at_hand + 0.5))
-        expected = outlook(depth)
+        expected = outlook(max(0, int(at_hand + 0.5)))
         beside = sum(decided[1 - groups :]) if groups > 1 else 0.0
         cycle.add(alive, expected, waited, beside=beside)
-        cycle.course.append(Expected(min(depth, window), waited))
         begun.append(now)
         decided.append(expected.depth + 1)
         taken += expected.depth + 1

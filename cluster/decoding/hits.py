@@ -14,10 +14,6 @@ from cluster.decoding.windows import lead_length
 
 FIRST_HIT_RATE = 0.5
 """Of branches of which nothing is known: worth a try."""
-HOPED_OF_SEVERAL = 0.25
-"""Several drafters send more branches: of what one does not foresee, so much is hoped for until it
-is known.
-"""
 _DOUBT = 4.0
 
 
@@ -69,8 +65,6 @@ class Hits:
         own, likely = _foreseen_as(choice), FIRST_HIT_RATE
         for policy, rate in self._rates.items():
             likely = _leaning(rate, likely) if policy is not own else likely
-        if choice.policy.spreads:
-            likely += HOPED_OF_SEVERAL * (1 - likely)
         return _leaning(self._rates.get(own), likely)
 
     def branch_length(self, choice: Choice, *, likely: float) -> float:

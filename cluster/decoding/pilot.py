@@ -11,7 +11,6 @@ from cluster.decoding.choices import Choice
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.estimates import Acceptance
 from cluster.decoding.events import Request
-from cluster.decoding.forecast import PLAIN_COURSE, Course
 from cluster.decoding.lookahead import LookaheadPolicy
 from cluster.decoding.policies import Off
 from paceline.rules import Rule
@@ -37,7 +36,7 @@ _LEANING = 8.0
 _RECENT = 0.98
 _TRUST = 40.0
 """A forecast is corrected fully after many more tokens than this."""
-_FORGET = 0.005
+_FORGET = 0.002
 
 
 class Resting(Off):
@@ -55,11 +54,9 @@ class Pilot:
 
     `limit`: most candidates that the request allows. `level`: of its acceptance (cohorts.py).
     `restarted_at`: when the last verdict left it without candidates, until the first new one.
-    `course`: what its steps should hold and wait, None: nothing was foretold. `place`: verdicts
-    since the last one against the drafter, `was_hit`: a branch held the token of that. `patience`:
-    seconds that a policy which waits may wait. `trying`: it drafts so that its acceptance is
-    known, be it at first or as a probe, before which it rests for `probe_after` verdicts.
-    `verdicts`: since its policy changed.
+    `promised`: tokens in the time of a step. `patience`: seconds that a policy which waits may
+    wait. `trying`: it drafts so that its acceptance is known, be it at first or as a probe, before
+    which it rests for `probe_after` verdicts. `verdicts`: since its policy changed.
     """
 
     limit: int
@@ -73,9 +70,7 @@ class Pilot:
     choice: Choice = Choice.CHAIN
     policy: LookaheadPolicy = field(default_factory=lambda: Choice.CHAIN.policy)
     window: int = 1
-    course: Course | None = None
-    place: int = 0
-    was_hit: bool = False
+    promised: float = 0.0
     patience: float = math.inf
     restarted_at: float | None = None
     last_verdict_at: float | None = None
@@ -122,14 +117,14 @@ class Pilot:
         failed_again = self.trying and self.probe_after > 0
         self.probe_after = min(2 * self.probe_after, LAST_PROBE) if failed_again else FIRST_PROBE
         self.choice, self.policy = Choice.OFF, RESTING
-        self.course = PLAIN_COURSE
+        self.promised = 1.0
         self.trying, self.verdicts = False, 0
 
     def try_out(self, window: int) -> None:
         """Draft for a few steps, to see what is accepted."""
         self.follow(Choice.CHAIN)
         self.window = min(self.limit, window * self.branches)
-        self.course = None
+        self.promised = 0.0
         self.trying, self.verdicts = True, 0
         self.acceptance.fade()
         self.tried_from = self.acceptance.candidates
@@ -154,18 +149,6 @@ class Pilot:
         if judges_held and verdict.foresight is not Foresight.NOTHING:
             rights += (verdict.foresight is Foresight.FIRST,)
         return rights
-
-    def moves_on(self, verdict: CountedVerdict) -> tuple[int, bool]:
-        """After a verdict: at which place of a cycle its step was, and whether that began with a
-        branch at hand.
-        """
-        was = self.place, self.was_hit
-        went_on = verdict.foresight is Foresight.FIRST or (
-            verdict.foresight is Foresight.NOTHING and verdict.accepted == verdict.depth
-        )
-        self.place = self.place + 1 if went_on else 0
-        self.was_hit = self.was_hit if went_on else verdict.foresight is Foresight.BRANCH
-        return was
 
     def follow(self, choice: Choice) -> None:
         """Do this from now on."""

@@ -37,7 +37,6 @@ from cluster.simulation.costs import HostCosts
 from cluster.simulation.drafter import DraftAnswer, SimulatedDrafter
 from cluster.simulation.link import SimulatedLink
 from cluster.simulation.target import SimulatedTarget
-from cluster.simulation.unrest import Unrest
 from workers.drafting.desk import DraftingSession
 from workers.emulated.profiles import LinkProfile
 
@@ -73,18 +72,15 @@ class SimulatedDriver:
         listener: Listener,
         *,
         costs: HostCosts,
-        unrest: Unrest | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._clock = clock
         self._costs = costs
         self._listener = listener
         self._targets = targets
-        self._unrest = unrest
-        self._num_links = 0
-        local = LinkProfile()
-        self._to_target = [self._link(local) for _ in targets]
-        self._from_target = [self._link(local) for _ in targets]
+        hop, local = costs.hop_ms / 1000, LinkProfile()
+        self._to_target = [SimulatedLink(clock, local, hop_seconds=hop) for _ in targets]
+        self._from_target = [SimulatedLink(clock, local, hop_seconds=hop) for _ in targets]
         self._drafters: dict[str, _DrafterEnd] = {}
         self._unread: deque[Callable[[float], Event]] = deque()
         self._free_at = 0.0
@@ -101,14 +97,15 @@ class SimulatedDriver:
 
     def join_drafter(self, name: str, drafter: SimulatedDrafter, profile: LinkProfile) -> None:
         """Use a drafter at the end of a link."""
-        back = self._link(profile)
+        hop = self._costs.hop_ms / 1000
+        back = SimulatedLink(self._clock, profile, hop_seconds=hop)
 
         def hear(answer: DraftAnswer) -> None:
             num_bytes = _num_bytes(answer.proposals) if back.is_bounded else 0
             back.send(self._clock.now, num_bytes, self._proposed, name, answer)
 
         session = drafter.connect(hear)
-        there = self._link(profile)
+        there = SimulatedLink(self._clock, profile, hop_seconds=hop)
         self._drafters[name] = _DrafterEnd(drafter, session, there)
         info = drafter.info
         self._handle(
@@ -121,12 +118,6 @@ class SimulatedDriver:
                 wants_top_tokens=info.wants_top_tokens,
             )
         )
-
-    def _link(self, profile: LinkProfile) -> SimulatedLink:
-        self._num_links += 1
-        lateness = self._unrest.source(self._num_links) if self._unrest is not None else None
-        hop = self._costs.hop_ms / 1000
-        return SimulatedLink(self._clock, profile, hop_seconds=hop, lateness=lateness)
 
     def admit(self, request: Request) -> None:
         """A request arrived."""

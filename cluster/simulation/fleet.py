@@ -227,9 +227,7 @@ class Fleet(Listener):
                 num_groups=layout.replicas,
                 serves_auto=layout.policy is PolicyName.AUTO,
             )
-            driver = SimulatedDriver(
-                self.clock, scheduler, targets, self, costs=costs, unrest=layout.unrest
-            )
+            driver = SimulatedDriver(self.clock, scheduler, targets, self, costs=costs)
             for group in range(layout.replicas):
                 driver.join_target(
                     TargetJoined(

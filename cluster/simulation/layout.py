@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from cluster.decoding.policies import PolicyName
 from cluster.simulation.costs import HostCosts
-from cluster.simulation.unrest import Unrest
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess
 
@@ -17,7 +16,6 @@ class Layout:
 
     `replicas`: target groups of a driver, on which requests may be served by several.
     `link`: between a driver and a drafter. `kv_blocks`: of a target group, 16 tokens each.
-    `unrest`: how late messages come.
     """
 
     target: DeviceProfile
@@ -36,7 +34,6 @@ class Layout:
     kv_blocks: int = 4096
     prefix_cache: bool = True
     costs: HostCosts = field(default_factory=HostCosts)
-    unrest: Unrest | None = None
 
     @property
     def name(self) -> str:

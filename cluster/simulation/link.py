@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.unrest import Lateness
 from workers.emulated.profiles import LinkProfile
 
 
@@ -14,25 +13,15 @@ class SimulatedLink:
     """One direction of a stream: messages arrive in order, each after what it takes.
 
     `hop_seconds`: what a message costs between two processes even where the network is no way.
-    `lateness`: what it takes longer still.
     """
 
-    def __init__(
-        self,
-        clock: VirtualClock,
-        profile: LinkProfile,
-        *,
-        hop_seconds: float,
-        lateness: Lateness | None = None,
-    ) -> None:
+    def __init__(self, clock: VirtualClock, profile: LinkProfile, *, hop_seconds: float) -> None:
         self._clock = clock
         self._profile = profile
         self._delay = profile.one_way_seconds(0) + hop_seconds
         self.is_bounded = profile.mbit_per_second > 0
         """Whether it matters how large messages are."""
         self._free_at = 0.0
-        self._lateness = lateness
-        self._last_at = 0.0
 
     def send(
         self, time: float, num_bytes: int, deliver: Callable[..., None], *arguments: Any
@@ -41,7 +30,4 @@ class SimulatedLink:
         if self.is_bounded:
             sending = self._profile.one_way_seconds(num_bytes) - self._profile.one_way_seconds(0)
             time = self._free_at = max(time, self._free_at) + sending
-        at = time + self._delay
-        if self._lateness is not None:
-            at = self._last_at = max(self._last_at, at + self._lateness.next_seconds())
-        self._clock.at(at, deliver, *arguments)
+        self._clock.at(time + self._delay, deliver, *arguments)

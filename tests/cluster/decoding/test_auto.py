@@ -178,8 +178,7 @@ def test_requests_that_come_and_go() -> None:
 def test_never_below_plain_decoding(given: dict[str, Any]) -> None:
     plain, _ = decode(PolicyName.OFF, **given)
     auto, _ = decode(PolicyName.AUTO, **given)
-    # The aim is 0.98: with the costs of drivers as fitted of late "64 seldom right" gives 0.9799.
-    assert auto >= 0.975 * plain
+    assert auto >= 0.98 * plain
 
 
 def test_speculation_shrinks_to_nothing_as_the_step_becomes_compute_bound() -> None:

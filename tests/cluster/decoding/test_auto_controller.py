@@ -39,7 +39,6 @@ class Script:
         self.tree = TokenTree((7, 8, 9))
         self.now = 0.0
         self.step = 0
-        self.went_wrong = False
 
     def verdict(self, *, window: int, accepted: int) -> None:
         """A step with so many candidates of which so many are accepted; then nothing is held."""
@@ -60,15 +59,13 @@ class Script:
     def go(self, count: int, *, right: bool) -> None:
         """So many verdicts on as many candidates as it wants, all of them right or none."""
         for _ in range(count):
-            at_hand = 0 if self.went_wrong else 8
-            window = 0 if self.pilot.policy is RESTING else min(at_hand, self.pilot.window)
+            window = 0 if self.pilot.policy is RESTING else min(4, self.pilot.window)
             self.verdict(window=window, accepted=window if right else 0)
-            self.went_wrong = window > 0 and not right
 
 
 def test_drafts_that_fail_are_cut_and_probed_at_growing_intervals() -> None:
     script = Script()
-    script.go(200, right=False)
+    script.go(100, right=False)
     pilot = script.pilot
     assert pilot.choices["off"] > 50
     assert pilot.probe_after > FIRST_PROBE

@@ -20,28 +20,27 @@ SEVERAL = ((PolicyName.REPLICAS, 4), (PolicyName.REPLICAS, 8))
 
 
 @pytest.mark.parametrize(
-    "given",
+    ("given", "share"),
     [
-        {"acceptance": 0.75},
-        {"acceptance": 0.85},
-        {"acceptance": 0.5, "tokens": 300},
-        {"acceptance": 0.85, "groups": 3},
-        {"acceptance": 0.85, "groups": 4, "batch": 2, "tokens": 200},
+        ({"acceptance": 0.75}, 0.95),
+        ({"acceptance": 0.85}, 0.95),
+        ({"acceptance": 0.5, "tokens": 300}, 0.95),
+        # The aim is 0.95 for these as well; they have 0.908 and 0.903 as hosts cost now.
+        ({"acceptance": 0.85, "groups": 3}, 0.9),
+        ({"acceptance": 0.85, "groups": 4, "batch": 2, "tokens": 200}, 0.9),
     ],
     ids=["3 of 4 right", "most right", "half right", "three groups", "two sequences"],
 )
-def test_replicas_where_they_are_the_best(given: dict[str, Any]) -> None:
+def test_replicas_where_they_are_the_best(given: dict[str, Any], share: float) -> None:
     given = {"groups": 2, **given}
     one, several = (
         max(decode(policy, window=window, **given)[0] for policy, window in fixed)
         for fixed in (ONE_GROUP, SEVERAL)
     )
     auto, fleet = decode(PolicyName.AUTO, window=32, **given)
-    assert several >= 1.03 * one, "negative control: further groups matter"
+    assert several >= 1.04 * one, "negative control: further groups matter"
     assert choices(fleet)["replicas"] > choices(fleet).total() / 2
-    # The aim is 0.95: with the costs of drivers as fitted of late three groups give 0.91, two
-    # sequences 0.94.
-    assert auto >= 0.89 * several
+    assert auto >= share * several
 
 
 def test_trees_where_second_guesses_are_right() -> None:
