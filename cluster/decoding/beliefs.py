@@ -20,6 +20,10 @@ from cluster.decoding.windows import lead_length
 
 FIRST_FORKS = 0.5
 """Proposals of a pass for each position that may fork, before any did."""
+TOLD_A_CANDIDATE = 1.5
+"""Proposals of a tree without branches sent ahead: each node is told once, and after a verdict
+against them new ones are. One for each that a step may verify where most are right, 1.5 where few.
+"""
 PROOF = 5.0
 """So many verdicts against the first candidate, decayed, by which a policy with branches is known:
 six."""
@@ -218,7 +222,8 @@ class Beliefs:
         if choice.is_tree:
             conditions = replace(conditions, second_chance=self._hits.rate(choice))
         if not choice.policy.fans_out:
-            return conditions
+            told = TOLD_A_CANDIDATE * cohort.like.branches if choice.is_tree else 0.0
+            return replace(conditions, messages_a_candidate=told)
         times = self._drafters[cohort.like.drafter]
         members, _ = self._shares(cohort)
         pass_ms = times.pass_ms(members, branches=True) + times.pause_ms

@@ -35,7 +35,8 @@ class Conditions:
     `step_ms`: of a step of which every sequence that is forecast has so many candidates, and while
     which so many proposals arrive for each. `pass_ms`: of a draft pass, which gives a sequence
     `tokens_a_pass` in one proposal, and in `messages_a_fork` more for each position that may fork
-    where it grows branches; it drafts for a `crowd` of sequences. `restart_ms`: from a verdict to
+    where it grows branches; of a tree without such, `messages_a_candidate` for each that a step may
+    verify, if these are more. It drafts for a `crowd` of sequences. `restart_ms`: from a verdict to
     the first candidate after it. `hit_rate`: of verdicts against the first candidate, those that a
     branch sent ahead had foreseen, with `branch_length` candidates then held. `second_chance`: that
     the second candidate of a tree is right where the first is wrong. `groups` of the target verify
@@ -48,6 +49,7 @@ class Conditions:
     tokens_a_pass: float
     restart_ms: float
     messages_a_fork: float = 0.0
+    messages_a_candidate: float = 0.0
     crowd: int = 1
     hit_rate: float = 0.0
     branch_length: float = 0.0
@@ -116,6 +118,7 @@ def run_ahead(
         pace = 0.0 if is_tree else step_ms / conditions.pass_ms
         forks = forks_within(granted, pace=pace, crowd=conditions.crowd)
         messages = passes * (1 + conditions.messages_a_fork * forks)
+        messages = max(messages, conditions.messages_a_candidate * window)
         before, step_ms = step_ms, conditions.step_ms(mean.candidates, messages)
         if abs(step_ms - before) <= _SETTLED * before:
             break

@@ -119,3 +119,15 @@ def test_a_driver_that_proposals_keep_busy_makes_steps_longer_and_more_proposals
     branches = dataclasses.replace(given, messages_a_fork=0.5)
     assert run_ahead(branches, 8).step_ms > 2 * busy.step_ms
     assert run_ahead(branches, 2).step_ms < run_ahead(branches, 8).step_ms / 2
+
+
+def test_of_a_tree_the_driver_reads_what_a_step_may_verify() -> None:
+    """A proposal a pass of a chain, of a tree one a node: a large one makes the step longer."""
+    given = dataclasses.replace(
+        conditions(0.5), step_ms=lambda candidates, messages: max(STEP, 1.6 * messages)
+    )
+    told = dataclasses.replace(given, messages_a_candidate=1.5)
+    assert run_ahead(given, 32).step_ms == run_ahead(given, 32, is_tree=True).step_ms == STEP
+    assert run_ahead(told, 32, is_tree=True).messages == 48
+    assert run_ahead(told, 32, is_tree=True).step_ms == pytest.approx(1.6 * 48)
+    assert run_ahead(told, 2, is_tree=True).messages == run_ahead(given, 2, is_tree=True).messages

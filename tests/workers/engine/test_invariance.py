@@ -225,8 +225,8 @@ def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
 
     load = engine_module.load_model
 
-    def load_perturbed(*arguments: Any) -> nn.Module:
-        model = load(*arguments)
+    def load_perturbed(*arguments: Any, **options: Any) -> nn.Module:
+        model = load(*arguments, **options)
         layer = model.base_model.layers[1]
         layer.mlp.down_proj = RoundsByBatch(layer.mlp.down_proj)
         return model
