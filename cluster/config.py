@@ -11,7 +11,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -22,7 +22,6 @@ from cluster.config_model import (
     SpeculationConfig,
     TargetConfig,
 )
-from cluster.plan_config import PlanConfig
 from paceline.errors import ConfigError
 from paceline.text import did_you_mean
 from workers.models import spelled_out
@@ -38,13 +37,6 @@ __all__ = [
 
 _PREFIX = "PACELINE_"
 _SEPARATOR = "__"
-_TABLES: dict[str, type[BaseModel]] = {
-    "target": TargetConfig,
-    "drafters": DrafterConfig,
-    "speculation": SpeculationConfig,
-    "server": ServerConfig,
-    "plan": PlanConfig,
-}
 _PLAIN_WORDS = {
     "greater than or equal to": "at least",
     "less than or equal to": "at most",
@@ -58,6 +50,18 @@ _PLAIN_WORDS = {
 }
 
 _Place = tuple[str | int, ...]
+
+
+def _model_of(section: str) -> type[BaseModel]:
+    """What has the keys of a section; of `drafters`, of each table in it."""
+    annotation = Config.model_fields[section].annotation
+    model = next(iter(get_args(annotation)), annotation)
+    assert isinstance(model, type)
+    assert issubclass(model, BaseModel)
+    return model
+
+
+_TABLES = {section: _model_of(section) for section in Config.model_fields}
 
 
 def load_config(

@@ -50,9 +50,7 @@ class Frontier:
         self._num_likelier = 0
         # Whether a node is of the chain that the first candidates make, by its number.
         self._of_chain = [True] + [False] * tree.end
-        node = 0
-        while tree.children(node):
-            node = tree.children(node)[0]
+        for node in tree.chain_nodes():
             self._of_chain[node] = True
         for node in drawn.of:
             self._offer(node)

@@ -98,12 +98,14 @@ class NodeTree:
             node = self.parents[node]
         return path[::-1]
 
-    def chain_end(self) -> int:
-        """The end of the path that follows first children from the root."""
+    def chain_nodes(self) -> list[int]:
+        """The nodes of the path that follows first children from the root, which is not in it."""
+        path = []
         node = ROOT
         while self._children[node]:
             node = self._children[node][0]
-        return node
+            path.append(node)
+        return path
 
     def prefix(self, node: int) -> list[int]:
         """All token ids up to and including a node."""

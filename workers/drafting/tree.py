@@ -99,8 +99,7 @@ class DraftTree(NodeTree):
         if is_ready is None:
             is_ready = not self._told_last and len(self.tokens) <= self._most_nodes
             if is_ready:
-                from_end = self._grows_as_chain and self.is_chain
-                is_ready = self.room(len(self.tokens) - 1 if from_end else ROOT) > 0
+                is_ready = self.room(self.end if self.may_go_on_as_chain else ROOT) > 0
             self._is_ready = is_ready
         return is_ready
 
