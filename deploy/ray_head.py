@@ -50,14 +50,17 @@ class RayHead:
     dashboard: str | None = None
 
 
-def start_head(*, num_cpus: int, dashboard: bool = False) -> RayHead:
-    """Start a head and return when it takes connections. Raises UnavailableError with its log."""
+def start_head(*, num_cpus: int, gpus: bool = False, dashboard: bool = False) -> RayHead:
+    """Start a head and return when it takes connections. Raises UnavailableError with its log.
+
+    `gpus`: it has all GPUs that Ray finds on this host, else none.
+    """
     folder = tempfile.mkdtemp(prefix="paceline-")  # Unix sockets lie in it: it must be short.
     ports = free_ports(3)
     token = secrets.token_hex(16)
     log = Path(folder) / "start.log"
     environment = _environment(token)
-    command = _command(folder, ports, num_cpus=num_cpus, dashboard=dashboard)
+    command = _command(folder, ports, num_cpus=num_cpus, gpus=gpus, dashboard=dashboard)
     session = _spawn(command, environment, log)
     head = RayHead(
         address=f"{_LOOPBACK}:{ports[0]}",
@@ -110,11 +113,14 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def _command(folder: str, ports: list[int], *, num_cpus: int, dashboard: bool) -> list[str]:
+def _command(
+    folder: str, ports: list[int], *, num_cpus: int, gpus: bool, dashboard: bool
+) -> list[str]:
     return [
         sys.executable,
         *("-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-        *("--no-monitor", "--include-log-monitor=false", "--num-gpus=0"),
+        *("--no-monitor", "--include-log-monitor=false"),
+        *(() if gpus else ("--num-gpus=0",)),
         f"--node-ip-address={_LOOPBACK}",
         f"--port={ports[0]}",
         f"--ray-client-server-port={ports[1]}",

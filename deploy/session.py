@@ -151,13 +151,20 @@ def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead
 
 
 def start_own_head(config: Config, progress: Progress) -> ray_head.RayHead:
-    """A head of ours with as many CPUs as this process may use, and as the workers reserve."""
+    """A head of ours with as many CPUs as this process may use, and as the workers reserve.
+
+    And with this host's GPUs, where the configuration does not keep them out.
+    """
     num_cores = len(own_cores())
-    plan = plan_placement(config, [Node("local", num_cores)], enforce=False)
+    shards = config.target.groups * config.target.tensor_parallel
+    gpus = shards if config.target.resources == "gpu" else 0  # Ray counts them, and refuses.
+    plan = plan_placement(config, [Node("local", num_cores, gpus)], enforce=False)
     progress("Ray: starting a local cluster")
     if plan.reserved_cpus > num_cores:
         progress(f"Ray: the workers share {num_cores} cores, and ask for {plan.reserved_cpus}")
-    return ray_head.start_head(num_cpus=max(num_cores, plan.reserved_cpus))
+    return ray_head.start_head(
+        num_cpus=max(num_cores, plan.reserved_cpus), gpus=config.target.resources != "cpu"
+    )
 
 
 def enter_ray(address: str, *, own: bool) -> Callable[[], None] | None:
