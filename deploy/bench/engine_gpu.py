@@ -32,6 +32,8 @@ from workers.row_params import Row
 
 _TEXT = 64
 """Tokens whose text is compared between windows."""
+_PREFILL = CudaOptions().max_step_tokens
+"""Tokens of the prompt of which the prefill is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class _Bench:
         self._pages = blocks_for(task.context + _TEXT + 1 + max(task.windows), engine.block_size)
 
     def rows(self, tell: Callable[[str], None]) -> list[EngineRow]:
+        prefill = self._prefill_rate()
         prompt = torch.randint(
             self._task.config.vocab_size,
             (self._task.context,),
@@ -152,8 +155,18 @@ class _Bench:
         for batch in self._task.batches:
             for window in self._task.windows:
                 tell(f"gpu: batch {batch}, window {window}")
-                rows.append(self._row(token_ids, batch, window, same_text))
+                rows.append(self._row(token_ids, batch, window, same_text, prefill))
         return rows
+
+    def _prefill_rate(self) -> float:
+        """Tokens a second of one prompt in one step. It takes whatever blocks come first."""
+        count = min(_PREFILL, self._engine.max_model_len)
+        table, prompt = range(blocks_for(count, self._engine.block_size)), [7] * count
+        seconds = []
+        for _ in range(4):
+            self._engine.step([Slice(table, 0, prompt, 1)])
+            seconds.append(self._engine.forward_seconds)
+        return count / statistics.median(seconds[1:])
 
     def _table(self, sequence: int) -> range:
         return range(sequence * self._pages, (sequence + 1) * self._pages)
@@ -193,7 +206,9 @@ class _Bench:
                 return False
         return True
 
-    def _row(self, token_ids: list[int], batch: int, window: int, same_text: bool) -> EngineRow:
+    def _row(
+        self, token_ids: list[int], batch: int, window: int, same_text: bool, prefill: float
+    ) -> EngineRow:
         device_seconds, host_seconds = [], []
         for number in range(self._task.rounds + 3):
             start = self._task.context + number % _TEXT
@@ -217,6 +232,7 @@ class _Bench:
             tokens_per_second=batch / whole,
             details={
                 "step_with_verdicts_ms": whole * 1000,
+                "prefill_tokens_per_second": prefill,
                 "copy_bytes_per_second": self._bandwidth,
                 "batch_invariant": self._engine.batch_invariant,
                 "same_text_in_windows": same_text,

@@ -9,10 +9,16 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from paceline.errors import ConfigError
+from tests.workers.engine.cuda.engines import DEVICES
 from workers.engine.cuda.graphs import MAX_TOKENS, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PAGE_SIZE
 from workers.engine.cuda.layout import Shape, exact_shape, lay_out, split
-from workers.engine.cuda.linears import FIXED_ROWS, FixedRowsLinear, adapt_model
+from workers.engine.cuda.linears import (
+    FIXED_ROWS,
+    FixedRowsLinear,
+    adapt_model,
+    trusted_sizes,
+)
 from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
 from workers.engine.fusing import NativeNorm, ProjectionPart
 from workers.engine.slices import Slice
@@ -105,6 +111,36 @@ def test_rows_of_a_product_do_not_depend_on_the_others(dtype: torch.dtype) -> No
             padded = torch.cat([rows.new_zeros(place, 96), rows[first : first + count]])
             assert torch.equal(fixed(padded)[place:], whole[first : first + count])
         assert fixed(rows[None, :3]).shape == (1, 3, 130)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_larger_products_give_the_same_bits(device: str) -> None:
+    """Whatever numbers of rows the trial of this device's library lets through, on other rows."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(2)
+    source = nn.Linear(512, 768, bias=False, device=device, dtype=dtype)
+    sizes = trusted_sizes(source.weight)
+    assert sizes[0] == FIXED_ROWS
+    rows = torch.randn(1000, 512, device=device, dtype=dtype)
+    with torch.no_grad():
+        expected = FixedRowsLinear(source)(rows)
+        for count in (1, 65, 200, 1000):
+            whole = FixedRowsLinear(source, sizes)(rows[:count])
+            assert torch.equal(whole, expected[:count])
+
+
+@pytest.mark.gpu
+def test_products_are_not_cut_where_sums_are_not_split() -> None:
+    """The shapes of an 8 B model's layer, which split-K would sum otherwise with 64 rows."""
+    block = nn.ModuleDict(
+        {"down": nn.Linear(14336, 4096, bias=False), "out": nn.Linear(4096, 4096)}
+    )
+    block = block.to("cuda", torch.bfloat16).requires_grad_(False)
+    adapt_model(block, batch_invariant=True)
+    for linear in block.values():
+        assert isinstance(linear, FixedRowsLinear)
+        assert linear.sizes[0] == 2048
+    adapt_model(nn.ModuleDict(), batch_invariant=False)
 
 
 def test_models_are_adapted_in_place() -> None:
