@@ -85,13 +85,13 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> list[EngineRow]:
     rows: list[EngineRow] = []
     for batch_invariant in (True, False):
         tell(f"gpu: making the engine, batch_invariant {batch_invariant}")
-        model = _random_model(task)
-        step_bytes = _linear_bytes(model)
         options = CudaOptions(
             kv_memory_bytes=task.kv_memory_bytes,
             batch_invariant=batch_invariant,
             max_num_seqs=max(task.batches),
         )
+        model = _random_model(task)
+        step_bytes = _linear_bytes(model)
         engine = CudaEngine(model, _info(task), options)
         part = "gpu" if batch_invariant else "gpu, not invariant"
         bench = _Bench(part, engine, task, bandwidth, step_bytes)
@@ -102,6 +102,11 @@ def measure_gpu(task: GpuTask, tell: Callable[[str], None]) -> list[EngineRow]:
         if task.device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
+
+
+def make_engine(task: GpuTask, options: CudaOptions) -> CudaEngine:
+    """An engine of the task's model, with random weights."""
+    return CudaEngine(_random_model(task), _info(task), options)
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int) -> float:
