@@ -109,9 +109,10 @@ about = "{about}, bfloat16, on one {device}"
 gpus = 1
 hosts = 1
 source = """
-Measured by scripts/measure_profile.py at commit {commit} on one {device}, torch {torch.__version__}: Paceline's engine with \\
-random weights, batch_invariant, {CONTEXT:,} tokens of context a sequence; a pass with the choice of its tokens at temperature 1, \\
-as the worker's host sees it; median of repeats. A worker's gRPC is not in it."""
+Measured by scripts/measure_profile.py at commit {commit} on one {device}, \\
+torch {torch.__version__}: Paceline's engine with random weights, batch_invariant, \\
+{CONTEXT:,} tokens of context a sequence; a pass with the choice of its tokens at \\
+temperature 1, as the worker's host sees it; median of repeats. A worker's gRPC is not in it."""
 
 # Milliseconds of a forward pass: a row a batch (sequences), a column a number of tokens fed.
 [pass_ms]

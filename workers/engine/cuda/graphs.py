@@ -16,8 +16,8 @@ from workers.engine.cuda.layout import Layout, Shape, lay_out
 from workers.engine.cuda.staging import to_device
 from workers.engine.slices import Slice
 
-MAX_TOKENS = 256
-"""Most tokens of a captured step, padding included."""
+MAX_TOKENS = 320
+"""Most tokens of a captured step, padding included: trees of 32 nodes for 8 sequences are 264."""
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
 """A token and the windows 1, 2, 4, 8, ..."""
