@@ -2,7 +2,7 @@
 
 Ending it ends every process of that session, though its first may be long dead, and nothing else:
 a token in their environment tells ours from a later session that got the same number. This module
-does not import Ray.
+imports Ray nowhere but where it counts GPUs.
 """
 
 from __future__ import annotations
@@ -102,6 +102,13 @@ def is_listening(address: str) -> bool:
 def stay_on_loopback() -> None:
     """To be called before Ray is imported in a process that joins a head of ours."""
     os.environ[_LOOPBACK_ONLY] = "0"
+
+
+def gpus_here() -> int:
+    """The GPUs that a head on this host would find. Imports a part of Ray."""
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    return int(NvidiaGPUAcceleratorManager.get_current_node_num_accelerators())
 
 
 def free_ports(count: int) -> list[int]:

@@ -156,8 +156,8 @@ def start_own_head(config: Config, progress: Progress) -> ray_head.RayHead:
     And with this host's GPUs, where the configuration does not keep them out.
     """
     num_cores = len(own_cores())
-    shards = config.target.groups * config.target.tensor_parallel
-    gpus = shards if config.target.resources == "gpu" else 0  # Ray counts them, and refuses.
+    # "auto" takes what the head finds; what is asked for must be there before it starts.
+    gpus = ray_head.gpus_here() if config.target.resources == "gpu" else 0
     plan = plan_placement(config, [Node("local", num_cores, gpus)], enforce=False)
     progress("Ray: starting a local cluster")
     if plan.reserved_cpus > num_cores:
