@@ -4,7 +4,7 @@ The lean one computes what Llama, Mistral, Qwen2 and Qwen3 layers compute, out o
 loaded model, with a third of the operations. It is not a port: a model whose parts look otherwise,
 or whose logits come out otherwise on a probe, runs through its own code.
 
-Shapes: T tokens, N features, A heads of a token (queries, keys, values), D head size, V vocabulary.
+Shapes: T tokens, N features, D head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from workers.engine.attention import Step, StepContext
 from workers.engine.checkpoint import sliding_window_of
 from workers.engine.fusing import ProjectionPart
 from workers.engine.kv_cache import KVCache
+from workers.engine.layer_operations import (
+    AttentionLayer,
+    LayerOperations,
+    Rotation,
+    operations_for,
+)
 from workers.engine.linears import MIN_ROWS
 from workers.engine.slices import Slice
 from workers.engine.step_plan import make_plan
@@ -91,86 +97,82 @@ class _OtherLayoutError(Exception):
 class LeanForward:
     """Embedding, layers, final norm and LM head of a Llama-like model."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        """Raises _OtherLayoutError."""
+    def __init__(self, model: PreTrainedModel, operations: LayerOperations | None = None) -> None:
+        """`operations` None: those for the model's device. Raises _OtherLayoutError."""
         if sliding_window_of(model.config) is not None:
             raise _OtherLayoutError("sliding_window")  # The probe is too short to tell.
+        self._operations = operations or operations_for(model.device)
         base = _part(model, model.base_model_prefix)
         self._embed = _part(base, "embed_tokens")
         self._rotary = _part(base, "rotary_emb")
-        self._norm = _part(base, "norm")
+        self._norm = self._operations.add_and_norm(_part(base, "norm"))
         self._head = _part(model, "lm_head")
         self._layers = [
-            _LeanLayer(layer, index) for index, layer in enumerate(_part(base, "layers").children())
+            _LeanLayer(layer, index, self._operations)
+            for index, layer in enumerate(_part(base, "layers").children())
         ]
 
     def __call__(self, step: Step) -> Tensor:
         hidden_TN: Tensor = self._embed(step.token_ids_T)
         cos_1TD, sin_1TD = self._rotary(hidden_TN, step.position_ids_T[None])
-        cos_TAD, sin_TAD = self._rotation(cos_1TD[0], sin_1TD[0])
+        first = self._layers[0].attention
+        rotation = self._operations.rotation(cos_1TD[0], sin_1TD[0], first)
+        delta_TN: Tensor | None = None
         for layer in self._layers:
-            layer.run(hidden_TN, cos_TAD, sin_TAD, step)
-        kept_TN = self._norm(hidden_TN).index_select(0, step.logit_rows)
+            delta_TN = layer.run(hidden_TN, delta_TN, rotation, step)
+        kept_TN = self._norm(hidden_TN, delta_TN).index_select(0, step.logit_rows)
         logits_TV: Tensor = self._head(kept_TN)
         return logits_TV
-
-    def _rotation(self, cos_TD: Tensor, sin_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of a token's heads and of their swapped halves; values are not rotated."""
-        first = self._layers[0]
-        half = cos_TD.shape[1] // 2
-        signed_TD = torch.cat([-sin_TD[:, :half], sin_TD[:, half:]], dim=1)
-        shape = (cos_TD.shape[0], first.num_heads, cos_TD.shape[1])
-        cos_TAD, sin_TAD = cos_TD.new_ones(shape), cos_TD.new_zeros(shape)
-        cos_TAD[:, : first.num_rotated] = cos_TD[:, None]
-        sin_TAD[:, : first.num_rotated] = signed_TD[:, None]
-        return cos_TAD, sin_TAD
 
 
 class _LeanLayer:
     """One decoder layer: attention and gated feed-forward, each after a norm, each added."""
 
-    def __init__(self, layer: nn.Module, index: int) -> None:
-        self._index = index
+    def __init__(self, layer: nn.Module, index: int, operations: LayerOperations) -> None:
         attention, feed_forward = _part(layer, "self_attn"), _part(layer, "mlp")
-        self._input_norm = _part(layer, "input_layernorm").forward
-        self._middle_norm = _part(layer, "post_attention_layernorm").forward
+        self.attention = _attention_layer(attention, index)
+        self._input_norm = operations.add_and_norm(_part(layer, "input_layernorm"))
         self._project = _joined(attention, "q_proj", "k_proj", "v_proj")
+        self._attend = operations.attend(self.attention)
         self._output = _part(attention, "o_proj").forward
+        self._middle_norm = operations.add_and_norm(_part(layer, "post_attention_layernorm"))
         self._gate_and_up = _joined(feed_forward, "gate_proj", "up_proj")
-        self._activation = _part(feed_forward, "act_fn").forward
+        self._gate = operations.gate(_part(feed_forward, "act_fn"))
         self._down = _part(feed_forward, "down_proj").forward
-        self._head_norms: list[Any] = [
-            getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)
-        ]
-        self._head_size = int(_value(attention, "head_dim"))
-        self._scaling = float(_value(attention, "scaling"))
-        widths = [_part(attention, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
-        self._num_queries, self._num_keys, num_values = (w // self._head_size for w in widths)
-        self.num_rotated = self._num_queries + self._num_keys
-        self.num_heads = self.num_rotated + num_values
 
-    def run(self, hidden_TN: Tensor, cos_TAD: Tensor, sin_TAD: Tensor, step: Step) -> None:
-        """Add the layer's results to `hidden_TN`, in place."""
-        heads_TAD = self._project(self._input_norm(hidden_TN)).view(cos_TAD.shape)
-        if self._head_norms:
-            heads_TAD = self._normed(heads_TAD)
-        num_tokens, num_heads, head_size = heads_TAD.shape
-        swapped = heads_TAD.view(num_tokens, num_heads, 2, head_size // 2).flip(2)
-        swapped_TAD = swapped.view(cos_TAD.shape).mul_(sin_TAD)
-        heads_TAD.mul_(cos_TAD).add_(swapped_TAD)
-        attended = step.attend(heads_TAD, self._index, self._scaling)
-        hidden_TN.add_(self._output(attended.view(num_tokens, -1)))
-        gate_and_up = self._gate_and_up(self._middle_norm(hidden_TN))
-        gate, up = gate_and_up.chunk(2, dim=-1)
-        hidden_TN.add_(self._down(self._activation(gate).mul_(up)))
+    def run(
+        self, hidden_TN: Tensor, delta_TN: Tensor | None, rotation: Rotation, step: Step
+    ) -> Tensor:
+        """Add what is left of the layer before to `hidden_TN`, and this layer's attention.
 
-    def _normed(self, heads_TAD: Tensor) -> Tensor:
-        """Queries and keys normed head by head, as Qwen3 does."""
-        parts = heads_TAD.split(
-            [self._num_queries, self._num_keys, self.num_heads - self.num_rotated], dim=1
-        )
-        queries, keys = (norm(part) for norm, part in zip(self._head_norms, parts, strict=False))
-        return torch.cat([queries, keys, parts[2]], dim=1)
+        Returns what its feed-forward adds, which is left to the next norm.
+        """
+        rows = self._project(self._input_norm(hidden_TN, delta_TN))
+        attended_TN = self._output(self._attend(rows, rotation, step))
+        gate_and_up = self._gate_and_up(self._middle_norm(hidden_TN, attended_TN))
+        result_TN: Tensor = self._down(self._gate(gate_and_up))
+        return result_TN
+
+
+def _attention_layer(attention: nn.Module, index: int) -> AttentionLayer:
+    head_size = int(_value(attention, "head_dim"))
+    widths = [_part(attention, name).out_features for name in ("q_proj", "k_proj", "v_proj")]
+    num_queries, num_keys, num_values = (width // head_size for width in widths)
+    if num_keys != num_values:
+        raise _OtherLayoutError("v_proj")
+    head_norms = [
+        _part(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)
+    ]
+    if len(head_norms) == 1:
+        raise _OtherLayoutError("q_norm")
+    return AttentionLayer(
+        index=index,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        head_size=head_size,
+        scaling=float(_value(attention, "scaling")),
+        head_norms=tuple(head_norms),
+    )
 
 
 def _value(owner: object, name: str) -> Any:

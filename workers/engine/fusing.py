@@ -93,6 +93,16 @@ class NativeNorm(nn.Module):
         self._epsilon = epsilon
         self._shape = tuple(weight.shape)
 
+    @property
+    def weight(self) -> Tensor:
+        """What the rows are multiplied by."""
+        return self._weight
+
+    @property
+    def epsilon(self) -> float:
+        """What is added to the mean square."""
+        return self._epsilon
+
     def forward(self, rows: Tensor) -> Tensor:
         """Each row divided by its root mean square, times the weight."""
         return torch.rms_norm(rows, self._shape, self._weight, self._epsilon)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.cuda.attention import attend, attend_trees
-from workers.engine.cuda.kv_cache import PagedKV
+from workers.engine.cuda.kv_cache import LayerPages, PagedKV
 from workers.engine.cuda.layout import DeviceInputs
 
 
@@ -47,6 +47,15 @@ class DeviceStep:
     def logit_rows(self) -> Tensor:
         return self._logit_rows
 
+    @property
+    def slots_T(self) -> Tensor:
+        """Where each token's keys and values go; padding shares a slot. int64."""
+        return self._inputs.slots_T
+
+    def pages(self, layer: int) -> LayerPages:
+        """Where a layer's keys and values are."""
+        return self._cache.layers[layer]
+
     def attend(
         self,
         rows_TAD: Tensor,
@@ -61,11 +70,16 @@ class DeviceStep:
         Windows that matter, and caps, were refused when the model was loaded.
         """
         assert softcap is None, softcap
-        inputs, pages = self._inputs, self._cache.layers[layer]
+        pages = self.pages(layer)
         num_queries, num_keys = self._heads.num_queries, self._heads.num_keys
         query_TAD, keys_THD, values_THD = rows_TAD.split((num_queries, num_keys, num_keys), dim=1)
-        pages.keys_SHD.index_copy_(0, inputs.slots_T, keys_THD)
-        pages.values_SHD.index_copy_(0, inputs.slots_T, values_THD)
+        pages.keys_SHD.index_copy_(0, self.slots_T, keys_THD)
+        pages.values_SHD.index_copy_(0, self.slots_T, values_THD)
+        return self.attend_stored(query_TAD, layer, scaling)
+
+    def attend_stored(self, query_TAD: Tensor, layer: int, scaling: float) -> Tensor:
+        """Attend with keys and values that are stored already; return [T x query heads, D]."""
+        inputs, pages = self._inputs, self.pages(layer)
         parts: list[Tensor] = []
         num_chained = query_TAD.shape[0]
         if inputs.trees is not None:

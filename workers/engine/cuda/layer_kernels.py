@@ -1,0 +1,250 @@
+"""Triton kernels for what lies between the products of a layer, each in the place of several.
+
+Each rounds to the model's dtype wherever torch's operations do, so that the results are theirs but
+for sums of squares (another order), reciprocal roots and exponentials (another last bit). Every
+size but the number of rows is a constant of the compiled kernel, and the number of rows only says
+how many programs there are: a row's bits depend on that row alone.
+
+Shapes: T rows (tokens), N features, F features of the feed-forward, A heads of a token (queries,
+keys, values), D head size, H key/value heads, S slots. All tensors are contiguous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST_ROW = 32768
+"""Features of a row that add_and_norm takes: it keeps the row in one program's registers."""
+_MOST_WARPS = 16
+_ELEMENTS_OF_A_WARP = 256
+"""16 bytes of a 2-byte type for each thread: one load."""
+_HEADS_OF_A_PROGRAM = 8
+_GATES_OF_A_PROGRAM = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Weights [D] of the norms of queries and of keys, and what is added to the mean square."""
+
+    query_weight_D: Tensor
+    key_weight_D: Tensor
+    query_epsilon: float
+    key_epsilon: float
+
+
+def add_and_norm(
+    hidden_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, epsilon: float
+) -> Tensor:
+    """Add `delta_TN` to `hidden_TN`, in place; return the sum's RMS norm, times the weight.
+
+    The sum is rounded once, the norm of the rounded sum once more. N is at most LARGEST_ROW.
+    """
+    num_rows, size = hidden_TN.shape
+    assert size <= LARGEST_ROW, size
+    assert hidden_TN.is_contiguous()
+    assert weight_N.shape == (size,)
+    assert delta_TN is None or delta_TN.shape == hidden_TN.shape
+    normed_TN = torch.empty_like(hidden_TN)
+    block = triton.next_power_of_2(size)
+    _add_and_norm[(num_rows,)](
+        hidden_TN,
+        hidden_TN if delta_TN is None else delta_TN.contiguous(),
+        weight_N,
+        normed_TN,
+        epsilon,
+        SIZE=size,
+        BLOCK=block,
+        HAS_DELTA=delta_TN is not None,
+        num_warps=_warps_of(block),
+    )
+    return normed_TN
+
+
+def rotate_and_store(
+    heads_TAD: Tensor,
+    cos_TD: Tensor,
+    sin_TD: Tensor,
+    slots_T: Tensor,
+    keys_SHD: Tensor,
+    values_SHD: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:
+    """Rotate queries and keys, store keys and values in their slots, return the queries [T, Q, D].
+
+    With `norms`, queries and keys are normed before, head by head. `slots_T` is int64; where
+    several tokens have one slot, it is not said whose keys and values it holds.
+    """
+    num_tokens, num_heads, head_size = heads_TAD.shape
+    num_keys = keys_SHD.shape[1]
+    num_queries = num_heads - 2 * num_keys
+    assert num_queries > 0
+    assert head_size % 2 == 0
+    assert cos_TD.shape == sin_TD.shape == (num_tokens, head_size)
+    assert slots_T.shape == (num_tokens,)
+    assert slots_T.dtype == torch.int64
+    assert keys_SHD.shape == values_SHD.shape
+    assert keys_SHD.shape[2] == head_size
+    assert keys_SHD.is_contiguous()
+    assert values_SHD.is_contiguous()
+    queries_TQD = heads_TAD.new_empty((num_tokens, num_queries, head_size))
+    half_block = triton.next_power_of_2(head_size // 2)
+    _rotate_and_store[(num_tokens, triton.cdiv(num_heads, _HEADS_OF_A_PROGRAM))](
+        heads_TAD.contiguous(),
+        cos_TD.contiguous(),
+        sin_TD.contiguous(),
+        slots_T,
+        queries_TQD,
+        keys_SHD,
+        values_SHD,
+        heads_TAD if norms is None else norms.query_weight_D,
+        heads_TAD if norms is None else norms.key_weight_D,
+        0.0 if norms is None else norms.query_epsilon,
+        0.0 if norms is None else norms.key_epsilon,
+        NUM_QUERIES=num_queries,
+        NUM_KEYS=num_keys,
+        HALF=head_size // 2,
+        HALF_BLOCK=half_block,
+        HEADS=_HEADS_OF_A_PROGRAM,
+        HAS_NORMS=norms is not None,
+        num_warps=_warps_of(_HEADS_OF_A_PROGRAM * half_block),
+        # A product and a sum in one rounding would not be what torch computes in float32.
+        enable_fp_fusion=False,
+    )
+    return queries_TQD
+
+
+def gate(gate_and_up: Tensor) -> Tensor:
+    """SiLU of the gates times the ups: [T, 2 x F] in, [T, F] out."""
+    num_rows, both = gate_and_up.shape
+    assert both % 2 == 0
+    size = both // 2
+    gated_TF = gate_and_up.new_empty((num_rows, size))
+    block = min(_GATES_OF_A_PROGRAM, triton.next_power_of_2(size))
+    _gate[(num_rows, triton.cdiv(size, block))](
+        gate_and_up.contiguous(), gated_TF, SIZE=size, BLOCK=block, num_warps=_warps_of(block)
+    )
+    return gated_TF
+
+
+def _warps_of(elements: int) -> int:
+    return max(1, min(_MOST_WARPS, elements // _ELEMENTS_OF_A_WARP))
+
+
+@triton.jit
+def _add_and_norm(
+    hidden,
+    delta,
+    weight,
+    normed,
+    epsilon,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    places = tl.arange(0, BLOCK)
+    inside = places < SIZE
+    values = tl.load(hidden + row + places, mask=inside, other=0.0).to(tl.float32)
+    factors = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        added = tl.load(delta + row + places, mask=inside, other=0.0).to(tl.float32)
+        rounded = (values + added).to(hidden.dtype.element_ty)
+        tl.store(hidden + row + places, rounded, mask=inside)
+        values = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + epsilon)
+    result = (values * scale * factors).to(normed.dtype.element_ty)
+    tl.store(normed + row + places, result, mask=inside)
+
+
+@triton.jit
+def _rotate_and_store(
+    heads,
+    cos,
+    sin,
+    slots,
+    queries,
+    keys,
+    values,
+    query_weight,
+    key_weight,
+    query_epsilon,
+    key_epsilon,
+    NUM_QUERIES: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    """A few heads of one token, each as its first and its second half."""
+    NUM_ROTATED: tl.constexpr = NUM_QUERIES + NUM_KEYS
+    NUM_HEADS: tl.constexpr = NUM_ROTATED + NUM_KEYS
+    DTYPE: tl.constexpr = heads.dtype.element_ty
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    place = tl.arange(0, HALF_BLOCK)[None, :]
+    inside = (head < NUM_HEADS) & (place < HALF)
+    slot = tl.load(slots + token)
+    own = heads + token * (NUM_HEADS * 2 * HALF) + head * (2 * HALF) + place
+    first = tl.load(own, mask=inside, other=0.0)
+    second = tl.load(own + HALF, mask=inside, other=0.0)
+    turn = token * (2 * HALF) + place
+    # Read by each head, though one would do: so they lie in the threads as the heads do.
+    first_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
+    second_cos = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+    first_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
+    second_sin = tl.load(sin + turn + HALF, mask=inside, other=0.0).to(tl.float32)
+    left, right = first.to(tl.float32), second.to(tl.float32)
+    if HAS_NORMS:
+        is_query = head < NUM_QUERIES
+        squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
+        epsilon = tl.where(is_query, query_epsilon, key_epsilon)
+        scale = tl.rsqrt(squares[:, None] / (2 * HALF) + epsilon)
+        query_left = tl.load(query_weight + place, mask=inside, other=0.0).to(tl.float32)
+        query_right = tl.load(query_weight + place + HALF, mask=inside, other=0.0).to(tl.float32)
+        key_left = tl.load(key_weight + place, mask=inside, other=0.0).to(tl.float32)
+        key_right = tl.load(key_weight + place + HALF, mask=inside, other=0.0).to(tl.float32)
+        left = left * scale * tl.where(is_query, query_left, key_left)
+        right = right * scale * tl.where(is_query, query_right, key_right)
+        left = left.to(DTYPE).to(tl.float32)
+        right = right.to(DTYPE).to(tl.float32)
+    # Rounded after each operation, as torch's are.
+    kept = (left * first_cos).to(DTYPE).to(tl.float32)
+    crossed = (right * -first_sin).to(DTYPE).to(tl.float32)
+    turned_left = (kept + crossed).to(DTYPE)
+    kept = (right * second_cos).to(DTYPE).to(tl.float32)
+    crossed = (left * second_sin).to(DTYPE).to(tl.float32)
+    turned_right = (kept + crossed).to(DTYPE)
+
+    query_at = queries + token * (NUM_QUERIES * 2 * HALF) + head * (2 * HALF) + place
+    tl.store(query_at, turned_left, mask=inside & (head < NUM_QUERIES))
+    tl.store(query_at + HALF, turned_right, mask=inside & (head < NUM_QUERIES))
+    in_slot = slot * (NUM_KEYS * 2 * HALF) + place
+    is_key = inside & (head >= NUM_QUERIES) & (head < NUM_ROTATED)
+    key_at = keys + in_slot + (head - NUM_QUERIES) * (2 * HALF)
+    tl.store(key_at, turned_left, mask=is_key)
+    tl.store(key_at + HALF, turned_right, mask=is_key)
+    is_value = inside & (head >= NUM_ROTATED)
+    value_at = values + in_slot + (head - NUM_ROTATED) * (2 * HALF)
+    tl.store(value_at, first, mask=is_value)
+    tl.store(value_at + HALF, second, mask=is_value)
+
+
+@triton.jit
+def _gate(gate_and_up, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of one row."""
+    DTYPE: tl.constexpr = gated.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < SIZE
+    own = gate_and_up + row * (2 * SIZE) + places
+    gates = tl.load(own, mask=inside, other=0.0).to(tl.float32)
+    ups = tl.load(own + SIZE, mask=inside, other=0.0).to(tl.float32)
+    activated = (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
+    tl.store(gated + row * SIZE + places, (activated * ups).to(DTYPE), mask=inside)
