@@ -1,0 +1,274 @@
+"""The kernels between a layer's products give what torch's operations give, row by row."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.activations import SiLUActivation
+
+from tests.tiny import Architecture, make_tiny_checkpoint
+from tests.workers.engine.cuda.engines import DEVICES, make_engine
+from tests.workers.engine.cuda.rounding import rounded  # noqa: F401
+from tests.workers.engine.trees import random_tree
+from workers.engine import layer_operations
+from workers.engine.cuda import layer_kernels
+from workers.engine.cuda.kernel_operations import KernelOperations
+from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
+from workers.engine.cuda.layer_kernels import HeadNorms
+from workers.engine.cuda.layout import exact_shape, lay_out, read_inputs
+from workers.engine.cuda.step import DeviceStep, Heads
+from workers.engine.forward import LeanForward
+from workers.engine.fusing import NativeNorm
+from workers.engine.layer_operations import AttentionLayer, LayerOperations
+from workers.engine.slices import Slice
+
+pytestmark = pytest.mark.usefixtures("rounded")
+
+DTYPES = [torch.float32, torch.bfloat16]
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+"""Of a value: one unit of the last place of bfloat16, some of float32."""
+EPSILON = 1e-5
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton's interpreter, which a CPU needs, is for machines without a GPU")
+    return str(request.param)
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    result: torch.dtype = request.param
+    return result
+
+
+def draw(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+def near(result: Tensor, expected: Tensor) -> bool:
+    """All within a rounding; of bfloat16, nearly all equal."""
+    bound = ROUNDING[expected.dtype] * expected.double().abs() + 1e-30
+    all_near = bool(((result.double() - expected.double()).abs() <= bound).all())
+    return all_near and (
+        result.dtype == torch.float32 or float((result != expected).double().mean()) < 0.01
+    )
+
+
+@pytest.mark.parametrize("size", [8, 48, 96, 1000, 4096, 5120, 8192, 16384])
+def test_sums_are_torchs_and_norms_within_a_rounding(
+    size: int, device: str, dtype: torch.dtype
+) -> None:
+    hidden, delta = (draw(5, size, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
+    hidden[3] = 0.0
+    norm = NativeNorm(draw(size, device=device, dtype=dtype, seed=3), EPSILON)
+    kernels, plain = (one().add_and_norm(norm) for one in (KernelOperations, LayerOperations))
+    for added in (None, delta):
+        mine, theirs = hidden.clone(), hidden.clone()
+        result, expected = kernels(mine, added), plain(theirs, added)
+        assert torch.equal(mine, theirs)
+        assert near(result, expected)
+    sums = hidden.double() + delta.double()
+    exact = sums * torch.rsqrt(sums.square().mean(1, keepdim=True) + EPSILON)
+    assert torch.allclose(
+        result.double(), exact * norm.weight.double(), rtol=0, atol=8 * ROUNDING[dtype]
+    )
+
+
+@pytest.mark.parametrize("size", [8, 112, 1024, 1368, 14336])
+def test_gates_are_torchs_within_a_rounding(size: int, device: str, dtype: torch.dtype) -> None:
+    both = draw(5, 2 * size, device=device, dtype=dtype) * 4
+    both[2, :size] = -85.0
+    kernels, plain = (one().gate(SiLUActivation()) for one in (KernelOperations, LayerOperations))
+    result, expected = kernels(both.clone()), plain(both.clone())
+    assert result.shape == (5, size)
+    assert near(result, expected)
+
+
+def make_step(
+    slices: list[Slice], layer: AttentionLayer, device: str, dtype: torch.dtype
+) -> tuple[DeviceStep, PagedKV]:
+    """A step over pages of its own; two tokens of padding share a slot at its end."""
+    cache = PagedKV(
+        num_layers=2,
+        num_heads=layer.num_keys,
+        head_size=layer.head_size,
+        num_blocks=4,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+    layout = lay_out(
+        slices, exact_shape(slices), table_pages=2, scratch_block=cache.scratch_block, even=False
+    )
+    inputs = read_inputs(torch.from_numpy(layout.array).to(device), layout, table_pages=2)
+    heads = Heads(layer.num_queries, layer.num_keys)
+    return DeviceStep(inputs, torch.arange(1, device=device), cache, heads), cache
+
+
+def rotary_factors(num_tokens: int, head_size: int, device: str, dtype: torch.dtype) -> Any:
+    angles = draw(num_tokens, head_size // 2, device=device, dtype=torch.float32, seed=9) * 10
+    twice = torch.cat([angles, angles], dim=1)
+    return twice.cos().to(dtype), twice.sin().to(dtype)
+
+
+SLICES = [Slice([2, 0], 250, [1] * 9, 0), Slice([1], 0, [1], 1), Slice([3], 4, [1, 1], 0)]
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys", "head_size"),
+    [(6, 2, 8), (1, 1, 2), (14, 2, 64), (9, 3, 80), (32, 8, 128), (2, 1, 256)],
+)
+def test_keys_values_and_outputs_have_torchs_bits(
+    num_queries: int, num_keys: int, head_size: int, device: str, dtype: torch.dtype
+) -> None:
+    """Into pages that are no neighbours, and nowhere else."""
+    layer = AttentionLayer(1, num_queries, num_keys, head_size, scaling=0.3)
+    rows = draw(12, layer.num_heads * head_size, device=device, dtype=dtype)
+    cos, sin = rotary_factors(12, head_size, device, dtype)
+    results = []
+    for operations in (KernelOperations(), LayerOperations()):
+        step, cache = make_step(SLICES, layer, device, dtype)
+        rotation = operations.rotation(cos, sin, layer)
+        attended = operations.attend(layer)(rows.clone(), rotation, step)
+        results.append((attended, *(cache.layers[1].keys_SHD, cache.layers[1].values_SHD)))
+        assert not cache.layers[0].keys_SHD.any()
+    for mine, theirs in zip(*results, strict=True):
+        assert torch.equal(mine, theirs)
+        assert bool(theirs.any())
+
+
+def test_bits_tell_where_it_is_rounded(device: str) -> None:
+    """Negative control of the test above: rounded once, other bits."""
+    layer = AttentionLayer(1, 2, 1, 64, scaling=0.3)
+    rows = draw(12, 4 * 64, device=device, dtype=torch.bfloat16)
+    cos, sin = rotary_factors(12, 64, device, torch.bfloat16)
+    step, cache = make_step(SLICES, layer, device, torch.bfloat16)
+    KernelOperations().attend(layer)(rows, (cos, sin), step)
+    keys = rows.view(12, 4, 64)[:, 2].float()
+    swapped = torch.cat([-keys[:, 32:], keys[:, :32]], dim=1)
+    once = (keys * cos.float() + swapped * sin.float()).to(torch.bfloat16)
+    stored = cache.layers[1].keys_SHD[step.slots_T, 0]
+    assert 0 < int((stored != once).sum()) < stored.numel() // 2
+    assert torch.allclose(stored.float(), once.float(), rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_norms_of_heads(native: bool, device: str, dtype: torch.dtype) -> None:
+    """In the kernel, and by modules of another kind before it."""
+    kinds = [NativeNorm(1 + draw(64, device=device, dtype=dtype, seed=s), EPSILON) for s in (5, 6)]
+    norms = tuple(kinds) if native else tuple(torch.nn.Sequential(norm) for norm in kinds)
+    layer = AttentionLayer(1, 6, 2, 64, scaling=0.3, head_norms=norms)
+    rows = draw(12, 10 * 64, device=device, dtype=dtype)
+    cos, sin = rotary_factors(12, 64, device, dtype)
+    stored = []
+    for operations in (KernelOperations(), LayerOperations()):
+        step, cache = make_step(SLICES, layer, device, dtype)
+        operations.attend(layer)(rows.clone(), operations.rotation(cos, sin, layer), step)
+        pages = cache.layers[1]
+        stored.append((pages.keys_SHD[step.slots_T], pages.values_SHD[step.slots_T]))
+    (mine, values), (theirs, expected) = stored
+    assert torch.equal(values, expected)
+    # A unit of the norm's rounding, then turned: of the largest, as a sum can be near zero.
+    bound = 2 * ROUNDING[dtype] * float(theirs.abs().max())
+    assert float((mine - theirs).abs().max()) <= (bound if native else 0.0)
+    assert float((mine != theirs).double().mean()) < (0.5 if dtype == torch.float32 else 0.01)
+
+
+def rotate(rows: Tensor, norms: HeadNorms | None) -> Tensor:
+    """Queries, keys and values after the kernel, token by token."""
+    num_tokens = rows.shape[0]
+    factors = draw(64, 64, device=str(rows.device), dtype=rows.dtype, seed=4)
+    keys, values = (rows.new_zeros(PAGE_SIZE, 2, 64) for _ in range(2))
+    slots = torch.arange(num_tokens, device=rows.device) + 3
+    queries = layer_kernels.rotate_and_store(
+        rows.view(num_tokens, 9, 64), factors[:num_tokens], factors[:num_tokens], slots, keys,
+        values, norms,
+    )  # fmt: skip
+    return torch.cat([queries, keys[slots], values[slots]], dim=1)
+
+
+def test_a_row_does_not_depend_on_how_many_there_are(device: str, dtype: torch.dtype) -> None:
+    weight = draw(64, device=device, dtype=dtype, seed=1)
+    wide = draw(9 * 64, device=device, dtype=dtype, seed=2)
+    norms = HeadNorms(weight, weight, EPSILON, EPSILON)
+    operations: list[Callable[[Tensor], Tensor]] = [
+        lambda rows: layer_kernels.add_and_norm(rows.clone(), None, wide, EPSILON),
+        lambda rows: layer_kernels.add_and_norm(rows.clone(), rows, wide, EPSILON),
+        lambda rows: rotate(rows, None),
+        lambda rows: rotate(rows, norms),
+        layer_kernels.gate,
+    ]
+    rows = draw(64, 9 * 64, device=device, dtype=dtype, seed=3)
+    for run in operations:
+        whole = run(rows)
+        for count in (1, 3):
+            assert torch.equal(run(rows[:count]), whole[:count])
+        changed = rows.clone()
+        changed[1:] = 7.0
+        assert torch.equal(run(changed)[:1], whole[:1])
+        changed[0, 5] += 1.0
+        assert not torch.equal(run(changed)[:1], whole[:1])
+
+
+def test_padding_may_share_a_slot(device: str) -> None:
+    """It holds some token's keys and values, and no other slot is touched."""
+    rows = draw(12, 4, 16, device=device, dtype=torch.float32)
+    still, keys, values = rows.new_zeros(12, 16), rows.new_zeros(8, 1, 16), rows.new_zeros(8, 1, 16)
+    slots = torch.tensor([1] + [5] * 11, device=device)
+    queries = layer_kernels.rotate_and_store(rows, still + 1, still, slots, keys, values)
+    assert torch.equal(queries, rows[:, :2])
+    assert torch.equal(keys[1], rows[0, 2:3])
+    for stored, given in ((keys[5, 0], rows[1:, 2]), (values[5, 0], rows[1:, 3])):
+        assert bool(torch.isin(stored, given).all())
+    assert not keys[[0, 2, 3, 4, 6, 7]].any()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_a_model_with_kernels_gives_the_logits_of_one_without(
+    architecture: Architecture,
+    device: str,
+    dtype: torch.dtype,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompt, window and tree; and the probe takes them."""
+    folder = make_tiny_checkpoint(tmp_path, architecture=architecture)
+    tree = random_tree(1, prefix_length=20, num_nodes=6, vocab_size=384)
+    rows: list[Tensor] = []
+    for can in (True, False):
+        monkeypatch.setattr(layer_operations, "can_run_kernels", lambda _, can=can: can)
+        # On a CPU the self-test would take long here, and says nothing of a GPU.
+        engine = make_engine(folder, device, dtype=dtype, batch_invariant=device == "cuda")
+        prompt = engine.step([Slice([1], 0, list(range(3, 30)), 2), Slice([3], 0, tree.prefix, 0)])
+        window = engine.step([Slice([1], 27, [5, 6, 7], 3), Slice([2], 0, [9], 1)])
+        nodes = engine.step([tree.piece([3], 19, 6, 7)])
+        rows.append(torch.cat([prompt, window, nodes]))
+        assert isinstance(engine._forward, LeanForward)
+        assert isinstance(engine._forward._operations, KernelOperations) is can
+        if device == "cuda" and dtype == torch.bfloat16:
+            assert engine.batch_invariant
+    bound = 1e-5 if dtype == torch.float32 else 0.03
+    assert float((rows[0] - rows[1]).abs().max()) <= bound * float(rows[1].abs().max())
+
+
+def test_all_compile_for_a_gpu() -> None:
+    """The interpreter, which the other tests use where there is no GPU, takes more than that."""
+    environment = {name: it for name, it in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.workers.engine.cuda.compiling"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
