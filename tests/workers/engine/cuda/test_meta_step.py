@@ -25,8 +25,9 @@ from tests.workers.engine.cuda.kernel_contract import DeviceAlone, check_call
 from tests.workers.engine.trees import random_tree
 from workers.engine import attention as attention_interface
 from workers.engine.attention import Step
-from workers.engine.cuda import attention
+from workers.engine.cuda import attention, layer_kernels
 from workers.engine.cuda.graphs import SMALLEST_TREE, bucket_of, chain_buckets
+from workers.engine.cuda.kernel_operations import KernelOperations
 from workers.engine.cuda.kv_cache import PagedKV
 from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
@@ -49,6 +50,7 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 Forwards = tuple[Callable[[Step], Tensor], ...]
+BETWEEN_PRODUCTS = ("_add_and_norm", "_rotate_and_store", "_gate")
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +59,28 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "can_use_kernel", lambda *_: True)
 
 
+class Kernel:
+    """In the place of one of ours, which have no meta implementation: its launches are noted."""
+
+    def __init__(self, name: str, launched: list[str]) -> None:
+        self._name = name
+        self._launched = launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *_, **__: self._launched.append(self._name)
+
+
+@pytest.fixture(autouse=True)
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of our kernels between products, as they are launched."""
+    names: list[str] = []
+    for name in BETWEEN_PRODUCTS:
+        monkeypatch.setattr(layer_kernels, name, Kernel(name, names))
+    return names
+
+
 def make_forwards(config: Config, *, batch_invariant: bool) -> Forwards:
-    """Both ways to run a model whose tensors are nowhere."""
+    """All ways to run a model whose tensors are nowhere: its own, torch's, and with kernels."""
     attention_interface.register()
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=attention_interface.NAME, dtype=torch.bfloat16
@@ -70,7 +92,11 @@ def make_forwards(config: Config, *, batch_invariant: bool) -> Forwards:
     for module in model.modules():
         if isinstance(module, NativeNorm):
             module._weight = module._weight.to(META)
-    return hugging_face_forward(model), LeanForward(model)
+    return (
+        hugging_face_forward(model),
+        LeanForward(model),
+        LeanForward(model, KernelOperations()),
+    )
 
 
 def make_step(layout: Layout) -> DeviceStep:
@@ -123,8 +149,27 @@ def test_steps_need_nothing_from_the_host(config: Config, batch_invariant: bool)
                 assert len(watched.calls) == parts * LAYERS
 
 
+@pytest.mark.parametrize("config", [LlamaConfig(**SIZES), Qwen3Config(**SIZES)])
+def test_four_kernels_a_layer_between_products(config: Config, launched: list[str]) -> None:
+    """And no operation of torch beside them that computes or copies."""
+    forward = make_forwards(config, batch_invariant=True)[2]
+    slices = steps()["chains"]
+    shape = bucket_of(exact_shape(slices), fixed_rows=FIXED_ROWS)
+    assert shape is not None
+    layout = lay_out(slices, shape, table_pages=PAGES, scratch_block=BLOCKS, even=True)
+    step = make_step(layout)
+    launched.clear()
+    with torch.inference_mode(), DeviceAlone() as watched:
+        forward(step)
+    norm, rotate, gate = BETWEEN_PRODUCTS
+    assert launched == [norm, rotate, norm, gate] * LAYERS + [norm]
+    first, last = (watched.names.index(name) for name in ("linear", "index_select"))
+    views = {"slice", "reshape", "view", "split_with_sizes", "new_empty", "empty_like"}
+    assert set(watched.names[first:last]) == views | {"linear", "_varlen_attn"}
+
+
 def test_every_captured_shape_keeps_to_the_kernel() -> None:
-    _, forward = make_forwards(
+    _, forward, _ = make_forwards(
         LlamaConfig(**SIZES | {"num_hidden_layers": 1}), batch_invariant=True
     )
     for shape in (*chain_buckets(max_num_seqs=64, fixed_rows=FIXED_ROWS), SMALLEST_TREE):
