@@ -8,15 +8,31 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
+import os
+import shutil
 
 import torch
 
+_log = logging.getLogger(__name__)
+_AMPERE = (8, 0)
+"""Compute capability that the kernels are written for."""
+
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Whether tensors of this device can be given to our kernels."""
-    return device.type == "cuda" and _has_triton()
+    """Whether tensors of this device can be given to our kernels. Says once in the log why not."""
+    return device.type == "cuda" and _obstacle(device) is None
 
 
 @functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _obstacle(device: torch.device) -> str | None:
+    obstacle = None
+    if importlib.util.find_spec("triton") is None:
+        obstacle = "Triton is not installed"
+    elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        obstacle = "Triton needs a C compiler (gcc, clang or what CC names), and there is none"
+    elif torch.cuda.get_device_capability(device) < _AMPERE:
+        obstacle = "the GPU is older than Ampere"
+    if obstacle is not None:
+        _log.warning("our GPU kernels do not run, torch's take their place: %s", obstacle)
+    return obstacle
