@@ -1,63 +1,65 @@
-"""Compiles each kernel of noise_kernel.py for an H100, without one; not for the interpreter.
+"""Compiles for an H100, without one, what choose_by_kernels would launch; not for the interpreter.
 
     python -m tests.workers.verification.compile_noise_kernels
 
-The types are those of choose_by_kernels; V has several blocks, and rows that begin at 16 bytes.
+A line for each kernel: its name, how many variants of it numbers of rows and samplings lead to, and
+the loads of 16 bytes of the last.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
 
-from workers.verification import noise_kernel
+from paceline.sampling import SamplingParams, SequenceSpec
+from workers.row_params import Row, pack_rows
+from workers.verification.noise_kernel import choose_by_kernels
 
 VOCAB = 128_256
-CONSTANTS = {"V": VOCAB, "BLOCK": noise_kernel.BLOCK, "PADDED": 64, "INTERPRETED": False}
-TYPES = {
-    "logits": "*fp32",
-    "stride": "i32",
-    "log_weights": "*fp32",
-    "weights": "*fp64",
-    "keys": "*i64",
-    "likeliest": "*i64",
-    "drawn": "*i64",
-    "words": "*i64",
-    "words_stride": "i32",
-    "positions": "*i64",
-    "sample_indices": "*i64",
-    "temperatures": "*fp32",
-    "greedy": "*i1",
-    "top_k": "*i64",
-    "top_p": "*fp64",
-    "log_min_p": "*fp32",
-    "num_below": "*i64",
-    "sorted_ids": "*i64",
-    "token_ids": "*i32",
-    "largest": "*fp32",
-    "num_blocks": "i32",
-}
-ALIGNED = ("logits", "stride", "log_weights", "weights", "keys", "likeliest", "drawn", "sorted_ids")
+CPU = torch.device("cpu")
 
 
-def compiled_ptx(kernel: triton.JITFunction, num_warps: int) -> str:
-    names = kernel.arg_names
-    source = ASTSource(
-        fn=kernel,
-        signature={name: TYPES.get(name, "constexpr") for name in names},
-        constexprs={name: CONSTANTS[name] for name in names if name not in TYPES},
-        attrs={
-            (names.index(name),): [["tt.divisibility", 16]] for name in names if name in ALIGNED
-        },
-    )
-    target = GPUTarget("cuda", 90, 32)
-    return str(triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"])
+class NoDevice:
+    """What Triton asks of a driver before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def main() -> None:
+    compiled: dict[str, dict[int, Any]] = defaultdict(dict)
+
+    def compile_only(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def call(*args: object, **options: object) -> None:
+            made = kernel.warmup(*args, grid=grid, **options)
+            compiled[kernel.__name__][id(made)] = made
+
+        return call
+
+    triton.runtime.driver.set_active(NoDevice())
+    JITFunction.__getitem__ = compile_only
+    samplings = (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.9))
+    for count in (1, 2, 3, 16):
+        for sampling in samplings:
+            rows = [Row(SequenceSpec(sampling, 1, 1), [1])] * count
+            params = pack_rows(rows, vocab_size=VOCAB, device=CPU)
+            choose_by_kernels(torch.zeros(count, VOCAB), params)
+    for name, variants in compiled.items():
+        ptx = list(variants.values())[-1].asm["ptx"]
+        print(name, len(variants), ptx.count("ld.global.v4.b32"))  # noqa: T201
 
 
 if __name__ == "__main__":
-    for name, kernel in vars(noise_kernel).items():
-        if name.endswith("_kernel"):
-            ptx = compiled_ptx(kernel, num_warps=1 if name == "_finish_kernel" else 4)
-            wide = ptx.count("ld.global.v4.b32")
-            print(f"{name}: {wide} loads of 16 bytes")  # noqa: T201
+    main()

@@ -208,7 +208,7 @@ def test_noise_is_that_of_numpy(device: str) -> None:
     np.testing.assert_allclose(noise_RV.cpu().numpy(), gumbel(expected_RV), rtol=2e-6, atol=5e-7)
 
 
-def test_kernels_compile_and_read_sixteen_bytes_at_once(tmp_path: Path) -> None:
+def test_kernels_compile_once_and_read_sixteen_bytes_at_once(tmp_path: Path) -> None:
     """The interpreter forgives what the compiler refuses; it needs no GPU, but its own process."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
@@ -219,6 +219,7 @@ def test_kernels_compile_and_read_sixteen_bytes_at_once(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    loads = dict(line.split(": ") for line in done.stdout.splitlines())
-    assert {name for name in vars(noise_kernel) if name.endswith("_kernel")} == set(loads)
-    assert {name for name, found in loads.items() if found.startswith("0 ")} == {"_finish_kernel"}
+    found = {name: counts for name, *counts in map(str.split, done.stdout.splitlines())}
+    kernels = {name for name in vars(noise_kernel) if name.endswith("_kernel")}
+    # A thread of 128 reads 16 of 2048 tokens. The last kernel reads keys, which are few.
+    assert found == {name: ["1", "0" if name == "_finish_kernel" else "4"] for name in kernels}
