@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.rules import Rule
+from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.staging import to_device, to_host
 from workers.kernels import can_run_kernels
 from workers.row_params import Row, needs_room, pack_rows
@@ -90,6 +91,14 @@ def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tenso
 def _choose(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     params = pack_rows(rows, vocab_size=logits_RV.shape[1], device=logits_RV.device)
     return choose_rows(logits_RV, params)
+
+
+def make_ready(vocab_size: int, device: torch.device) -> None:
+    """Choose a token in each way: kernels are compiled then, and not by a first request."""
+    logits_1V = torch.zeros(1, vocab_size, device=device)
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
+        row = Row(SequenceSpec(sampling, seed=0, prompt_length=1), [0])
+        to_host(*choose_tokens(logits_1V, [row]))
 
 
 class ChosenTokens:
