@@ -120,15 +120,21 @@ def _pack_adjustments(
             masked += [(index, one) for one in sorted(end_ids) if one < vocab_size]
     if not of_row and not masked:
         return None
-    bias_E, repetition_E, subtracted_E = to_device(np.concatenate(numbers, axis=1), device)
     entries_2E = np.stack([np.array(of_row, dtype=np.int64), np.concatenate(ids)])
     masked_2M = np.array(masked, dtype=np.int64).reshape(-1, 2).T
+    numbers_F = np.concatenate(numbers, axis=1).ravel()
+    # In one copy, as words of 64 bits.
+    whole = np.concatenate((entries_2E.ravel(), masked_2M.ravel()))
+    real = np.pad(numbers_F, (0, numbers_F.size % 2)).view(np.int64)
+    packed = to_device(np.concatenate((whole, real)), device)
+    first = entries_2E.size
+    real_3E = packed[whole.size :].view(torch.float32)[: numbers_F.size].view(3, -1)
     return Adjustments(
-        to_device(entries_2E, device),
-        bias_E,
-        repetition_E,
-        subtracted_E,
-        to_device(masked_2M, device),
+        packed[:first].view(2, -1),
+        real_3E[0],
+        real_3E[1],
+        real_3E[2],
+        packed[first : whole.size].view(2, -1),
     )
 
 

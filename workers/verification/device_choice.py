@@ -90,15 +90,18 @@ def choose_by_torch(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]
 def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
     """Each step capped at the largest float32: a huge bias must not become an infinity."""
     logits_RV = logits_RV.clone()
-    row_E, id_E = changes.entries_2E
-    values_E = (logits_RV[row_E, id_E] + changes.bias_E).clamp_max_(_FLOAT32.max)
-    penalty_E = changes.repetition_E
-    values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
-    values_E = values_E.clamp_max_(_FLOAT32.max) - changes.subtracted_E
-    logits_RV[row_E, id_E] = values_E.clamp_max_(_FLOAT32.max)
-    masked_row_M, masked_id_M = changes.masked_2M
-    ruled_out_M = torch.full_like(masked_id_M, -torch.inf, dtype=logits_RV.dtype)
-    return logits_RV.index_put_((masked_row_M, masked_id_M), ruled_out_M)
+    if changes.entries_2E.numel():
+        row_E, id_E = changes.entries_2E
+        values_E = (logits_RV[row_E, id_E] + changes.bias_E).clamp_max_(_FLOAT32.max)
+        penalty_E = changes.repetition_E
+        values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
+        values_E = values_E.clamp_max_(_FLOAT32.max) - changes.subtracted_E
+        logits_RV[row_E, id_E] = values_E.clamp_max_(_FLOAT32.max)
+    if changes.masked_2M.numel():
+        masked_row_M, masked_id_M = changes.masked_2M
+        ruled_out_M = torch.full_like(masked_id_M, -torch.inf, dtype=logits_RV.dtype)
+        logits_RV.index_put_((masked_row_M, masked_id_M), ruled_out_M)
+    return logits_RV
 
 
 def _kept(log_weights_RV: Tensor, rows: RowParams) -> Tensor:
