@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from paceline.rules import Rule
+from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.staging import to_device, to_host
-from workers.row_params import Row, pack_rows
+from workers.kernels import can_run_kernels
+from workers.row_params import Row, needs_room, pack_rows
 from workers.target_session import VerdictTask
 from workers.verification.candidates import CandidateTree
 from workers.verification.coupled import Place, end_of, follow
@@ -26,8 +28,9 @@ from workers.verification.verdict import Verdict
 from workers.verification.verify import Window, verify_batch
 
 ROWS_AT_ONCE = 64
-"""Rows for which tokens are chosen together. Noise and cuts take up to some hundred bytes for each
-entry of the vocabulary and row, which no profile run has seen."""
+"""Rows for which tokens are chosen together where that takes memory. Cuts, adjusted logits and the
+noise in torch take up to some hundred bytes for each entry of the vocabulary and row, which no
+profile run has seen."""
 
 
 def device_verdicts(
@@ -73,9 +76,11 @@ def _pick(logits_TV: Tensor, rows: list[int]) -> Tensor:
 
 def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     """The coupled rule's token of each row, and the row's largest logit, still on the device."""
+    spares = can_run_kernels(logits_RV.device) and not needs_room(rows, logits_RV.shape[1])
+    size = len(rows) if spares else ROWS_AT_ONCE
     parts = [
-        _choose(logits_RV[first : first + ROWS_AT_ONCE], rows[first : first + ROWS_AT_ONCE])
-        for first in range(0, len(rows), ROWS_AT_ONCE)
+        _choose(logits_RV[first : first + size], rows[first : first + size])
+        for first in range(0, len(rows), size)
     ]
     if len(parts) == 1:
         return parts[0]
@@ -85,8 +90,15 @@ def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tenso
 
 def _choose(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
     params = pack_rows(rows, vocab_size=logits_RV.shape[1], device=logits_RV.device)
-    token_ids_R, largest_R = choose_rows(logits_RV, params)
-    return token_ids_R.to(torch.int32), largest_R
+    return choose_rows(logits_RV, params)
+
+
+def make_ready(vocab_size: int, device: torch.device) -> None:
+    """Choose a token in each way: kernels are compiled then, and not by a first request."""
+    logits_1V = torch.zeros(1, vocab_size, device=device)
+    for sampling in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
+        row = Row(SequenceSpec(sampling, seed=0, prompt_length=1), [0])
+        to_host(*choose_tokens(logits_1V, [row]))
 
 
 class ChosenTokens:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from workers.device_verdicts import make_ready
 from workers.engine.device import Device
-from workers.engine.open import AnyEngine, open_engine
+from workers.engine.open import AnyEngine, device_of, open_engine
 from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.weight_form import Dtype, WeightForm
@@ -42,5 +45,9 @@ async def load_engine(
         progress=progress,
     )
     engine = await in_own_thread(load, threads=threads)
+    where = torch.device(device_of(device))
+    if where.type == "cuda":
+        ready = partial(make_ready, int(engine.info.vocab_size), where)
+        await in_own_thread(ready, threads=threads)
     spare_what_is_there()
     return engine

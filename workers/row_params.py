@@ -1,4 +1,4 @@
-"""What the rows of a step are sampled with, packed into a few arrays and sent to the device."""
+"""What the rows of a step are sampled with, packed into one array and sent to the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workers.verification.device_choice import Adjustments, RowParams
 from workers.verification.device_noise import key_words
 from workers.verification.distribution import depends_on_tokens
 
-_FLOAT32 = np.finfo(np.float32)
+_TINY = float(np.finfo(np.float32).tiny)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +32,70 @@ class Row:
         return len(self.prefix) + len(self.path)
 
 
+def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
+    """Whether some row's choice takes memory in proportion to the vocabulary, even by kernels."""
+    return any(
+        _adjusts(spec.sampling) or _filters(spec.sampling, vocab_size)
+        for spec in _distinct(rows).values()
+    )
+
+
 def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
-    """The parameters of all rows, in their order, on the device. Raises nothing."""
-    sampled = [row.spec.sampling for row in rows]
-    keys = np.array([key_words(row.spec.seed) for row in rows], dtype=np.int64)
-    whole = np.stack(
-        [
-            np.array([one.greedy for one in sampled], dtype=np.int64),
-            np.array([one.top_k or vocab_size for one in sampled], dtype=np.int64),
-            keys[:, 0],
-            keys[:, 1],
-            np.array([row.position for row in rows], dtype=np.int64),
-            np.array([row.spec.sample_index for row in rows], dtype=np.int64),
-        ]
-    )
-    real = np.array([_reals(one) for one in sampled], dtype=np.float64).T
-    whole_6R = to_device(whole, device)
-    real_3R = to_device(real, device)
+    """The parameters of all rows, in their order, on the device. Raises nothing.
+
+    One copy to the device, of which every tensor is a view: copies and casts would each cost the
+    host more than the device takes for a choice. The rows of a sequence share its spec.
+    """
+    specs = _distinct(rows)
+    sampled = [spec.sampling for spec in specs.values()]
+    places = {identity: place for place, identity in enumerate(specs)}
+    place_R = np.array([places[id(row.spec)] for row in rows])
+    whole_S4 = [
+        (*key_words(spec.seed), spec.sampling.top_k or vocab_size, spec.sample_index)
+        for spec in specs.values()
+    ]
+    greedy_S = np.array([one.greedy for one in sampled])
+    packed_8R = np.zeros((8, len(rows)), dtype=np.int64)
+    packed_8R[:4] = np.array(whole_S4, dtype=np.int64).T[:, place_R]
+    packed_8R[4] = [row.position for row in rows]
+    packed_8R[5].view(np.float64)[:] = np.array([one.top_p for one in sampled])[place_R]
+    packed_8R[6].view(np.float32).reshape(2, -1)[:] = _reals(sampled)[:, place_R]
+    packed_8R[7].view(np.bool_)[: len(rows)] = greedy_S[place_R]
+    on_device_8R = to_device(packed_8R, device)
+    real_2R = on_device_8R[6].view(torch.float32).view(2, -1)
     return RowParams(
-        greedy_R=whole_6R[0].bool(),
-        temperature_R=real_3R[0].to(torch.float32),
-        top_k_R=whole_6R[1],
-        top_p_R=real_3R[1],
-        log_min_p_R=real_3R[2].to(torch.float32),
-        keys_2R=whole_6R[2:4],
-        positions_R=whole_6R[4],
-        sample_indices_R=whole_6R[5],
-        draws=not all(one.greedy for one in sampled),
+        greedy_R=on_device_8R[7].view(torch.bool)[: len(rows)],
+        temperature_R=real_2R[0],
+        top_k_R=on_device_8R[2],
+        top_p_R=on_device_8R[5].view(torch.float64),
+        log_min_p_R=real_2R[1],
+        keys_2R=on_device_8R[:2],
+        positions_R=on_device_8R[4],
+        sample_indices_R=on_device_8R[3],
+        draws=not greedy_S.all(),
         filters=any(_filters(one, vocab_size) for one in sampled),
-        adjustments=_pack_adjustments(rows, vocab_size, device),
+        adjustments=(
+            _pack_adjustments(rows, vocab_size, device) if any(map(_adjusts, sampled)) else None
+        ),
     )
 
 
-def _reals(sampling: SamplingParams) -> tuple[float, float, float]:
-    temperature = 1.0 if sampling.greedy else sampling.temperature
-    return (
-        float(np.maximum(np.float32(temperature), _FLOAT32.tiny)),
-        sampling.top_p,
-        float(np.float32(math.log(sampling.min_p))) if sampling.min_p > 0 else -math.inf,
-    )
+def _distinct(rows: Sequence[Row]) -> dict[int, SequenceSpec]:
+    """The specs of all rows, each once, by identity."""
+    return {id(row.spec): row.spec for row in rows}
+
+
+def _reals(sampled: Sequence[SamplingParams]) -> NDArray[np.float32]:
+    """Temperatures, none so small that it would be 0 (1: greedy), and logarithms of min-p."""
+    temperatures_S = [max(one.temperature, _TINY) if one.temperature else 1.0 for one in sampled]
+    log_min_p_S = [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in sampled]
+    with np.errstate(over="ignore"):
+        return np.array([temperatures_S, log_min_p_S]).astype(np.float32)
+
+
+def _adjusts(sampling: SamplingParams) -> bool:
+    """Whether bias, penalties or min_tokens may change logits."""
+    return bool(sampling.logit_bias) or sampling.has_penalties or sampling.min_tokens > 0
 
 
 def _filters(sampling: SamplingParams, vocab_size: int) -> bool:
@@ -95,15 +120,21 @@ def _pack_adjustments(
             masked += [(index, one) for one in sorted(end_ids) if one < vocab_size]
     if not of_row and not masked:
         return None
-    bias_E, repetition_E, subtracted_E = to_device(np.concatenate(numbers, axis=1), device)
     entries_2E = np.stack([np.array(of_row, dtype=np.int64), np.concatenate(ids)])
     masked_2M = np.array(masked, dtype=np.int64).reshape(-1, 2).T
+    numbers_F = np.concatenate(numbers, axis=1).ravel()
+    # In one copy, as words of 64 bits.
+    whole = np.concatenate((entries_2E.ravel(), masked_2M.ravel()))
+    real = np.pad(numbers_F, (0, numbers_F.size % 2)).view(np.int64)
+    packed = to_device(np.concatenate((whole, real)), device)
+    first = entries_2E.size
+    real_3E = packed[whole.size :].view(torch.float32)[: numbers_F.size].view(3, -1)
     return Adjustments(
-        to_device(entries_2E, device),
-        bias_E,
-        repetition_E,
-        subtracted_E,
-        to_device(masked_2M, device),
+        packed[:first].view(2, -1),
+        real_3E[0],
+        real_3E[1],
+        real_3E[2],
+        packed[first : whole.size].view(2, -1),
     )
 
 

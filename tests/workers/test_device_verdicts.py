@@ -11,7 +11,7 @@ import torch
 from paceline.errors import InternalError
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.device_verdicts import ROWS_AT_ONCE, choose_tokens, device_verdicts
+from workers.device_verdicts import ROWS_AT_ONCE, choose_tokens, device_verdicts, make_ready
 from workers.row_params import Row
 from workers.slice_candidates import Candidates
 from workers.target_session import VerdictTask
@@ -177,3 +177,27 @@ def test_logits_that_decide_must_be_numbers(bad: float) -> None:
     logits_RV[0, ...] = bad
     with pytest.raises(InternalError):
         device_verdicts(logits_RV, [task], [(0, len(logits_RV))])
+
+
+@pytest.mark.gpu
+def test_what_is_ready_is_not_compiled_by_a_request() -> None:
+    """Of any number of rows and any filters: each kernel has the one variant that it had before."""
+    from workers.verification import noise_kernel
+
+    def variants() -> dict[str, int]:
+        kernels = {
+            name: one for name, one in vars(noise_kernel).items() if name.endswith("_kernel")
+        }
+        return {
+            name: sum(len(caches[0]) for caches in kernel.device_caches.values())
+            for name, kernel in kernels.items()
+        }
+
+    wide = 4 * VOCAB
+    make_ready(wide, torch.device("cuda"))
+    before = variants()
+    assert all(before.values()), before
+    for count, name in ((1, "greedy"), (2, "plain"), (3, "cold"), (60, "all cuts")):
+        rows = [Row(spec_of(name, seed, 2), [5, 3]) for seed in range(count)]
+        choose_tokens(torch.randn(count, wide, device="cuda"), rows)
+    assert variants() == before

@@ -2,7 +2,7 @@
 
 The same arithmetic as distribution.py and choice.py, in the same order, over tensors: no step of
 it depends on a value, so the host never waits. Ids are equal to theirs but where two scores differ
-by a rounding of exp or log.
+by a rounding of exp or log. Our kernels do it on a GPU (noise_kernel.py), torch elsewhere.
 
 Shapes: R rows, V vocabulary, E entries of sparse changes.
 """
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workers.kernels import can_run_kernels
 from workers.verification.device_noise import gumbel_noise_RV
 
 _FLOAT32 = torch.finfo(torch.float32)
@@ -57,37 +58,50 @@ class RowParams:
 
 
 def choose_rows(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
-    """The token of each row (int64 [R]), and the largest adjusted logit (float32 [R]).
+    """The token of each row (int32 [R]), and the largest adjusted logit (float32 [R]).
 
     A row whose largest logit is not finite has no token: the caller checks it with
     distribution.check_likeliest. `logits_RV` is float32 and is not changed.
     """
     if rows.adjustments is not None:
         logits_RV = _adjust(logits_RV, rows.adjustments)
+    if can_run_kernels(logits_RV.device):
+        from workers.verification.noise_kernel import choose_by_kernels
+
+        return choose_by_kernels(logits_RV, rows)
+    return choose_by_torch(logits_RV, rows)
+
+
+def choose_by_torch(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
+    """What choose_rows gives for adjusted logits, on any device; takes noise and scores [R, V]."""
     largest_R, likeliest_R = logits_RV.max(dim=1)
     if not rows.draws:
-        return likeliest_R, largest_R
+        return likeliest_R.to(torch.int32), largest_R
     log_weights_RV = (logits_RV - largest_R[:, None]) / rows.temperature_R[:, None]
     scores_RV = log_weights_RV + gumbel_noise_RV(
         rows.keys_2R, rows.positions_R, rows.sample_indices_R, vocab_size=logits_RV.shape[1]
     )
     if rows.filters:
         scores_RV = scores_RV.masked_fill_(~_kept(log_weights_RV, rows), -torch.inf)
-    return torch.where(rows.greedy_R, likeliest_R, scores_RV.argmax(dim=1)), largest_R
+    chosen_R = torch.where(rows.greedy_R, likeliest_R, scores_RV.argmax(dim=1))
+    return chosen_R.to(torch.int32), largest_R
 
 
 def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
     """Each step capped at the largest float32: a huge bias must not become an infinity."""
     logits_RV = logits_RV.clone()
-    row_E, id_E = changes.entries_2E
-    values_E = (logits_RV[row_E, id_E] + changes.bias_E).clamp_max_(_FLOAT32.max)
-    penalty_E = changes.repetition_E
-    values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
-    values_E = values_E.clamp_max_(_FLOAT32.max) - changes.subtracted_E
-    logits_RV[row_E, id_E] = values_E.clamp_max_(_FLOAT32.max)
-    masked_row_M, masked_id_M = changes.masked_2M
-    ruled_out_M = torch.full_like(masked_id_M, -torch.inf, dtype=logits_RV.dtype)
-    return logits_RV.index_put_((masked_row_M, masked_id_M), ruled_out_M)
+    if changes.entries_2E.numel():
+        row_E, id_E = changes.entries_2E
+        values_E = (logits_RV[row_E, id_E] + changes.bias_E).clamp_max_(_FLOAT32.max)
+        penalty_E = changes.repetition_E
+        values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
+        values_E = values_E.clamp_max_(_FLOAT32.max) - changes.subtracted_E
+        logits_RV[row_E, id_E] = values_E.clamp_max_(_FLOAT32.max)
+    if changes.masked_2M.numel():
+        masked_row_M, masked_id_M = changes.masked_2M
+        ruled_out_M = torch.full_like(masked_id_M, -torch.inf, dtype=logits_RV.dtype)
+        logits_RV.index_put_((masked_row_M, masked_id_M), ruled_out_M)
+    return logits_RV
 
 
 def _kept(log_weights_RV: Tensor, rows: RowParams) -> Tensor:
