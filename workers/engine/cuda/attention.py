@@ -1,12 +1,13 @@
-"""Attention over pages: torch's varlen_attn on a GPU, a plain reference where that cannot run.
+"""Attention over pages: our kernel on a GPU, a plain reference where that cannot run.
 
-varlen_attn (FlashAttention 2) takes float16 and bfloat16 on CUDA devices from Ampere on. For
+The kernel (attention_kernel.py) takes float16 and bfloat16 on CUDA devices from Ampere on; without
+Triton torch's varlen_attn (FlashAttention 2) does, which never shares out one sequence's keys. For
 float32, and on a CPU, where only tests use it, the reference computes the same, sequence by
 sequence.
 
-A tree's nodes need a mask, which varlen_attn has none of. So their attention is two parts, merged
-by log-sum-exp: the stem, which all of a slice's tokens see whole, by the kernel; and what they do
-not all see (the tree, and tokens before it that are fed with it) by plain products with a mask.
+A tree's nodes need a mask, which neither has. So their attention is two parts, merged by
+log-sum-exp: the stem, which all of a slice's tokens see whole, by the kernel; and what they do not
+all see (the tree, and tokens before it that are fed with it) by plain products with a mask.
 
 Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table,
 W tokens of a tree's slice, K keys beside the stem, S slots.
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
+from workers.kernels import can_run_kernels
 
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
@@ -63,7 +65,7 @@ class Trees:
 
 
 def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether varlen_attn takes such tensors."""
+    """Whether such tensors are taken: by our kernel as by varlen_attn."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
@@ -94,6 +96,18 @@ def attend(
     """
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
         return _reference(query_TAD, layer, ragged, scaling, causal=causal)
+    if can_run_kernels(query_TAD.device):
+        from workers.engine.cuda.attention_kernel import attend_pages
+
+        return attend_pages(
+            query_TAD,
+            layer,
+            ragged.cu_seq_B,
+            ragged.used_B,
+            ragged.table_BP,
+            scaling,
+            causal=causal,
+        )
     result = varlen_attn(
         query_TAD,
         layer.keys_NPHD,

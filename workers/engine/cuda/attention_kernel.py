@@ -1,0 +1,403 @@
+"""Attention over pages in Triton: one sequence's keys are shared out, and a row's bits are its own.
+
+A sequence's keys are cut into units, at positions that are the same for every sequence. The rows of
+a tile (tokens, times the query heads of one key/value head, so that these read a key once) attend
+to a unit by itself; a row's units are then folded in their order, first to last. Either a program
+folds the units as it computes them (many tiles: prefill, large batches), or programs store what
+each unit gave and a second kernel folds (few tiles: decoding). The operations on a row are the same
+both ways, so that its bits depend on its own keys alone. For that all tiles are of one size, and
+products and sums are never contracted (`enable_fp_fusion=False`).
+
+Units grow with their position, which bounds what has to be stored of a long sequence.
+
+Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table,
+U units, R rows of a tile, K keys of a block.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
+
+_ROWS = tl.constexpr(64)
+_BLOCK = tl.constexpr(64)
+"""Keys at a time. Units and pages are whole blocks."""
+_PAGE = tl.constexpr(PAGE_SIZE)
+_SMALL, _MIDDLE, _LARGE = tl.constexpr(256), tl.constexpr(1024), tl.constexpr(4096)
+"""Keys of a unit: of each of the first 64, of the next 48, and of those after them."""
+_NUM_SMALL, _NUM_MIDDLE = tl.constexpr(64), tl.constexpr(48)
+_SMALL_END, _MIDDLE_END = tl.constexpr(16_384), tl.constexpr(65_536)
+_ENDS = tl.constexpr(128)
+"""Sequences at a time, where a tile or a token looks for its own."""
+_UNROLLED = tl.constexpr(8)
+"""Stored units that are loaded together."""
+_LN_2 = tl.constexpr(math.log(2))
+
+_ENOUGH_PROGRAMS = 512
+"""With so many tiles times heads the device is busy without sharing out a tile's units."""
+_PROGRAMS = 1024
+"""About so many programs where they are shared out: those of padding end at once."""
+SCRATCH_BYTES = 256 << 20
+"""For stored units. Steps that would need more fold as they go."""
+_NARROW_HEAD = 128
+"""Up to here four warps hold a tile's sums, and three blocks fit into shared memory."""
+
+
+def num_units(num_keys: int) -> int:
+    """Units of so many keys, one that is begun included."""
+    small: int = math.ceil(min(num_keys, _SMALL_END.value) / _SMALL.value)
+    past_small = max(min(num_keys, _MIDDLE_END.value) - _SMALL_END.value, 0)
+    middle: int = math.ceil(past_small / _MIDDLE.value)
+    large: int = math.ceil(max(num_keys - _MIDDLE_END.value, 0) / _LARGE.value)
+    return small + middle + large
+
+
+def share_out(units: int, num_tiles: int, *, unit_bytes: int, scratch_bytes: int) -> int:
+    """How many programs a tile's units are shared out among; one folds them as it goes.
+
+    `num_tiles` counts each column of the heads; what a unit gives takes `unit_bytes` for all.
+    """
+    if num_tiles >= _ENOUGH_PROGRAMS or units * unit_bytes > scratch_bytes:
+        return 1
+    return min(units, math.ceil(_PROGRAMS / num_tiles))
+
+
+def attend_pages(
+    query_TAD: Tensor,
+    layer: LayerPages,
+    cu_seq_B: Tensor,
+    used_B: Tensor,
+    table_BP: Tensor,
+    scaling: float,
+    *,
+    causal: bool,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """As `attention.attend`: outputs [T, A, D] of the queries' type, float32 log-sum-exps [A, T].
+
+    Rows without keys are zero in both. `scratch_bytes` decides how, and nothing about the bits.
+    """
+    num_tokens, num_query_heads, head_size = query_TAD.shape
+    keys_NPHD, values_NPHD = layer.keys_NPHD, layer.values_NPHD
+    num_heads = keys_NPHD.shape[2]
+    assert keys_NPHD.stride() == values_NPHD.stride(), "pages of keys and values are laid out alike"
+    assert keys_NPHD.stride(3) == query_TAD.stride(2) == 1, "a head is contiguous"
+    assert query_TAD.stride(1) == head_size, "a token's heads are contiguous"
+    assert keys_NPHD.shape[1] == PAGE_SIZE, keys_NPHD.shape
+    group = num_query_heads // num_heads
+    tile_heads = min(group, _ROWS.value)
+    tile_tokens = _ROWS.value // tile_heads
+    num_sequences = used_B.shape[0]
+    # Each sequence begins a tile: at most one more than its tokens fill.
+    num_tiles = num_tokens // tile_tokens + num_sequences
+    num_columns = num_heads * math.ceil(group / tile_heads)
+    units = num_units(table_BP.shape[1] * PAGE_SIZE)
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    lse_AT = query_TAD.new_empty((num_query_heads, num_tokens), dtype=torch.float32)
+    programs = share_out(
+        units,
+        num_tiles * num_columns,
+        unit_bytes=4 * num_tokens * num_query_heads * (head_size + 2),
+        scratch_bytes=scratch_bytes,
+    )
+    folds = programs == 1
+    if folds:
+        # Neither is touched.
+        unit_outputs = unit_sums = lse_AT
+    else:
+        rows = (units, num_tokens, num_query_heads)
+        unit_outputs = lse_AT.new_empty((*rows, head_size))
+        unit_sums = lse_AT.new_empty((2, *rows))
+    shape: dict[str, Any] = {
+        "HEAD_SIZE": head_size,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
+        "enable_fp_fusion": False,
+    }
+    _attend[(num_columns, programs, num_tiles)](
+        query_TAD,
+        keys_NPHD,
+        values_NPHD,
+        cu_seq_B,
+        used_B,
+        table_BP,
+        output_TAD,
+        lse_AT,
+        unit_outputs,
+        unit_sums,
+        scaling / math.log(2),
+        int(causal),
+        num_sequences,
+        num_tokens,
+        table_BP.stride(0),
+        query_TAD.stride(0),
+        *keys_NPHD.stride()[:3],
+        units * num_tokens * num_query_heads,
+        NUM_QUERY_HEADS=num_query_heads,
+        GROUP=group,
+        TILE_HEADS=tile_heads,
+        FOLDS=folds,
+        num_warps=4 if head_size <= _NARROW_HEAD else 8,
+        num_stages=3 if head_size <= _NARROW_HEAD else 2,
+        **shape,
+    )
+    if not folds:
+        _fold_stored[(num_tokens, num_query_heads)](
+            unit_outputs,
+            unit_sums,
+            cu_seq_B,
+            used_B,
+            output_TAD,
+            lse_AT,
+            int(causal),
+            num_sequences,
+            num_tokens,
+            units * num_tokens * num_query_heads,
+            NUM_QUERY_HEADS=num_query_heads,
+            num_warps=1,
+            **shape,
+        )
+    return output_TAD, lse_AT
+
+
+@triton.jit
+def _units_of(num_keys):
+    """As `num_units`."""
+    small = tl.minimum(num_keys, _SMALL_END)
+    middle = tl.maximum(tl.minimum(num_keys, _MIDDLE_END) - _SMALL_END, 0)
+    large = tl.maximum(num_keys - _MIDDLE_END, 0)
+    return (
+        (small + (_SMALL - 1)) // _SMALL
+        + (middle + (_MIDDLE - 1)) // _MIDDLE
+        + (large + (_LARGE - 1)) // _LARGE
+    )
+
+
+@triton.jit
+def _start_of(unit):
+    """The first position of a unit."""
+    small = tl.minimum(unit, _NUM_SMALL)
+    middle = tl.maximum(tl.minimum(unit - _NUM_SMALL, _NUM_MIDDLE), 0)
+    large = tl.maximum(unit - (_NUM_SMALL + _NUM_MIDDLE), 0)
+    return small * _SMALL + middle * _MIDDLE + large * _LARGE
+
+
+@triton.jit
+def _fold(outputs, top, total, unit_outputs, unit_top, unit_total):
+    """One unit more; `top` is the maximum that sums are relative to, in base 2.
+
+    Rows that see nothing of the unit stay as they are: 1 times theirs, and 0 times zeros.
+    """
+    new_top = tl.maximum(top, unit_top)
+    # Of rows that have seen nothing yet: no difference of infinities.
+    base = tl.where(new_top > -float("inf"), new_top, 0.0)
+    kept = tl.exp2(top - base)
+    added = tl.exp2(unit_top - base)
+    outputs = outputs * tl.expand_dims(kept, -1) + unit_outputs * tl.expand_dims(added, -1)
+    return outputs, new_top, total * kept + unit_total * added
+
+
+@triton.jit
+def _finish(outputs, top, total):
+    """Outputs and natural log-sum-exps; zeros where there were no keys."""
+    sees = total > 0.0
+    safe = tl.where(sees, total, 1.0)
+    lse = tl.where(sees, (top + tl.log2(safe)) * _LN_2, 0.0)
+    return outputs / tl.expand_dims(safe, -1), lse
+
+
+@triton.jit
+def _sequence_of(ends, num_sequences, place, TILE_TOKENS: tl.constexpr):
+    """The sequence that `place` is of: a tile, where each begins one of its own, or, with 0
+    `TILE_TOKENS`, a token.
+    """
+    count = 0
+    for first in range(1, num_sequences, _ENDS):
+        sequence = first + tl.arange(0, _ENDS)
+        inside = sequence < num_sequences
+        begins = tl.load(ends + sequence, mask=inside, other=0)
+        if TILE_TOKENS > 0:
+            begins = begins // TILE_TOKENS + sequence
+        count += tl.sum((inside & (begins <= place)).to(tl.int32), axis=0)
+    return count
+
+
+_VARYING = ("causal", "num_sequences", "num_tokens", "table_stride", "num_rows")
+_UNALIGNED = ("ends", "used", "table")
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _attend(
+    query,
+    keys,
+    values,
+    ends,
+    used,
+    table,
+    output,
+    lse,
+    unit_outputs,
+    unit_sums,
+    scaling,
+    causal,
+    num_sequences,
+    num_tokens,
+    table_stride,
+    query_stride,
+    page_stride,
+    key_stride,
+    head_stride,
+    num_rows,
+    NUM_QUERY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    FOLDS: tl.constexpr,
+):
+    """Program (c, u, i): of column c of the heads and tile i the units u, u + grid, ..."""
+    TILE_TOKENS: tl.constexpr = _ROWS // TILE_HEADS
+    COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    tile = tl.program_id(2)
+    sequence = _sequence_of(ends, num_sequences, tile, TILE_TOKENS)
+    begin = tl.load(ends + sequence)
+    end = tl.load(ends + sequence + 1)
+    num_keys = tl.load(used + sequence)
+    first_token = begin + (tile - begin // TILE_TOKENS - sequence) * TILE_TOKENS
+    last_token = tl.minimum(first_token + TILE_TOKENS, end) - 1
+    # What the tile's last token sees, and with it the tile.
+    tile_keys = num_keys - (end - 1 - last_token) * causal
+    units = _units_of(tile_keys)
+    first_unit = tl.program_id(1)
+    if first_token >= end or (first_unit >= units and not FOLDS):
+        return
+
+    row_R = tl.arange(0, _ROWS)
+    dim_D = tl.arange(0, BLOCK_D)
+    token_R = first_token + row_R // TILE_HEADS
+    group_head_R = (tl.program_id(0) % COLUMNS) * TILE_HEADS + row_R % TILE_HEADS
+    head = tl.program_id(0) // COLUMNS
+    query_head_R = head * GROUP + group_head_R
+    is_row_R = (row_R < TILE_TOKENS * TILE_HEADS) & (token_R < end) & (group_head_R < GROUP)
+    seen_R = num_keys - (end - 1 - token_R) * causal
+    inside_D = dim_D < HEAD_SIZE
+    inside_RD = is_row_R[:, None] & inside_D[None, :]
+    query_RD = tl.load(
+        query
+        + token_R[:, None].to(tl.int64) * query_stride
+        + query_head_R[:, None] * HEAD_SIZE
+        + dim_D[None, :],
+        mask=inside_RD,
+        other=0.0,
+    )
+    place_R = token_R.to(tl.int64) * NUM_QUERY_HEADS + query_head_R
+    step = num_tokens.to(tl.int64) * NUM_QUERY_HEADS
+    key_K = tl.arange(0, _BLOCK)
+    head_KD = key_K[:, None] * key_stride + head * head_stride + dim_D[None, :]
+
+    outputs_RD = tl.zeros((_ROWS, BLOCK_D), tl.float32)
+    top_R = tl.full((_ROWS,), -float("inf"), tl.float32)
+    total_R = tl.zeros((_ROWS,), tl.float32)
+    for unit in range(first_unit, units, tl.num_programs(1)):
+        unit_RD = tl.zeros((_ROWS, BLOCK_D), tl.float32)
+        unit_top_R = tl.full((_ROWS,), -float("inf"), tl.float32)
+        unit_total_R = tl.zeros((_ROWS,), tl.float32)
+        stop = tl.minimum(_start_of(unit + 1), tile_keys)
+        for position in range(_start_of(unit), stop, _BLOCK):
+            number = position // _PAGE
+            page = tl.load(table + sequence.to(tl.int64) * table_stride + number)
+            block = page.to(tl.int64) * page_stride + (position - number * _PAGE) * key_stride
+            inside_KD = (position + key_K < stop)[:, None] & inside_D[None, :]
+            keys_KD = tl.load(keys + block + head_KD, mask=inside_KD, other=0.0)
+            scores_RK = tl.dot(query_RD, tl.trans(keys_KD)) * scaling
+            sees_RK = position + key_K[None, :] < seen_R[:, None]
+            scores_RK = tl.where(sees_RK, scores_RK, -float("inf"))
+            new_top_R = tl.maximum(unit_top_R, tl.max(scores_RK, axis=1))
+            base_R = tl.where(new_top_R > -float("inf"), new_top_R, 0.0)
+            weights_RK = tl.exp2(scores_RK - base_R[:, None])
+            kept_R = tl.exp2(unit_top_R - base_R)
+            unit_total_R = unit_total_R * kept_R + tl.sum(weights_RK, axis=1)
+            values_KD = tl.load(values + block + head_KD, mask=inside_KD, other=0.0)
+            unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
+            unit_top_R = new_top_R
+        if FOLDS:
+            outputs_RD, top_R, total_R = _fold(
+                outputs_RD, top_R, total_R, unit_RD, unit_top_R, unit_total_R
+            )
+        else:
+            stored_R = unit * step + place_R
+            tl.store(
+                unit_outputs + stored_R[:, None] * HEAD_SIZE + dim_D[None, :],
+                unit_RD,
+                mask=inside_RD,
+            )
+            tl.store(unit_sums + stored_R, unit_top_R, mask=is_row_R)
+            tl.store(unit_sums + num_rows + stored_R, unit_total_R, mask=is_row_R)
+    if FOLDS:
+        outputs_RD, lse_R = _finish(outputs_RD, top_R, total_R)
+        tl.store(
+            output + place_R[:, None] * HEAD_SIZE + dim_D[None, :],
+            outputs_RD.to(output.dtype.element_ty),
+            mask=inside_RD,
+        )
+        tl.store(lse + query_head_R.to(tl.int64) * num_tokens + token_R, lse_R, mask=is_row_R)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
+def _fold_stored(
+    unit_outputs,
+    unit_sums,
+    ends,
+    used,
+    output,
+    lse,
+    causal,
+    num_sequences,
+    num_tokens,
+    num_rows,
+    NUM_QUERY_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (t, a): one row's units, as many as it has keys for, in their order."""
+    token = tl.program_id(0)
+    query_head = tl.program_id(1)
+    sequence = _sequence_of(ends, num_sequences, token, 0)
+    end = tl.load(ends + sequence + 1)
+    units = _units_of(tl.load(used + sequence) - (end - 1 - token) * causal)
+    dim_D = tl.arange(0, BLOCK_D)
+    inside_D = dim_D < HEAD_SIZE
+    place = token.to(tl.int64) * NUM_QUERY_HEADS + query_head
+    step = num_tokens.to(tl.int64) * NUM_QUERY_HEADS
+    outputs_1D = tl.zeros((1, BLOCK_D), tl.float32)
+    top_1 = tl.full((1,), -float("inf"), tl.float32)
+    total_1 = tl.zeros((1,), tl.float32)
+    one = tl.arange(0, 1)
+    for first in range(0, units, _UNROLLED):
+        for number in tl.static_range(_UNROLLED):
+            unit = first + number
+            stored = unit * step + place + one
+            there = (unit < units) & (one == 0)
+            unit_1D = tl.load(
+                unit_outputs + stored[:, None] * HEAD_SIZE + dim_D[None, :],
+                mask=there[:, None] & inside_D[None, :],
+                other=0.0,
+            )
+            unit_top_1 = tl.load(unit_sums + stored, mask=there, other=-float("inf"))
+            unit_total_1 = tl.load(unit_sums + num_rows + stored, mask=there, other=0.0)
+            outputs_1D, top_1, total_1 = _fold(
+                outputs_1D, top_1, total_1, unit_1D, unit_top_1, unit_total_1
+            )
+    outputs_1D, lse_1 = _finish(outputs_1D, top_1, total_1)
+    tl.store(
+        output + (place + one)[:, None] * HEAD_SIZE + dim_D[None, :],
+        outputs_1D.to(output.dtype.element_ty),
+        mask=inside_D[None, :],
+    )
+    tl.store(lse + query_head.to(tl.int64) * num_tokens + token + one, lse_1)
