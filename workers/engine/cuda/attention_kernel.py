@@ -265,6 +265,9 @@ def _attend(
     TILE_TOKENS: tl.constexpr = _ROWS // TILE_HEADS
     COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     tile = tl.program_id(2)
+    if FOLDS:
+        # The last tiles of a causal slice have the most keys: they begin first.
+        tile = tl.num_programs(2) - 1 - tile
     sequence = _sequence_of(ends, num_sequences, tile, TILE_TOKENS)
     begin = tl.load(ends + sequence)
     end = tl.load(ends + sequence + 1)
