@@ -7,7 +7,8 @@ sequence.
 
 A tree's nodes need a mask, which neither has. So their attention is two parts, merged by
 log-sum-exp: the stem, which all of a slice's tokens see whole, by the kernel; and what they do not
-all see (the tree, and tokens before it that are fed with it) by plain products with a mask.
+all see (the tree, and tokens before it that are fed with it) with a mask: by another kernel of
+ours (tree_kernel.py), or plain products.
 
 Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table,
 W tokens of a tree's slice, K keys beside the stem, S slots.
@@ -75,6 +76,11 @@ def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     )
 
 
+def _has_own_kernel(query_TAD: Tensor) -> bool:
+    device, dtype, head_size = query_TAD.device, query_TAD.dtype, query_TAD.shape[2]
+    return can_use_kernel(device, dtype, head_size) and can_run_kernels(device)
+
+
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
     available = torch.backends.cuda.is_flash_attention_available()
@@ -96,7 +102,7 @@ def attend(
     """
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
         return _reference(query_TAD, layer, ragged, scaling, causal=causal)
-    if can_run_kernels(query_TAD.device):
+    if _has_own_kernel(query_TAD):
         from workers.engine.cuda.attention_kernel import attend_pages
 
         return attend_pages(
@@ -161,6 +167,19 @@ def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: fl
     """Outputs [T, A, D] of the slices' tokens, packed: [B x W]."""
     num_trees, width, num_keys = trees.seen_BWK.shape
     stem_TAD, stem_lse_AT = attend(query_TAD, layer, trees.stem, scaling, causal=False)
+    if _has_own_kernel(query_TAD):
+        from workers.engine.cuda.tree_kernel import attend_beside_stems
+
+        return attend_beside_stems(
+            query_TAD,
+            layer,
+            trees.key_slots_BK,
+            trees.seen_BWK,
+            stem_TAD,
+            stem_lse_AT,
+            trees.stem.used_B,
+            scaling,
+        )
     slots = trees.key_slots_BK.flatten()
     keys_BKHD, values_BKHD = (
         one.index_select(0, slots).view(num_trees, num_keys, *one.shape[1:])

@@ -46,7 +46,7 @@ _PROGRAMS = 1024
 """About so many programs where they are shared out: those of padding end at once."""
 SCRATCH_BYTES = 256 << 20
 """For stored units. Steps that would need more fold as they go."""
-_NARROW_HEAD = 128
+NARROW_HEAD = 128
 """Up to here four warps hold a tile's sums, and three blocks fit into shared memory."""
 
 
@@ -143,8 +143,8 @@ def attend_pages(
         GROUP=group,
         TILE_HEADS=tile_heads,
         FOLDS=folds,
-        num_warps=4 if head_size <= _NARROW_HEAD else 8,
-        num_stages=3 if head_size <= _NARROW_HEAD else 2,
+        num_warps=4 if head_size <= NARROW_HEAD else 8,
+        num_stages=3 if head_size <= NARROW_HEAD else 2,
         **shape,
     )
     if not folds:

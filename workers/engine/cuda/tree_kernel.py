@@ -1,0 +1,178 @@
+"""What a tree's tokens see beside their stem, in Triton, merged with what the stem gave.
+
+Rows of a tile are tokens times the query heads of one key/value head, as in attention_kernel.py.
+
+Shapes: T tokens, A query heads, H key/value heads, D head size, B trees, W tokens of a tree, K keys
+beside a stem, S slots, R rows of a tile.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from workers.engine.cuda.attention_kernel import NARROW_HEAD, _finish, _fold
+from workers.engine.cuda.kv_cache import LayerPages
+
+_ROWS = tl.constexpr(64)
+_BLOCK = tl.constexpr(64)
+"""Keys at a time."""
+_LN_2 = tl.constexpr(math.log(2))
+
+
+def attend_beside_stems(
+    query_TAD: Tensor,
+    layer: LayerPages,
+    key_slots_BK: Tensor,
+    seen_BWK: Tensor,
+    stem_TAD: Tensor,
+    stem_lse_AT: Tensor,
+    stem_used_B: Tensor,
+    scaling: float,
+) -> Tensor:
+    """Outputs [T, A, D] over stem and own keys; T = B x W, packed.
+
+    `stem_TAD`, `stem_lse_AT`: what the stems gave, read where `stem_used_B` is not 0. A token that
+    sees no key at all gets zeros.
+    """
+    num_trees, width, num_keys = seen_BWK.shape
+    num_tokens, num_query_heads, head_size = query_TAD.shape
+    keys_SHD = layer.keys_SHD
+    num_heads = keys_SHD.shape[1]
+    assert keys_SHD.stride() == layer.values_SHD.stride(), "keys and values are laid out alike"
+    assert query_TAD.stride()[1:] == (head_size, 1), "a token's heads are contiguous"
+    assert stem_TAD.is_contiguous()
+    assert seen_BWK.is_contiguous()
+    assert key_slots_BK.is_contiguous()
+    group = num_query_heads // num_heads
+    tile_heads = min(group, _ROWS.value)
+    columns = num_heads * math.ceil(group / tile_heads)
+    tiles = math.ceil(width / (_ROWS.value // tile_heads))
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    _attend_beside_stems[(columns, tiles, num_trees)](
+        query_TAD,
+        keys_SHD,
+        layer.values_SHD,
+        key_slots_BK,
+        seen_BWK.view(torch.uint8),
+        stem_used_B,
+        stem_TAD,
+        stem_lse_AT,
+        output_TAD,
+        scaling / math.log(2),
+        width,
+        num_keys,
+        num_tokens,
+        query_TAD.stride(0),
+        *keys_SHD.stride()[:2],
+        NUM_QUERY_HEADS=num_query_heads,
+        GROUP=group,
+        TILE_HEADS=tile_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_D=max(16, triton.next_power_of_2(head_size)),
+        num_warps=4 if head_size <= NARROW_HEAD else 8,
+        num_stages=2,
+        enable_fp_fusion=False,
+    )
+    return output_TAD
+
+
+@triton.jit(
+    do_not_specialize=("width", "num_keys", "num_tokens"),
+    do_not_specialize_on_alignment=("slots", "seen", "stem_used"),
+)
+def _attend_beside_stems(
+    query,
+    keys,
+    values,
+    slots,
+    seen,
+    stem_used,
+    stem,
+    stem_lse,
+    output,
+    scaling,
+    width,
+    num_keys,
+    num_tokens,
+    query_stride,
+    key_stride,
+    head_stride,
+    NUM_QUERY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Program (c, i, b): of column c of the heads tile i of tree b."""
+    TILE_TOKENS: tl.constexpr = _ROWS // TILE_HEADS
+    COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    tree = tl.program_id(2)
+    row_R = tl.arange(0, _ROWS)
+    dim_D = tl.arange(0, BLOCK_D)
+    node_R = tl.program_id(1) * TILE_TOKENS + row_R // TILE_HEADS
+    token_R = tree * width + node_R
+    group_head_R = (tl.program_id(0) % COLUMNS) * TILE_HEADS + row_R % TILE_HEADS
+    head = tl.program_id(0) // COLUMNS
+    query_head_R = head * GROUP + group_head_R
+    is_row_R = (row_R < TILE_TOKENS * TILE_HEADS) & (node_R < width) & (group_head_R < GROUP)
+    inside_D = dim_D < HEAD_SIZE
+    inside_RD = is_row_R[:, None] & inside_D[None, :]
+    place_R = token_R.to(tl.int64) * NUM_QUERY_HEADS + query_head_R
+    place_RD = place_R[:, None] * HEAD_SIZE + dim_D[None, :]
+    query_RD = tl.load(
+        query
+        + token_R[:, None].to(tl.int64) * query_stride
+        + query_head_R[:, None] * HEAD_SIZE
+        + dim_D[None, :],
+        mask=inside_RD,
+        other=0.0,
+    )
+    own_RD = tl.zeros((_ROWS, BLOCK_D), tl.float32)
+    own_top_R = tl.full((_ROWS,), -float("inf"), tl.float32)
+    own_total_R = tl.zeros((_ROWS,), tl.float32)
+    for first in range(0, num_keys, _BLOCK):
+        key_K = first + tl.arange(0, _BLOCK)
+        inside_K = key_K < num_keys
+        slot_K = tl.load(slots + tree.to(tl.int64) * num_keys + key_K, mask=inside_K, other=0)
+        row_KD = slot_K[:, None].to(tl.int64) * key_stride + head * head_stride + dim_D[None, :]
+        inside_KD = inside_K[:, None] & inside_D[None, :]
+        keys_KD = tl.load(keys + row_KD, mask=inside_KD, other=0.0)
+        scores_RK = tl.dot(query_RD, tl.trans(keys_KD)) * scaling
+        sees_RK = tl.load(
+            seen + token_R[:, None].to(tl.int64) * num_keys + key_K[None, :],
+            mask=is_row_R[:, None] & inside_K[None, :],
+            other=0,
+        )
+        scores_RK = tl.where(sees_RK != 0, scores_RK, -float("inf"))
+        new_top_R = tl.maximum(own_top_R, tl.max(scores_RK, axis=1))
+        base_R = tl.where(new_top_R > -float("inf"), new_top_R, 0.0)
+        weights_RK = tl.exp2(scores_RK - base_R[:, None])
+        kept_R = tl.exp2(own_top_R - base_R)
+        own_total_R = own_total_R * kept_R + tl.sum(weights_RK, axis=1)
+        values_KD = tl.load(values + row_KD, mask=inside_KD, other=0.0)
+        own_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, own_RD * kept_R[:, None])
+        own_top_R = new_top_R
+    # The stem is one key of its log-sum-exp, or nothing.
+    has_stem = tl.load(stem_used + tree) > 0
+    read_R = is_row_R & has_stem
+    stem_RD = tl.load(stem + place_RD, mask=read_R[:, None] & inside_D[None, :], other=0.0)
+    lse_R = tl.load(
+        stem_lse + query_head_R.to(tl.int64) * num_tokens + token_R,
+        mask=read_R,
+        other=-float("inf"),
+    )
+    outputs_RD, top_R, total_R = _fold(
+        stem_RD.to(tl.float32),
+        lse_R / _LN_2,
+        tl.where(read_R, 1.0, 0.0),
+        own_RD,
+        own_top_R,
+        own_total_R,
+    )
+    outputs_RD, lse_R = _finish(outputs_RD, top_R, total_R)
+    tl.store(output + place_RD, outputs_RD.to(output.dtype.element_ty), mask=inside_RD)
