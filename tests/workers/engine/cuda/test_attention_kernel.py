@@ -303,6 +303,25 @@ def test_sequences_without_keys(
     assert torch.equal(lse_AT[:, 2:5], alone_AT)
 
 
+@pytest.mark.parametrize(("device", "dtype"), KINDS)
+def test_nothing_is_read_that_was_not_stored(
+    device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first tile of 60 tokens ends before the unit that the last begins; beside one key."""
+
+    def poisoned(like: Tensor, size: Any, **given: Any) -> Tensor:
+        # Triton's interpreter takes a copy's memory so too, of so many bytes.
+        sizes = (size,) if isinstance(size, int) else size
+        made = like.new_zeros(sizes, **given)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    layer = random_layer(device, dtype, pages=3, heads=1, head_size=16)
+    queries = random_queries(61, 3, layer).split([60, 1])
+    monkeypatch.setattr(Tensor, "new_empty", poisoned)
+    given: dict[str, Any] = {"causal": True, "scratch_bytes": ANY_SCRATCH}
+    check(queries, layer, [[0, 2], [1, 1]], [290, 1], **given)
+
+
 def test_what_units_take_is_bounded() -> None:
     """A model of 131,072 positions, 8 key/value heads, 32 query heads of 128: 64 tokens of one
     sequence are shared out, a long chunk or many sequences are not.
