@@ -1,7 +1,9 @@
-"""Whether our own GPU kernels can run. They are written in Triton, which torch's CUDA builds bring.
+"""Whether our own GPU kernels run. They are written in Triton, which torch's CUDA builds bring.
 
-Where they cannot, torch's operations compute the same, more slowly. In tests Triton's interpreter
-runs them on CPU tensors (TRITON_INTERPRET=1, tests/conftest.py).
+They have been interpreted and compiled, and have NEVER RUN ON A GPU: so they run where
+PACELINE_KERNELS=1 asks for them, and docs/gpu.md says how to prove them. Else, and where they
+cannot run, torch's operations compute the same. In tests Triton's interpreter runs them on CPU
+tensors (TRITON_INTERPRET=1, tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ import shutil
 import torch
 
 _log = logging.getLogger(__name__)
+ASKED = "PACELINE_KERNELS"
+"""The variable of the workers' environment that asks for them."""
 _AMPERE = (8, 0)
 """Compute capability that the kernels are written for."""
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Whether tensors of this device can be given to our kernels. Says once in the log why not."""
-    return device.type == "cuda" and _obstacle(device) is None
+    """Whether tensors of this device are to be given to our kernels.
+
+    Says once in the log why not, where they are asked for.
+    """
+    asked = os.environ.get(ASKED) == "1"
+    return asked and device.type == "cuda" and _obstacle(device) is None
 
 
 @functools.cache

@@ -28,6 +28,7 @@ from workers.engine.cuda.kv_cache import kv_bytes
 from workers.engine.cuda.staging import to_host
 from workers.engine.kv_sizes import kv_sizes_of
 from workers.engine.slices import Slice
+from workers.kernels import can_run_kernels
 from workers.row_params import Row
 
 _TEXT = 64
@@ -242,6 +243,7 @@ class _Bench:
                 "batch_invariant": self._engine.batch_invariant,
                 "same_text_in_windows": same_text,
                 "device": _device_name(self._task.device),
+                "kernels": can_run_kernels(self._task.device),
             },
         )
 
