@@ -11,12 +11,15 @@ Shapes: T rows, N input features, M output features.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 
 import torch
 from torch import Tensor, nn
 
 from workers.engine.fusing import NativeNorm, join_projections
+
+_log = logging.getLogger(__name__)
 
 FIXED_ROWS = 64
 """Rows of every product are a multiple of this: few enough that a decoding step stays bound by
@@ -102,23 +105,40 @@ def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
     """
     for module in list(model.modules()):
         join_projections(module)
-    _split_sums(allowed=not batch_invariant)
-    trusted: dict[tuple[object, ...], tuple[int, ...]] = {}
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    sizes = _try_sizes(linears) if batch_invariant else {}
+    if not sizes:
+        _split_sums(allowed=True)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if batch_invariant and type(child) is nn.Linear:
-                kind = (child.weight.shape, child.weight.dtype, child.bias is None)
-                if kind not in trusted:
-                    trusted[kind] = _sizes_of(child)
-                setattr(parent, name, FixedRowsLinear(child, trusted[kind]))
+                fixed = FixedRowsLinear(child, sizes.get(_kind(child), (FIXED_ROWS,)))
+                setattr(parent, name, fixed)
             elif (norm := _native_norm(child)) is not None:
                 setattr(parent, name, norm)
 
 
-def _sizes_of(linear: nn.Linear) -> tuple[int, ...]:
-    if linear.weight.device.type != "cuda":
-        return (FIXED_ROWS,)  # A CPU takes a GPU's place in tests alone.
-    return trusted_sizes(linear.weight, linear.bias)
+def _kind(linear: nn.Linear) -> tuple[object, ...]:
+    """Equal for linears whose products the device's library computes in one way."""
+    return (linear.weight.shape, linear.weight.dtype, linear.bias is None)
+
+
+def _try_sizes(linears: list[nn.Linear]) -> dict[tuple[object, ...], tuple[int, ...]]:
+    """The trusted sizes of each kind of linear. On a CPU, where only tests run: none."""
+    sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
+    if not linears or linears[0].weight.device.type != "cuda":
+        return sizes
+    _split_sums(allowed=False)
+    try:
+        for linear in linears:
+            if _kind(linear) not in sizes:
+                sizes[_kind(linear)] = trusted_sizes(linear.weight, linear.bias)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # cuBLAS refuses products that it can only compute split
+        _log.warning("products are cut to %d rows: %s", FIXED_ROWS, error)
+        return {}
+    return sizes
 
 
 def _split_sums(*, allowed: bool) -> None:
