@@ -131,7 +131,7 @@ class TargetConfig(_Closed):
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
     # Bytes of KV blocks.
     kv_memory: AutoBytes = "auto"
-    # On a GPU: the same bits for a row in any batch and window, for slower prefill.
+    # On a GPU: the same bits for a row in any batch and window.
     batch_invariant: bool = True
     # Requests of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
