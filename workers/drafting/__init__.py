@@ -15,7 +15,8 @@ excerpt.py    what of a tree a proposal shows; proposal.py: the proposal;
 Of the model drafter:
 growth.py     how a tree grows, rule by rule
 expansions.py what was drawn node by node, and which of it was sent
-allocation.py where nodes are spent; fan_out.py: on which other outcomes
+allocation.py where nodes are spent; loose_ends.py: what there is to choose from;
+              fan_out.py: on which other outcomes
 chances.py    how likely candidates are to be accepted, learned from outcomes
 draw.py       the candidates under a node; device_rows.py: from logits on a GPU
 stopper.py    a sequence's stopping rule and what it looks at

@@ -7,26 +7,35 @@ knows it supposes candidates of average chance, and fills the budget over both t
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush, heapreplace
+from operator import itemgetter
 
 from paceline.value import value_class
 
 
 @value_class(frozen=True, slots=True)
-class Place:
-    """Something that nodes may be spent on.
-
-    `chance`: that it is reached. `room`: how many tokens may follow one another below it. A leaf
-    (`known` False) is a node that could be fed; a known candidate could be sent.
+class Leaf:
+    """A node that could be fed. `chance`: that it is reached. `room`: how many tokens may follow
+    one another below it.
     """
 
     node: int
-    index: int
     chance: float
     room: int
-    known: bool
+
+
+Known = tuple[float, int, int, tuple[int, int]]
+"""A candidate that could be sent: minus the chance that it is reached, a tie-break, the room below
+it, and its place (node, index)."""
+_Expected = tuple[float, int, int, int, float, int | None]
+"""Minus the chance, tie-break, room below, rank among its siblings, minus the chance of what they
+hang from, the leaf that it would be a child of."""
+
+_AFTER_KNOWN = 1 << 32
+"""Tie-breaks of what is known are below it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +47,8 @@ class Allocation:
 
 
 def allocate(
-    places: Iterable[Place],
+    leaves: Sequence[Leaf],
+    known: Sequence[Known],
     means: Sequence[float],
     *,
     budget: int,
@@ -47,73 +57,118 @@ def allocate(
 ) -> Allocation:
     """Spend `budget` nodes. `means[r]`: the chance of a child of rank r; as many as branches.
 
-    `together`: the children of a node come all or none. Nothing with a chance below `floor`.
+    `known` are in order, their tie-breaks from 0 on. `together`: the children of a node come all or
+    none. Nothing with a chance below `floor`.
     """
     if budget <= 0:
         return Allocation([], [])
-    choices = _Choices(places, means, together=together, floor=floor)
+    if together:
+        return _spend_on_families(leaves, known, means, budget, floor)
+    return _spend_on_nodes(leaves, known, sorted(means, reverse=True), budget, floor)
+
+
+def _spend_on_nodes(
+    leaves: Sequence[Leaf],
+    known: Sequence[Known],
+    means: Sequence[float],
+    budget: int,
+    floor: float,
+) -> Allocation:
+    """Where each node counts for itself. `means`: the highest first.
+
+    Of expected siblings the heap holds the likeliest that is left. Of equal chances the children
+    of leaves come first, then what is known, then what is expected below others, in order.
+    """
     feed: dict[int, None] = {}
     send: list[tuple[int, int]] = []
-    while choices.heap and budget > 0:
-        negative, _, cost, room, leaf, known = heapq.heappop(choices.heap)
-        if cost > budget:
-            continue
-        budget -= cost
-        if known is not None:
-            send.append(known)
-        elif leaf is not None:
-            feed.setdefault(leaf)
-        choices.push_below(-negative, room)
+    width, first, most = len(means), means[0], -floor
+    heap: list[_Expected] = []
+    order = -width * len(leaves)
+    for leaf in leaves:
+        negative = -leaf.chance * first
+        if leaf.room > 0 and negative <= most:
+            heap.append((negative, order, leaf.room - 1, 0, -leaf.chance, leaf.node))
+        order += width
+    heapify(heap)
+    num_known, order = bisect_right(known, most, key=itemgetter(0)), _AFTER_KNOWN
+    for _ in range(budget):
+        place = len(send)
+        if place < num_known and not (heap and heap[0][:2] < known[place][:2]):
+            negative, _, room, candidate = known[place]
+            send.append(candidate)
+        elif heap:
+            negative, number, room, rank, above, fed = heap[0]
+            if fed is not None:
+                feed.setdefault(fed)
+            rank += 1
+            if rank < width and above * means[rank] <= most:
+                sibling = (above * means[rank], number + 1, room, rank, above, fed)
+                heapreplace(heap, sibling)
+            else:
+                heappop(heap)
+        else:
+            break
+        if room > 0 and negative * first <= most:
+            heappush(heap, (negative * first, order, room - 1, 0, negative, None))
+        order += width
     return Allocation(list(feed), send)
 
 
-class _Choices:
+def _spend_on_families(
+    leaves: Iterable[Leaf],
+    known: Iterable[Known],
+    means: Sequence[float],
+    budget: int,
+    floor: float,
+) -> Allocation:
+    """Where the children of a node come all or none."""
+    families = _Families(leaves, known, means, floor)
+    feed: dict[int, None] = {}
+    send: list[tuple[int, int]] = []
+    while families.heap and budget > 0:
+        negative, _, cost, room, leaf, candidate = heappop(families.heap)
+        if cost > budget:
+            continue
+        budget -= cost
+        if candidate is not None:
+            send.append(candidate)
+        elif leaf is not None:
+            feed.setdefault(leaf)
+        families.push_below(-negative, room)
+    return Allocation(list(feed), send)
+
+
+class _Families:
     """What the next nodes could be spent on, the likeliest first."""
 
     def __init__(
-        self, places: Iterable[Place], means: Sequence[float], *, together: bool, floor: float
+        self,
+        leaves: Iterable[Leaf],
+        known: Iterable[Known],
+        means: Sequence[float],
+        floor: float,
     ) -> None:
         self._means = means
-        self._total = sum(means)
-        self._together = together
+        self._average = sum(means) / len(means)
         self._floor = floor
         self._count = 0
         # Chance, tie-break, cost, room below, origin leaf or None, known candidate or None.
         self.heap: list[tuple[float, int, int, int, int | None, tuple[int, int] | None]] = []
-        candidates = []
-        for place in places:
-            if not place.known:
-                self.push_children(place.chance, place.room, place.node)
-            elif place.chance >= floor:
-                self._count += 1
-                known = (place.node, place.index)
-                candidates.append((-place.chance, self._count, 1, place.room, None, known))
-        # Of those that are known there are many, of which few are taken.
-        self.heap += candidates
-        heapq.heapify(self.heap)
-
-    def push(self, chance: float, cost: int, room: int, leaf: int | None) -> None:
-        """`cost` nodes that are reached with this chance, unless that is below the floor."""
-        self._count += 1
-        if chance >= self._floor:
-            heapq.heappush(self.heap, (-chance, self._count, cost, room, leaf, None))
-
-    def push_children(self, chance: float, room: int, leaf: int | None) -> None:
-        """What is expected below a node that is reached with this chance."""
-        if room <= 0:
-            return
-        if self._together:
-            num_children = len(self._means)
-            self.push(chance * self._total / num_children, num_children, room, leaf)
-            return
-        for mean in self._means:
-            self.push(chance * mean, 1, room - 1, leaf)
+        for leaf in leaves:
+            self._push(leaf.chance, leaf.room, leaf.node)
+        for negative, _, room, candidate in known:
+            self._count += 1
+            if -negative >= floor:
+                heappush(self.heap, (negative, self._count, 1, room, None, candidate))
 
     def push_below(self, chance: float, room: int) -> None:
-        """What is expected below what was chosen: a node, or all the children of one."""
-        if not self._together:
-            self.push_children(chance, room, None)
-            return
-        average = self._total / len(self._means)
+        """What is expected below all the children of one that were chosen."""
         for mean in self._means:
-            self.push_children(chance / average * mean, room - 1, None)
+            self._push(chance / self._average * mean, room - 1, None)
+
+    def _push(self, chance: float, room: int, leaf: int | None) -> None:
+        """The children that are expected below what is reached with this chance."""
+        chance = chance * sum(self._means) / len(self._means)
+        self._count += 1
+        if room > 0 and chance >= self._floor:
+            heappush(self.heap, (-chance, self._count, len(self._means), room, leaf, None))

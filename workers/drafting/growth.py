@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from paceline.rules import Rule
 from workers.drafting.acceptance_map import TokenSignal
-from workers.drafting.allocation import Allocation, Place, allocate
+from workers.drafting.allocation import Allocation, allocate
 from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fan_out import RANKS, Frontier, most_begun
+from workers.drafting.loose_ends import LooseEnds
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
@@ -38,6 +39,7 @@ class Growth:
         self._draws_tokens = self._rule is Rule.COUPLED and not self._watches
         self._drawn = Expansions()
         self._edge: Frontier | None = None
+        self._ends: LooseEnds | None = None
         self._stopped: set[int] = set()
         self._longest = 0
         self._in_step = 0
@@ -145,7 +147,8 @@ class Growth:
         if self._tree.grant.fan_out and not self.as_chain:
             return self._fan_out(fed, pass_ms)
         if self._rule is Rule.COUPLED and not self.as_chain:
-            chosen = self._allocate(pass_ms).send
+            chosen = self._allocate(pass_ms, fed).send
+            self._loose_ends().sent(chosen)
         else:
             chosen = [
                 (node, index)
@@ -221,7 +224,7 @@ class Growth:
         """The tree was cut: learn from it, and renumber."""
         self._learn(kept)
         self._was_cut = True
-        self._edge = None
+        self._edge = self._ends = None
         self._stopped = set()
         self._in_step = len(kept.nodes)
         self._drawn.cut(kept)
@@ -229,6 +232,8 @@ class Growth:
     def check_integrity(self) -> None:
         """Assert that what is kept is about nodes of the tree."""
         self._drawn.check_integrity(self._tree)
+        if self._ends is not None:
+            self._ends.check_integrity()
 
     def _stop(self, leaf: int, pass_ms: float) -> bool:
         if not self._watches:
@@ -258,32 +263,31 @@ class Growth:
             return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
         return self._drawn.paths[node]
 
-    def _allocate(self, pass_ms: float) -> Allocation:
-        tree = self._tree
-        branches, reached = tree.grant.branches, self._drawn.reached(tree)
-        means = [self._chances.mean(rank) for rank in range(branches)]
-        places = [
-            Place(leaf, 0, reached[leaf], tree.room(leaf), known=False)
-            for leaf in self._leaves(pass_ms)
-        ]
-        for node, expansion in self._drawn.of.items():
-            room = tree.room(node)
-            if room > 0:
-                places += [
-                    Place(node, index, reached[node] * chance, room - 1, known=True)
-                    for index, chance in enumerate(expansion.chances)
-                    if expansion.nodes[index] is None
-                    and (index < branches or self._rule is not Rule.COUPLED)
-                ]
+    def _allocate(self, pass_ms: float, fed: Sequence[int] = ()) -> Allocation:
+        """Where to spend nodes now. `fed`: since the last time."""
+        tree, ends = self._tree, self._loose_ends(fed)
+        means = [self._chances.mean(rank) for rank in range(tree.grant.branches)]
+        leaves = ends.leaves
+        if self._watches:
+            leaves = [leaf for leaf in leaves if not self._stop(leaf.node, pass_ms)]
         # What the stopping rule refused would have been better than what is less likely.
-        floor = max((reached[node] * means[0] for node in self._stopped), default=0.0)
+        floor = max((ends.reached[node] * means[0] for node in self._stopped), default=0.0)
         return allocate(
-            places,
+            leaves,
+            ends.known,
             means,
             budget=tree.nodes_left,
             together=self._rule is not Rule.COUPLED,
             floor=floor,
         )
+
+    def _loose_ends(self, fed: Sequence[int] = ()) -> LooseEnds:
+        """Those that there are once what was drawn under `fed` is among them."""
+        if self._ends is not None and fed:
+            self._ends.fed(fed)
+        if self._ends is None or not self._ends.are_all:
+            self._ends = LooseEnds(self._tree, self._drawn)
+        return self._ends
 
     def _learn(self, kept: Kept) -> None:
         above = [ROOT, *kept.path]
