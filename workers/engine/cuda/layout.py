@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -20,10 +21,12 @@ from torch import Tensor
 
 from workers.engine.cuda.attention import Ragged, Trees
 from workers.engine.cuda.kv_cache import PAGE_SIZE, slot_of
-from workers.engine.slices import Slice, is_tree, positions_of, unrelated_slots
+from workers.engine.slices import Slice, is_tree, paths_of, positions_of
 
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)
+_FEW = 64
+"""For so many slots a list is made sooner than arrays are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ class Shape:
 
     def size(self, table_pages: int) -> int:
         """Integers of the whole array."""
-        return sum(int(np.prod(size)) for size in self.parts(table_pages).values())
+        return sum(map(prod, self.parts(table_pages).values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,27 +183,38 @@ class _Writer:
         self._table("tree_table", row, piece)
         stem, end = stem_of(piece), end_of(piece)
         self._parts["tree_used"][row] = stem
-        slots = [slot_of(piece.block_table, slot) for slot in range(stem, end)]
-        self._parts["tree_slots"][row, : end - stem] = slots
-        fed = np.arange(piece.start, end)
-        seen = np.arange(stem, end) <= fed[:, None]
-        seen &= ~unrelated_slots(piece, end)[:, stem:].numpy()
-        self._parts["tree_seen"][row, : len(fed), : end - stem] = seen
+        self._parts["tree_slots"][row, : end - stem] = _slots_of(piece, stem)
+        assert piece.tree_start is not None
+        chain = piece.tree_start - piece.start
+        first = max(0, -chain)
+        # Of a node what is on its path, of those before the tree what is not after them.
+        seen = np.tri(end - piece.start, end - stem, piece.start - stem, dtype=np.int32)
+        seen[max(0, chain) :, piece.tree_start - stem :] = paths_of(piece.parents)[first:]
+        self._parts["tree_seen"][row, : len(seen), : end - stem] = seen
         return stem
 
     def _tokens(self, at: int, piece: Slice) -> int:
         fed = slice(at, at + len(piece.token_ids))
         self._parts["token_ids"][fed] = piece.token_ids
         self._parts["positions"][fed] = positions_of(piece)
-        slots = np.arange(piece.start, end_of(piece))
-        table = np.asarray(piece.block_table, dtype=np.int32)
-        self._parts["slots"][fed] = table[slots // PAGE_SIZE] * PAGE_SIZE + slots % PAGE_SIZE
+        self._parts["slots"][fed] = _slots_of(piece, piece.start)
         return piece.start
 
     def _table(self, name: str, row: int, piece: Slice) -> None:
         """The pages that hold tokens; padding after the last one reads the scratch page."""
         pages = -(-end_of(piece) // PAGE_SIZE)
-        self._parts[name][row, :pages] = list(piece.block_table[:pages])
+        self._parts[name][row, :pages] = piece.block_table[:pages]
+
+
+def _slots_of(piece: Slice, first: int) -> Sequence[int] | Ints:
+    """Where the tokens from slot `first` of a sequence on lie among all slots."""
+    end, table = end_of(piece), piece.block_table
+    if end - first <= _FEW:
+        return [slot_of(table, slot) for slot in range(first, end)]
+    pages = range(first // PAGE_SIZE, -(-end // PAGE_SIZE))
+    in_page = np.arange(PAGE_SIZE, dtype=np.int32)
+    slots = [in_page + table[page] * PAGE_SIZE for page in pages]
+    return np.concatenate(slots)[first % PAGE_SIZE :][: end - first]
 
 
 def split(array: Array, shape: Shape, table_pages: int) -> dict[str, Array]:
@@ -208,7 +222,7 @@ def split(array: Array, shape: Shape, table_pages: int) -> dict[str, Array]:
     views: dict[str, Array] = {}
     first = 0
     for name, size in shape.parts(table_pages).items():
-        count = int(np.prod(size))
+        count = prod(size)
         views[name] = array[first : first + count].reshape(size)
         first += count
     return views

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from paceline.errors import ConfigError
 from tests.workers.engine.cuda.engines import DEVICES
 from workers.engine.cuda.graphs import MAX_TOKENS, bucket_of, chain_buckets
-from workers.engine.cuda.kv_cache import PAGE_SIZE
+from workers.engine.cuda.kv_cache import PAGE_SIZE, slot_of
 from workers.engine.cuda.layout import Shape, exact_shape, lay_out, split
 from workers.engine.cuda.linears import (
     FIXED_ROWS,
@@ -78,6 +78,33 @@ def test_products_of_a_captured_step_need_no_padding(fixed_rows: int) -> None:
     assert parts["slots"][shape.num_rows :].tolist() == [9 * PAGE_SIZE] * shape.filler
     assert parts["chain_table"].tolist()[3:] == [[9, 9, 9]] * (len(ends) - 4)
     assert parts["chain_used"].tolist()[4:] == [shape.filler] * (fixed_rows > 1)
+
+
+@pytest.mark.parametrize("end", [260, 250 + 64, 250 + 65, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1])
+def test_tokens_lie_in_the_pages_of_their_sequence(end: int) -> None:
+    """Of few and of many, across pages that do not follow one another."""
+    piece = Slice([7, 3, 5], 250, range(end - 250), 0)
+    layout = lay_out([piece], exact_shape([piece]), table_pages=4, scratch_block=9, even=False)
+    found = split(layout.array, layout.shape, 4)["slots"].tolist()
+    assert found == [slot_of(piece.block_table, slot) for slot in range(250, end)]
+
+
+@pytest.mark.parametrize("start", [100, 101, 103])
+def test_a_node_sees_its_path_and_what_is_before_the_tree(start: int) -> None:
+    """Slots from 101 on hold the tree, of which a slice feeds all or a part."""
+    parents = (0, 0, 1, 2, 3, 3, 0, 4, 8, 9)
+    end = 101 + len(parents)
+    piece = Slice([4], start, [1] * (end - start), 1, 101, parents)
+    layout = lay_out([piece], exact_shape([piece]), table_pages=1, scratch_block=9, even=False)
+    seen = split(layout.array, layout.shape, 1)["tree_seen"][0]
+    stem = min(start, 101)
+    for row, slot in enumerate(range(start, end)):
+        wanted = set(range(stem, min(slot + 1, 101)))
+        node = slot - 100
+        while node > 0:
+            wanted.add(100 + node)
+            node = parents[node - 1]
+        assert {stem + int(key) for key in seen[row].nonzero()[0]} == wanted
 
 
 @pytest.mark.parametrize("fixed_rows", [1, FIXED_ROWS])
