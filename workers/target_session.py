@@ -45,7 +45,8 @@ class _Sequence:
 
 @value_class(frozen=True, slots=True)
 class VerdictTask:
-    """A slice whose logits are wanted: `prefix` is every token before the first candidate.
+    """A slice whose logits are wanted: `prefix` is every token before the first candidate. It is
+    good until the next step begins.
 
     `names_path`: the verdict tells which candidates were accepted, not only how many. `fed`: the
     tokens whose likeliest followers are asked for. Those of a slice without a verdict
@@ -242,10 +243,11 @@ def _task_of(
     """What is to be said of a slice, if anything is; `first`: where its candidates begin."""
     if not (message.verdict or message.top_tokens):
         return None
+    token_ids = sequence.token_ids
     return VerdictTask(
         message.sequence_id,
         sequence.spec,
-        sequence.token_ids[:first],
+        token_ids[:first] if first < len(token_ids) else token_ids,  # Of a long text a copy shows.
         candidates,
         names_path=bool(message.parents),
         has_verdict=message.verdict,
