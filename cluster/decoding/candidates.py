@@ -12,10 +12,11 @@ from cluster.decoding.windows import (
     Node,
     Window,
     likeliest,
+    num_likeliest,
     window_of,
 )
 from paceline.prefix_hash import extend_hash
-from paceline.rules import DRAFTER_KINDS
+from paceline.rules import DRAFTER_KINDS, MAX_WINDOW
 
 
 class Candidates:
@@ -62,7 +63,9 @@ class Candidates:
 
     def num_verifiable(self, limit: int) -> int:
         """Candidates that a step of at most `limit` could verify, perhaps more than those."""
-        return self.num_candidates if self.verified_width is None else len(self._choose(limit))
+        if self.verified_width is None:
+            return self.num_candidates
+        return num_likeliest(self.root, limit, width=self.verified_width)
 
     @property
     def num_pinned(self) -> int:
@@ -135,6 +138,9 @@ class Candidates:
             seen.add(id(node))
         assert sum(len(node.children) for node in [self.root, *self._nodes]) == len(self._nodes)
         assert all(id(node) in seen for node in self._pinned)
+        if self.verified_width is not None:
+            for limit in (1, 4, MAX_WINDOW):
+                assert self.num_verifiable(limit) == len(self._choose(limit)), "counted otherwise"
         assert not self.chain or all(len(n.children) <= 1 for n in [self.root, *self._nodes])
 
     def _set_root(self, root: Node) -> None:

@@ -75,6 +75,21 @@ def likeliest(root: Node, limit: int, *, width: int, rank_chances: Sequence[floa
     return chosen
 
 
+def num_likeliest(root: Node, limit: int, *, width: int) -> int:
+    """How many `likeliest` chooses, without a choice."""
+    if width == 1:
+        return lead_length(root, limit)
+    found = 0
+    above = [root]
+    while above and found < limit:
+        children = above.pop().children
+        if children:
+            children = children[:width]
+            found += len(children)
+            above += children
+    return min(found, limit)
+
+
 def lead_length(root: Node, limit: int) -> int:
     """Candidates of the chain of first ones below a node, up to `limit`."""
     length = 0
