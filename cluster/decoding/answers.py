@@ -63,11 +63,15 @@ class Answer:
 
     @property
     def is_all(self) -> bool:
-        """Whether every sequence of the batch decodes and was in the step.
+        """Whether every sequence of the batch was in the step, or waits for its drafter.
 
-        Then the next step is all of it that is left: nobody is prefilled, nobody comes in.
+        Then the next step is of these alone: nobody is prefilled. Of one that is steered the policy
+        may change, and with it whether it waits.
         """
-        return len(self.commits) == len(self.batching.running)
+        running = self.batching.running
+        if len(self.commits) == len(running):
+            return True
+        return not any(one.prefilling or one.pilot is not None for one in running.values())
 
     @property
     def steers(self) -> bool:

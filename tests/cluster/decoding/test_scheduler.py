@@ -11,6 +11,8 @@ from cluster.decoding.events import (
     Admitted,
     Cancelled,
     DrafterJoined,
+    SequenceVerdict,
+    StepDone,
     TargetJoined,
     Tick,
 )
@@ -206,6 +208,22 @@ def test_the_next_step_goes_out_before_anything_is_counted_or_told() -> None:
     assert out[-1] == Emit(1, 0, (10,), 0)
     assert scheduler.totals.counts.committed == 1
     assert scheduler.rest() == []
+
+
+def test_who_waits_for_its_drafter_does_not_hold_up_the_others_step() -> None:
+    scheduler = started(PolicyName.PEARL, window=4)
+    scheduler.handle(Admitted(0.2, request(2, (4, 5), policy=PolicyName.OFF)))
+    scheduler.handle(proposal(PROMPT, 10, 11))
+    scheduler.handle(verdict(1, 0, 10))
+    scheduler.begin(StepDone(1.1, 2, (SequenceVerdict(2, 0, 20),)))
+    before = scheduler.totals.counts.committed
+    scheduler.rest()
+    (step,) = scheduler.begin(StepDone(1.2, 3, (SequenceVerdict(2, 0, 21),)))
+    assert [part.sequence_id for part in step.slices] == [2], "the first one waits for a window"
+    assert before == 1
+    assert scheduler.totals.counts.committed == 2, "what the answer brought is not counted yet"
+    scheduler.rest()
+    assert scheduler.totals.counts.committed == 3
 
 
 def test_who_comes_in_is_opened_after_drafters_heard_of_the_step_before() -> None:
