@@ -62,15 +62,18 @@ def _fill_slice(message: target_pb2.Slice, part: Slice) -> None:
 
 def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdict, ...]:
     """The verdicts of an answered step."""
-    return tuple(
-        SequenceVerdict(
-            sequence_id=verdict.sequence_id,
-            num_accepted=verdict.num_accepted,
-            token_id=verdict.token_id,
-            accepted=tuple(verdict.accepted),
-            top_tokens=tuple(map(_top_tokens_from_wire, verdict.top_tokens)),
-        )
-        for verdict in response.verdicts
+    return tuple([_verdict_from_wire(verdict) for verdict in response.verdicts])
+
+
+def _verdict_from_wire(verdict: target_pb2.Verdict) -> SequenceVerdict:
+    """Of most verdicts there is no more than the first three fields."""
+    accepted, top = verdict.accepted, verdict.top_tokens
+    return SequenceVerdict(
+        verdict.sequence_id,
+        verdict.num_accepted,
+        verdict.token_id,
+        tuple(accepted) if accepted else (),
+        tuple(map(_top_tokens_from_wire, top)) if top else (),
     )
 
 
