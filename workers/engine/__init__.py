@@ -22,6 +22,7 @@ step_plan.py, block_runs.py   what every layer must know, computed once
 attention.py      attention over KV blocks
 kv_cache.py       the buffers; kv_sizes.py: how large; block_pool.py: who holds which block
 forward.py        Hugging Face's own code, or a lean equivalent
+layer_operations.py   what the lean one does between products: torch's way; a GPU's kernels in cuda/
 invariance.py, self_test.py   a row's bits do not depend on its company
 thread_choice.py  how many threads help at this moment
 shared_blocks.py  blocks that several sequences read: what begins alike is computed once
