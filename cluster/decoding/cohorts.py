@@ -118,7 +118,7 @@ class Cohort:
         resized = not 1 / RESIZED < self.members / max(1, self.decided_for) < RESIZED
         if self.plan is None or self.doubted or self.behind or resized:
             stands = 1
-        elif self.plan.choice is Choice.OFF:
+        elif self.plan.choice is Choice.OFF and self.trial is None:
             stands = self.rest_for
         return self.members * max(0, step - self.decided_at - stands + 1)
 
@@ -155,7 +155,7 @@ class Cohorts:
         like = Likeness(drafter, level, pilot.limit, pilot.branches, pilot.rule, pilot.merge)
         cohort = self._cohorts.get(like)
         if cohort is None:
-            first_guess = min(0.99, max(0.01, usual.mean + level * _LEVEL)) if level else usual
+            first_guess = pilot.acceptance.mean if level else usual
             cohort = self._cohorts[like] = Cohort(like, Acceptance(first_guess), pilot)
         pilot.cohort = cohort
         return cohort

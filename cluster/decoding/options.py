@@ -14,6 +14,9 @@ from cluster.decoding.policies import forks_within
 GAIN_TO_CHANGE = 1.03
 """A policy takes another's place when it promises so much more."""
 
+AS_GOOD = 1 / 200
+"""Windows of a policy that promise as much to within this share are as good."""
+
 GAIN_TO_WAIT = 1.03
 CANDIDATES_TO_WAIT = 12
 """A policy that waits for its drafter must promise so much more than one that does not, and so many
@@ -90,7 +93,10 @@ def options_of(
             preferred = worth * preference
             tried.append(Option(choice, window, forecast, worth, preferred, proven or is_followed))
         # A larger window leaves room for luck; where it makes branches longer, they cost something.
-        found.append(_first_of_the_best(tried if policy.fans_out else tried[::-1]))
+        # Where several groups verify, what a small one grants runs out, which no forecast knows of.
+        is_small = policy.fans_out and not policy.replicates
+        within = GAIN_TO_CHANGE - 1 if policy.replicates else AS_GOOD
+        found.append(_first_of_the_best(tried if is_small else tried[::-1], within))
     return sorted(found, key=lambda one: one.preferred, reverse=True)
 
 
@@ -100,10 +106,10 @@ def _depths(before: int, deepest: int) -> list[int]:
     return sorted({1 << power for power in range(deepest.bit_length())} | {deepest})
 
 
-def _first_of_the_best(options: list[Option]) -> Option:
-    """The first that is as good as any to within a two-hundredth."""
+def _first_of_the_best(options: list[Option], within: float) -> Option:
+    """The first that is as good as any to within this share."""
     best = max(one.worth for one in options)
-    enough = best - abs(best) / 200
+    enough = best - abs(best) * within
     return next(one for one in options if one.worth >= enough)
 
 

@@ -169,10 +169,11 @@ def test_requests_that_come_and_go() -> None:
         {"acceptance": 0.3, "batch": 64, "tokens": 60},
         {"drafter": DRAFTER.scaled(10), "batch": 64, "tokens": 40},
         {"acceptance": 0.0, "batch": 8, "tokens": 100, "rtt_ms": 10.0},
+        {"acceptance": 0.3, "batch": 64, "tokens": 60, "rtt_ms": 10.0, "window": 32},
     ],
     ids=[
         *("never right", "slow drafter", "64 never right", "64 seldom right", "64 slow drafter"),
-        "8 never right, far away",
+        *("8 never right, far away", "64 seldom right, far away"),
     ],
 )
 def test_never_below_plain_decoding(given: dict[str, Any]) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+import pytest
+
 from cluster.decoding.auto import FIRST_TRIED, SHARE_TRIED, Controller
-from cluster.decoding.cohorts import STANDS
+from cluster.decoding.choices import Choice
+from cluster.decoding.cohorts import FIRST_STANDS, STANDS, Cohorts, Plan
+from cluster.decoding.estimates import Acceptance
 from cluster.decoding.events import Proposal, Proposed, StepDone
 from cluster.decoding.instructions import RunStep, Slice
 from cluster.decoding.pilot import Pilot
@@ -85,6 +89,28 @@ def test_those_whose_drafts_fail_are_cut_and_the_others_go_on() -> None:
     for is_right, choices in zip(right, batch.choices(60, right), strict=True):
         assert (choices["off"] < 6) is is_right
         assert (choices["off"] > 40) is not is_right
+
+
+def test_a_cohort_begins_with_what_its_first_member_has_shown() -> None:
+    usual = Acceptance(0.85)
+    pilot = Pilot.of(request(1, (7, 8, 9), policy=PolicyName.AUTO, window=8))
+    pilot.meets("d", usual)
+    while pilot.acceptance.mean > 0.6:
+        pilot.acceptance.add((False,))
+    cohort = Cohorts().of(pilot, "d", usual)
+    assert cohort.like.level == -1
+    assert cohort.acceptance.mean == pytest.approx(pilot.acceptance.mean)
+
+
+def test_what_is_tried_beside_those_that_rest_is_looked_at_soon() -> None:
+    pilot = Pilot.of(request(1, (7, 8, 9), policy=PolicyName.AUTO, window=8))
+    cohort = Cohorts().of(pilot, "d", Acceptance(0.85))
+    cohort.plan, cohort.rest_for, cohort.decisions = Plan(Choice.OFF, 1), 16, 9
+    cohort.members = cohort.decided_for = 64
+    cohort.seen_at = FIRST_STANDS
+    assert not cohort.overdue(FIRST_STANDS), "all rest"
+    cohort.trial = Plan(Choice.CHAIN_TREE, 8)
+    assert cohort.overdue(FIRST_STANDS)
 
 
 def test_few_of_a_batch_are_tried_at_a_time() -> None:
