@@ -1,0 +1,309 @@
+"""Attention over pages and beside the stems of trees: `python -m scripts.check_kernels attention`.
+
+`bits`: how many windows of a prefill's rows, alone and beside others, folded as they are computed
+and stored, have the bits that the prefill gave them. `control`: torch's rows are other bits, so the
+comparison can fail. `context C batch B width W`: the last W tokens of B sequences of C; the largest
+error of an output and of a log-sum-exp against float64, each before torch's; times go around the
+pages of several layers, so that the device's cache does not hold them; `floor` is what reading keys
+and values once takes at 3 TB/s. `trees`: B trees of W nodes after stems of S, kernels and torch
+against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from scripts.check_kernels.cases import WRONG, Case, by_torch, times, verdict
+from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees
+from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
+from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
+from workers.engine.cuda.tree_kernel import attend_beside_stems
+
+_ERRORS = {torch.bfloat16: 0.02, torch.float32: 1e-5}
+"""Largest errors of outputs and log-sum-exps that are no mistake."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A model's heads, and what is asked of them."""
+
+    num_queries: int
+    num_keys: int
+    head_size: int
+    dtype: torch.dtype
+    table_pages: int
+    step_tokens: int
+    """A captured step has a multiple of so many: a chain of padding fills it up."""
+    chains: Sequence[tuple[int, int, int]]
+    """(context, batch, width)"""
+    trees: Sequence[tuple[int, int, int]]
+    """(stem, batch, width)"""
+    layer_bytes: int
+    """Keys and values that calls go around: several times a device's cache."""
+    prefill: int
+    widths: Sequence[int]
+    firsts: Sequence[int]
+
+    @property
+    def scaling(self) -> float:
+        return float(self.head_size**-0.5)
+
+
+LARGE = Sizes(
+    num_queries=32,
+    num_keys=8,
+    head_size=128,
+    dtype=torch.bfloat16,
+    table_pages=33,
+    step_tokens=64,
+    chains=[*product((512, 4096, 16384), (1, 16), (1, 9)), (512, 64, 1), (2048, 1, 2048)],
+    trees=[(512, 1, 17), (4096, 8, 33)],
+    layer_bytes=400_000_000,
+    prefill=2048,
+    widths=(1, 2, 9, 17, 64, 333),
+    firsts=(0, 1, 255, 256, 1000, 1023, 1500),
+)
+SMALL = Sizes(
+    num_queries=4,
+    num_keys=2,
+    head_size=16,
+    dtype=torch.float32,
+    table_pages=4,
+    step_tokens=8,
+    chains=[(300, 1, 1), (20, 3, 9)],
+    trees=[(40, 2, 5)],
+    layer_bytes=0,
+    prefill=20,
+    widths=(5,),
+    firsts=(0, 9),
+)
+
+
+def make_cases(device: torch.device) -> Iterator[Case]:
+    """The cases of this check."""
+    check = AttentionCheck(device, SMALL if device.type == "cpu" else LARGE)
+    yield Case("bits", check.bits)
+    yield Case("control", check.control)
+    for chain in check.sizes.chains:
+        name = "context {} batch {} width {}".format(*chain)
+        yield Case(name, lambda chain=chain: check.chains(*chain))
+    for tree in check.sizes.trees:
+        name = "trees: stem {} batch {} width {}".format(*tree)
+        yield Case(name, lambda tree=tree: check.trees(*tree))
+
+
+class AttentionCheck:
+    """The cases, for some sizes on some device."""
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._device = device
+
+    def bits(self) -> str:
+        prefill, (cache, queries, table) = self.sizes.prefill, self._prefill()
+        whole = self._ragged([(prefill, prefill)], [table], cache)
+        output_TAD, lse_AT = self._by_kernels(queries, cache.layers[0], whole)
+        count, wrong = 0, []
+        for width, first, num_others, scratch_bytes in product(
+            self.sizes.widths, (*self.sizes.firsts, None), (0, 2), (0, 1 << 40)
+        ):
+            begin = prefill - width if first is None else first
+            end, at = begin + width, 7 * num_others
+            ragged = self._ragged(
+                [*[(7, 7 + prefill // 4)] * num_others, (width, end)],
+                [*[table[-2:]] * num_others, table],
+                cache,
+            )
+            rows = torch.cat([queries[:7]] * num_others + [queries[begin:end]])
+            output, lse = self._by_kernels(
+                rows, cache.layers[0], ragged, scratch_bytes=scratch_bytes
+            )
+            same = torch.equal(output[at:], output_TAD[begin:end])
+            same &= torch.equal(lse[:, at:], lse_AT[:, begin:end])
+            count += 1
+            if not same:
+                wrong.append((width, begin, num_others, scratch_bytes))
+        found = f"{count - len(wrong)} of {count} windows have the bits of a prefill of {prefill}"
+        if self._device.type == "cpu":
+            # The interpreter multiplies as numpy does, where a row's bits depend on its place.
+            return f"{found} (not judged in a dry run)"
+        return f"{found}, {WRONG}: {wrong[:6]}" if wrong else found
+
+    def control(self) -> str:
+        prefill, (cache, queries, table) = self.sizes.prefill, self._prefill()
+        whole = self._ragged([(prefill, prefill)], [table], cache)
+        alone = self._ragged([(1, prefill)], [table], cache)
+        output_TAD, _ = self._by_kernels(queries, cache.layers[0], whole)
+        output_1AD, _ = self._by_torch(queries[-1:], cache.layers[0], alone)
+        return verdict(not torch.equal(output_1AD, output_TAD[-1:]), "other bits")
+
+    def chains(self, context: int, batch: int, width: int) -> str:
+        sizes = self.sizes
+        pages = -(-context // PAGE_SIZE)
+        token_bytes = 2 * sizes.num_keys * sizes.head_size * sizes.dtype.itemsize
+        num_bytes = batch * context * token_bytes
+        num_layers = max(1, min(8, sizes.layer_bytes // num_bytes))
+        cache = self._cache(batch * pages, num_layers)
+        order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).tolist()
+        tables = [order[row * pages : (row + 1) * pages] for row in range(batch)]
+        lengths = [(width, context)] * batch
+        filler = -batch * width % sizes.step_tokens
+        if filler:
+            lengths.append((filler, filler))
+        filled = [*tables, [cache.scratch_block]] if filler else tables
+        ragged = self._ragged(lengths, filled, cache)
+        queries = self._queries(batch * width + filler)
+        layer = cache.layers[0]
+        rows = sorted({0, width // 2, width - 1})
+        window = slice((batch - 1) * width, batch * width)
+        expected, expected_lse = self._exact(queries[window], layer, tables[-1], context, rows)
+        words, finite = [], True
+        for who, attended in (("kernels", self._by_kernels), ("torch", self._by_torch)):
+            output_TAD, lse_AT = attended(queries, layer, ragged)
+            error = float((output_TAD[window][rows].double() - expected).abs().max())
+            error_lse = float((lse_AT[:, window][:, rows].double() - expected_lse).abs().max())
+            words.append(f"{who} {error:.1e} and {error_lse:.1e}")
+            if who == "kernels":
+                small = max(error, error_lse) <= _ERRORS[sizes.dtype]
+                finite = bool(output_TAD.isfinite().all() and lse_AT.isfinite().all())
+        timed = times(
+            self._device,
+            kernels=lambda n: self._by_kernels(queries, cache.layers[n % num_layers], ragged),
+            torch=lambda n: self._by_torch(queries, cache.layers[n % num_layers], ragged),
+        )
+        judged = f"{verdict(small, 'small')}, {verdict(finite, 'finite')}"
+        return f"errors {', '.join(words)}, {judged}; {timed} (floor {num_bytes / 3e6:.1f})"
+
+    def trees(self, stem: int, batch: int, width: int) -> str:
+        sizes = self.sizes
+        pages = -(-(stem + width) // PAGE_SIZE)
+        cache = self._cache(batch * pages, num_layers=1)
+        tables = [list(range(row * pages, (row + 1) * pages)) for row in range(batch)]
+        slots = [list(range(table[0] * PAGE_SIZE, (table[-1] + 1) * PAGE_SIZE)) for table in tables]
+        generator = torch.Generator().manual_seed(3)
+        seen_BWK = torch.rand(batch, width, width, generator=generator) < 0.4
+        seen_BWK[:, :, 0] = True
+        trees = Trees(
+            self._ragged([(width, stem)] * batch, tables, cache),
+            torch.tensor([one[stem : stem + width] for one in slots], device=self._device),
+            seen_BWK.to(self._device),
+        )
+        queries = self._queries(batch * width)
+
+        layer = cache.layers[0]
+
+        def by_kernels(_: int = 0) -> Tensor:
+            stem_TAD, stem_lse_AT = self._by_kernels(queries, layer, trees.stem, causal=False)
+            return attend_beside_stems(
+                queries,
+                layer,
+                trees.key_slots_BK,
+                trees.seen_BWK,
+                stem_TAD,
+                stem_lse_AT,
+                trees.stem.used_B,
+                sizes.scaling,
+            )
+
+        def as_torch(_: int = 0) -> Tensor:
+            with by_torch():
+                return attend_trees(queries, layer, trees, sizes.scaling)
+
+        apart = float((by_kernels().double() - as_torch().double()).abs().max())
+        small = verdict(apart <= 2 * _ERRORS[sizes.dtype], "small")
+        timed = times(self._device, kernels=by_kernels, torch=as_torch)
+        return f"apart {apart:.1e}, {small}; {timed}"
+
+    def _prefill(self) -> tuple[PagedKV, Tensor, list[int]]:
+        """Pages, the queries of a prefill, and its table, which is in no order."""
+        pages = -(-self.sizes.prefill // PAGE_SIZE)
+        cache = self._cache(5 * pages, num_layers=1)
+        order = torch.randperm(5 * pages, generator=torch.Generator().manual_seed(5)).tolist()
+        queries = self._queries(self.sizes.prefill)
+        return cache, queries, order[:pages]
+
+    def _cache(self, num_blocks: int, num_layers: int) -> PagedKV:
+        cache = PagedKV(
+            num_layers=num_layers,
+            num_heads=self.sizes.num_keys,
+            head_size=self.sizes.head_size,
+            num_blocks=num_blocks,
+            dtype=self.sizes.dtype,
+            device=self._device,
+        )
+        generator = torch.Generator(self._device).manual_seed(1)
+        for layer in cache.layers:
+            layer.keys_NPHD.normal_(generator=generator)
+            layer.values_NPHD.normal_(generator=generator)
+        return cache
+
+    def _queries(self, count: int) -> Tensor:
+        shape = (count, self.sizes.num_queries, self.sizes.head_size)
+        generator = torch.Generator(self._device).manual_seed(6)
+        drawn = torch.randn(shape, device=self._device, generator=generator)
+        return drawn.to(self.sizes.dtype)
+
+    def _ragged(
+        self, lengths: list[tuple[int, int]], tables: list[list[int]], cache: PagedKV
+    ) -> Ragged:
+        """Of each sequence its (queries, keys) and its pages; padding is the scratch page."""
+        size = max(self.sizes.table_pages, 1 + max(len(table) for table in tables))
+        rows = [table + [cache.scratch_block] * (size - len(table)) for table in tables]
+        ends = torch.tensor([0, *(width for width, _ in lengths)]).cumsum(0)
+        return Ragged(
+            ends.to(self._device, torch.int32),
+            torch.tensor([keys for _, keys in lengths], dtype=torch.int32, device=self._device),
+            torch.tensor(rows, dtype=torch.int32, device=self._device),
+            max(width for width, _ in lengths),
+            lengths,
+        )
+
+    def _by_kernels(
+        self,
+        query_TAD: Tensor,
+        layer: LayerPages,
+        ragged: Ragged,
+        *,
+        causal: bool = True,
+        scratch_bytes: int = SCRATCH_BYTES,
+    ) -> tuple[Tensor, Tensor]:
+        return attend_pages(
+            query_TAD,
+            layer,
+            ragged.cu_seq_B,
+            ragged.used_B,
+            ragged.table_BP,
+            self.sizes.scaling,
+            causal=causal,
+            scratch_bytes=scratch_bytes,
+        )
+
+    def _by_torch(
+        self, query_TAD: Tensor, layer: LayerPages, ragged: Ragged
+    ) -> tuple[Tensor, Tensor]:
+        with by_torch():
+            return attend(query_TAD, layer, ragged, self.sizes.scaling, causal=True)
+
+    def _exact(
+        self, query_WAD: Tensor, layer: LayerPages, table: list[int], context: int, rows: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Float64 outputs [rows, A, D] and log-sum-exps [A, rows] of some of a window's rows."""
+        keys_KHD, values_KHD = (
+            one[table].flatten(0, 1)[:context].double()
+            for one in (layer.keys_NPHD, layer.values_NPHD)
+        )
+        outputs, sums = [], []
+        for row in rows:
+            seen = context - query_WAD.shape[0] + row + 1
+            query_HGD = query_WAD[row].double().view(keys_KHD.shape[1], -1, keys_KHD.shape[2])
+            scores_HGK = torch.einsum("hgd,khd->hgk", query_HGD, keys_KHD[:seen])
+            scores_HGK = scores_HGK * self.sizes.scaling
+            output_HGD = torch.einsum("hgk,khd->hgd", scores_HGK.softmax(-1), values_KHD[:seen])
+            outputs.append(output_HGD.flatten(0, 1))
+            sums.append(scores_HGK.logsumexp(-1).flatten())
+        return torch.stack(outputs), torch.stack(sums, dim=1)

@@ -1,0 +1,136 @@
+"""What the checks have in common: cases with a line each, torch's way, times in CUDA graphs."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from workers.kernels import ASKED
+
+WRONG = "WRONG"
+_CALLS = 20
+"""Of one graph: enough that the time between two replays is none of a call's."""
+_WARM_UPS = 3
+_REPLAYS = 15
+_SHOWN = ("_add_and_norm", "_rotate_and_store", "_gate", "layer_norm", "index_copy", "silu")
+"""Parts of the names of kernels whose times are shown: ours, and those whose place they take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`check` returns what is printed after `name`; it says WRONG where that is so."""
+
+    name: str
+    check: Callable[[], str]
+
+
+def run(cases: Iterable[Case], device: torch.device) -> int:
+    """Print a line for each case, each in its own try. Returns 1 where one is wrong, else 0."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "dry run on a CPU"
+    print(f"{name}, torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    status = 0
+    for case in cases:
+        began = time.perf_counter()
+        try:
+            found = case.check()
+        except Exception as error:
+            found = f"FAILED {type(error).__name__}: {str(error)[:300]}"
+            traceback.print_exc(limit=-3)
+        status |= WRONG in found or found.startswith("FAILED")
+        print(f"{case.name}: {found} [{time.perf_counter() - began:.1f} s]", flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return int(status)
+
+
+@contextmanager
+def by_torch() -> Iterator[None]:
+    """As where our kernels are not asked for: torch's operations take their place."""
+    asked = os.environ.pop(ASKED, None)
+    try:
+        yield
+    finally:
+        if asked is not None:
+            os.environ[ASKED] = asked
+
+
+def verdict(right: bool, word: str) -> str:
+    """The word, after WRONG where it is not so."""
+    return word if right else f"{WRONG}: not {word}"
+
+
+def difference(found: Tensor, expected: Tensor) -> str:
+    """How much two tensors differ, in words."""
+    if torch.equal(found, expected):
+        return "equal"
+    largest = float((found.double() - expected.double()).abs().max())
+    share = float((found != expected).double().mean())
+    return (
+        f"{share:.1e} of them differ, by at most "
+        f"{largest / float(expected.double().abs().max()):.1e} of the largest"
+    )
+
+
+def times(device: torch.device, **ways: Callable[[int], object]) -> str:
+    """Microseconds of a call of each way, in words. A way is called with a call's number.
+
+    On a CPU each is called once and not timed.
+    """
+    if device.type == "cpu":
+        for way in ways.values():
+            way(0)
+        return "not timed"
+    return ", ".join(f"{name} {_captured_us(way):.1f} us" for name, way in ways.items())
+
+
+def _captured_us(way: Callable[[int], object]) -> float:
+    """Microseconds of a call: the median of the replays of a graph of several."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for number in range(_WARM_UPS):
+            way(number)
+        with torch.cuda.graph(graph, stream=stream):
+            for number in range(_CALLS):
+                way(number)
+    torch.cuda.synchronize()
+    microseconds = []
+    for _ in range(_REPLAYS):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        microseconds.append(first.elapsed_time(last) * 1000 / _CALLS)
+    return statistics.median(microseconds)
+
+
+def profiled(run: Callable[[], Tensor]) -> tuple[Tensor, str]:
+    """What a captured call returns, and how many kernels it has, with some of their times."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = run()
+    graph.replay()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as watched:
+        graph.replay()
+        torch.cuda.synchronize()
+    events = [event for event in watched.events() if event.device_type == DeviceType.CUDA]
+    shown = [f"{len(events)} launched"]
+    for name in _SHOWN:
+        took = [event.device_time for event in events if name in event.name]
+        if took:
+            shown.append(f"{name} {len(took)} times {statistics.median(took):.2f} us")
+    return result, ", ".join(shown)

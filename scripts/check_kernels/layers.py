@@ -1,0 +1,292 @@
+"""What lies between the products of a layer: `python -m scripts.check_kernels layers`.
+
+`norm`, `gate`, `rotate and store`: kernels against torch's operations, entry by entry; sums, and
+rotated heads that are not normed before, must be equal; so must a row alone and the same row among
+others. `llama`, `qwen3`: whole models of a few layers, attention by kernels too; both ways against
+the model's own code, the largest difference over the largest logit; then a captured step of one
+sequence, and how many kernels it launches, with the median times of some of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+
+from scripts.check_kernels.cases import Case, by_torch, difference, profiled, times, verdict
+from workers.engine import attention as attention_interface
+from workers.engine.attention import Step
+from workers.engine.cuda.graphs import bucket_of
+from workers.engine.cuda.kernel_operations import KernelOperations
+from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
+from workers.engine.cuda.layer_kernels import HeadNorms, rotate_and_store
+from workers.engine.cuda.layout import exact_shape, lay_out, read_inputs
+from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
+from workers.engine.cuda.step import DeviceStep, Heads
+from workers.engine.forward import LeanForward, hugging_face_forward
+from workers.engine.fusing import NativeNorm
+from workers.engine.layer_operations import AttentionLayer, LayerOperations
+from workers.engine.slices import Slice
+
+_BLOCKS, _VOCAB = 12, 1024
+_EPSILON = 1e-6
+_PROBE = 0.03
+"""Of the largest logit: what the engine's own probe of a lean forward allows."""
+Forwards = dict[str, Callable[[Step], Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Of a model, and of what it is fed."""
+
+    dtypes: tuple[torch.dtype, ...]
+    """The first is the model's."""
+    num_rows: int
+    hidden: int
+    other_hidden: tuple[int, ...]
+    feed_forward: int
+    num_queries: int
+    num_keys: int
+    head_size: int
+    num_layers: int
+    prefix: int
+
+
+LARGE = Sizes(
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    num_rows=64,
+    hidden=4096,
+    other_hidden=(5120, 8192, 16384, 904),
+    feed_forward=14336,
+    num_queries=32,
+    num_keys=8,
+    head_size=128,
+    num_layers=4,
+    prefix=200,
+)
+SMALL = Sizes(
+    dtypes=(torch.float32, torch.float16),
+    num_rows=4,
+    hidden=64,
+    other_hidden=(904,),
+    feed_forward=96,
+    num_queries=4,
+    num_keys=2,
+    head_size=16,
+    num_layers=2,
+    prefix=12,
+)
+
+
+def make_cases(device: torch.device) -> Iterator[Case]:
+    """The cases of this check."""
+    torch.manual_seed(0)
+    check = LayerCheck(device, SMALL if device.type == "cpu" else LARGE)
+    for size in (check.sizes.hidden, *check.sizes.other_hidden):
+        yield Case(f"norm of {size}", lambda size=size: check.norm(size))
+    yield Case("gate", check.gate)
+    for dtype in check.sizes.dtypes:
+        for normed in (False, True):
+            name = f"rotate and store {str(dtype)[6:]}{' normed' if normed else ''}"
+            yield Case(name, lambda given=(dtype, normed): check.rotation(*given))
+    yield Case("llama", lambda: check.model(LlamaConfig))
+    yield Case("qwen3", lambda: check.model(Qwen3Config))
+
+
+class LayerCheck:
+    """The cases, for some sizes on some device."""
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self.sizes = sizes
+        self._device = device
+
+    def norm(self, size: int) -> str:
+        hidden, delta = (self._random(self.sizes.num_rows, size) for _ in range(2))
+        norm = NativeNorm(self._random(size), _EPSILON)
+        kernels, torchs = (one().add_and_norm(norm) for one in (KernelOperations, LayerOperations))
+        mine, theirs = hidden.clone(), hidden.clone()
+        normed = difference(kernels(mine, delta), torchs(theirs, delta))
+        words = [
+            verdict(torch.equal(mine, theirs), "sums equal"),
+            f"norms {normed}",
+            f"without a sum {difference(kernels(mine, None), torchs(theirs, None))}",
+            _rows_alone(lambda rows: kernels(rows.clone(), rows), hidden),
+        ]
+        for name, added in (("with a sum", delta), ("without", None)):
+            timed = times(
+                self._device,
+                kernels=lambda _, added=added: kernels(mine, added),
+                torch=lambda _, added=added: torchs(mine, added),
+            )
+            words.append(f"{name} {timed}")
+        return "; ".join(words)
+
+    def gate(self) -> str:
+        both = self._random(self.sizes.num_rows, 2 * self.sizes.feed_forward) * 3
+        kernels, torchs = (
+            one().gate(torch.nn.SiLU()) for one in (KernelOperations, LayerOperations)
+        )
+        same = difference(kernels(both), torchs(both.clone()))
+        timed = times(self._device, kernels=lambda _: kernels(both), torch=lambda _: torchs(both))
+        return f"{same}; {_rows_alone(kernels, both)}; {timed}"
+
+    def rotation(self, dtype: torch.dtype, normed: bool) -> str:
+        sizes = self.sizes
+        num_rows, head_size = sizes.num_rows, sizes.head_size
+        weights = [self._random(head_size, dtype=dtype) for _ in range(2)] if normed else []
+        head_norms = tuple(NativeNorm(weight, _EPSILON) for weight in weights)
+        norms = HeadNorms(*weights, _EPSILON, _EPSILON) if normed else None
+        layer = AttentionLayer(0, sizes.num_queries, sizes.num_keys, head_size, 1.0, head_norms)
+        rows = self._random(num_rows, layer.num_heads, head_size, dtype=dtype)
+        angles = self._random(num_rows, head_size // 2, dtype=torch.float32) * 10
+        cos, sin = (torch.cat([one, one], 1).to(dtype) for one in (angles.cos(), angles.sin()))
+        slots = torch.randperm(4 * num_rows, device=self._device)[:num_rows]
+        stored = torch.zeros(
+            2, 2, 4 * num_rows, sizes.num_keys, head_size, dtype=dtype, device=self._device
+        )
+        keys, values = stored[:, 0], stored[:, 1]
+        plain = LayerOperations()
+        step = _Storing(slots, keys[1], values[1], layer)
+        attend, factors = plain.attend(layer), plain.rotation(cos, sin, layer)
+
+        def kernels(heads: Tensor) -> Tensor:
+            return rotate_and_store(heads, cos, sin, slots, keys[0], values[0], norms)
+
+        def torchs(heads: Tensor) -> Tensor:
+            return attend(heads.view(num_rows, -1), factors, step)
+
+        queries = difference(kernels(rows).flatten(1), torchs(rows.clone()))
+        same = [queries, difference(keys[0], keys[1]), difference(values[0], values[1])]
+        words = "queries {}; keys {}; values {}".format(*same)
+        judged = same[2:] if normed else same
+        timed = times(self._device, kernels=lambda _: kernels(rows), torch=lambda _: torchs(rows))
+        return f"{verdict(set(judged) == {'equal'}, 'equal')}; {words}; {timed}"
+
+    def model(self, kind: type[PreTrainedConfig]) -> str:
+        forwards, steps = self._forwards(kind), _Steps(self._device, self.sizes)
+        slices, logits, keys = steps.last_tokens(), {}, {}
+        for name, forward in forwards.items():
+            with _way(name):
+                forward(steps.step(steps.prompts(), even=False))
+                logits[name] = forward(steps.step(slices)).clone()
+            keys[name] = steps.cache.layers[0].keys_SHD[: 2 * PAGE_SIZE].clone()
+        own, words = logits["own"].double(), []
+        for name in ("kernels", "torch"):
+            apart = float((logits[name].double() - own).abs().max() / own.abs().max())
+            words.append(f"{name} {apart:.1e} from its own, {verdict(apart <= _PROBE, 'near')}")
+        words.append(f"apart: {difference(logits['kernels'], logits['torch'])}")
+        words.append(f"first keys: {difference(keys['kernels'], keys['torch'])}")
+        kernels, single = forwards["kernels"], steps.step(slices[:1])
+        alone = torch.cat([kernels(steps.step([piece], even=False)) for piece in slices])
+        if self._device.type != "cpu":
+            # A CPU's products choose their order by the number of rows.
+            words.append(verdict(torch.equal(alone, logits["kernels"]), "rows alone equal"))
+
+        def run(name: str) -> Tensor:
+            with _way(name):
+                return forwards[name](single)
+
+        timed = times(self._device, kernels=lambda _: run("kernels"), torch=lambda _: run("torch"))
+        words.append(f"{self.sizes.num_layers} layers, one sequence: {timed}")
+        if self._device.type == "cuda":
+            eager = kernels(single).clone()
+            captured, shown = profiled(lambda: run("kernels"))
+            words.append(verdict(torch.equal(captured, eager), "captured equals eager"))
+            words += [f"kernels: {shown}", f"torch: {profiled(lambda: run('torch'))[1]}"]
+        return "; ".join(words)
+
+    def _forwards(self, kind: type[PreTrainedConfig]) -> Forwards:
+        """All ways to run a model of random weights: its own code, torch's operations, kernels."""
+        sizes = self.sizes
+        config = kind(
+            vocab_size=_VOCAB,
+            hidden_size=sizes.hidden,
+            intermediate_size=sizes.feed_forward,
+            num_hidden_layers=sizes.num_layers,
+            num_attention_heads=sizes.num_queries,
+            num_key_value_heads=sizes.num_keys,
+            head_dim=sizes.head_size,
+            max_position_embeddings=2048,
+        )
+        attention_interface.register()
+        with self._device:
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention_interface.NAME, dtype=sizes.dtypes[0]
+            )
+        model.requires_grad_(False)
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.copy_(1 + 0.1 * torch.randn_like(weight))
+        adapt_model(model, batch_invariant=True)
+        return {
+            "own": hugging_face_forward(model),
+            "torch": LeanForward(model, LayerOperations()),
+            "kernels": LeanForward(model, KernelOperations()),
+        }
+
+    def _random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, device=self._device).to(dtype or self.sizes.dtypes[0])
+
+
+class _Storing:
+    """In the place of a step: keys and values are stored, and queries are what is attended."""
+
+    def __init__(self, slots: Tensor, keys: Tensor, values: Tensor, layer: AttentionLayer) -> None:
+        self._slots, self._keys, self._values, self._layer = slots, keys, values, layer
+
+    def attend(self, heads_TAD: Tensor, layer: int, scaling: float) -> Tensor:
+        queries, rotated = self._layer.num_queries, self._layer.num_rotated
+        self._keys.index_copy_(0, self._slots, heads_TAD[:, queries:rotated])
+        self._values.index_copy_(0, self._slots, heads_TAD[:, rotated:])
+        return heads_TAD[:, :queries].flatten(0, 1)
+
+
+class _Steps:
+    """Steps of four sequences over pages: their prompts, then a token of each."""
+
+    def __init__(self, device: torch.device, sizes: Sizes) -> None:
+        self._device, self._sizes = device, sizes
+        self._token_ids = torch.randint(_VOCAB, (sizes.prefix + 4,), device="cpu").tolist()
+        self.cache = PagedKV(
+            num_layers=sizes.num_layers,
+            num_heads=sizes.num_keys,
+            head_size=sizes.head_size,
+            num_blocks=_BLOCKS,
+            dtype=sizes.dtypes[0],
+            device=device,
+        )
+
+    def prompts(self) -> list[Slice]:
+        prefix, ids = self._sizes.prefix, self._token_ids
+        return [Slice([2 * s, 2 * s + 1], 0, ids[s : s + prefix], 0) for s in range(4)]
+
+    def last_tokens(self) -> list[Slice]:
+        prefix, ids = self._sizes.prefix, self._token_ids
+        return [Slice([2 * s, 2 * s + 1], prefix, [ids[s + prefix]], 1) for s in range(4)]
+
+    def step(self, slices: list[Slice], *, even: bool = True) -> DeviceStep:
+        """As it is captured, or, if not `even`, as it is."""
+        exact = exact_shape(slices)
+        bucket = bucket_of(exact, fixed_rows=FIXED_ROWS) if even else None
+        layout = lay_out(
+            slices, bucket or exact, table_pages=4, scratch_block=_BLOCKS, even=bucket is not None
+        )
+        array = torch.from_numpy(layout.array).to(self._device)
+        rows = torch.tensor(layout.logit_rows, dtype=torch.int64, device=self._device)
+        heads = Heads(self._sizes.num_queries, self._sizes.num_keys)
+        return DeviceStep(read_inputs(array, layout, table_pages=4), rows, self.cache, heads)
+
+
+def _way(name: str) -> AbstractContextManager[None]:
+    return nullcontext() if name == "kernels" else by_torch()
+
+
+def _rows_alone(run: Callable[[Tensor], Tensor], rows: Tensor) -> str:
+    """Whether rows have the bits that they have among others, and in another order."""
+    whole = run(rows)
+    same = all(torch.equal(run(rows[:count]), whole[:count]) for count in (1, 2, 3))
+    return verdict(same and torch.equal(run(rows.flip(0)).flip(0), whole), "rows alone equal")
