@@ -13,6 +13,8 @@ import importlib.util
 import logging
 import os
 import shutil
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -30,6 +32,11 @@ def can_run_kernels(device: torch.device) -> bool:
     """
     asked = os.environ.get(ASKED) == "1"
     return asked and device.type == "cuda" and _obstacle(device) is None
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Where kernels are launched: Triton's device is the current one, whatever its arguments'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from workers.verification import noise_kernel
 from workers.verification.coupled import choose_token
 from workers.verification.device_choice import RowParams, choose_by_torch
 from workers.verification.device_noise import gumbel_noise_RV
-from workers.verification.noise_kernel import choose_by_kernels
+from workers.verification.kernel_choice import choose_by_kernels
 
 KINDS = {
     "greedy": [SamplingParams(temperature=0.0)],
@@ -221,9 +221,9 @@ def _write_noise(
     """Program (r, i): block i of row r's noise."""
     row, block = tl.program_id(0), tl.program_id(1)
     counters = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-    one, two, three, four = noise_kernel._philox(
+    one, two, three, four = noise_kernel.philox(
         counters, row, words, words_stride, positions, samples
     )
     drawn = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))
     places = row * stride + block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(noise + places, noise_kernel._gumbel(drawn, INTERPRETED))
+    tl.store(noise + places, noise_kernel.gumbel(drawn, INTERPRETED))

@@ -184,11 +184,11 @@ def test_logits_that_decide_must_be_numbers(bad: float) -> None:
 def test_what_is_ready_is_not_compiled_by_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any number of rows and any filters: each kernel has the one variant that it had before."""
     monkeypatch.setenv(ASKED, "1")
-    from workers.verification import noise_kernel
+    from workers.verification import choice_kernels
 
     def variants() -> dict[str, int]:
         kernels = {
-            name: one for name, one in vars(noise_kernel).items() if name.endswith("_kernel")
+            name: one for name, one in vars(choice_kernels).items() if name.endswith("_kernel")
         }
         return {
             name: sum(len(caches[0]) for caches in kernel.device_caches.values())

@@ -2,7 +2,7 @@
 
 The same arithmetic as distribution.py and choice.py, in the same order, over tensors: no step of
 it depends on a value, so the host never waits. Ids are equal to theirs but where two scores differ
-by a rounding of exp or log. Our kernels do it on a GPU (noise_kernel.py), torch elsewhere.
+by a rounding of exp or log. Our kernels do it on a GPU (kernel_choice.py), torch elsewhere.
 
 Shapes: R rows, V vocabulary, E entries of sparse changes.
 """
@@ -66,7 +66,7 @@ def choose_rows(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
     if rows.adjustments is not None:
         logits_RV = _adjust(logits_RV, rows.adjustments)
     if can_run_kernels(logits_RV.device):
-        from workers.verification.noise_kernel import choose_by_kernels
+        from workers.verification.kernel_choice import choose_by_kernels
 
         return choose_by_kernels(logits_RV, rows)
     return choose_by_torch(logits_RV, rows)

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.row_params import Row, pack_rows
-from workers.verification.noise_kernel import choose_by_kernels
+from workers.verification.kernel_choice import choose_by_kernels
 
 VOCAB = 128_256
 CPU = torch.device("cpu")

@@ -17,12 +17,13 @@ import triton.language as tl
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.row_params import Row, pack_rows
-from workers.verification import noise_kernel
+from workers.verification import choice_kernels, noise_kernel
 from workers.verification.coupled import choose_token
 from workers.verification.device_choice import choose_by_torch
 from workers.verification.device_noise import key_words
+from workers.verification.kernel_choice import BLOCK, choose_by_kernels
 from workers.verification.noise import Stream, gumbel, words_of_all
-from workers.verification.noise_kernel import BLOCK, INTERPRETED, choose_by_kernels
+from workers.verification.noise_kernel import INTERPRETED
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled")),
@@ -176,13 +177,13 @@ def _write_noise(
 ):
     row = tl.program_id(0)
     counters = tl.arange(0, SIZE // 4)
-    first, second, third, fourth = noise_kernel._philox(
+    first, second, third, fourth = noise_kernel.philox(
         counters, row, words, stride, positions, samples
     )
     drawn = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
     places = row * SIZE + tl.arange(0, SIZE)
     tl.store(all_words + places, drawn.to(tl.int64))
-    tl.store(noise + places, noise_kernel._gumbel(drawn, IS_INTERPRETED))
+    tl.store(noise + places, noise_kernel.gumbel(drawn, IS_INTERPRETED))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -220,6 +221,6 @@ def test_kernels_compile_once_and_read_sixteen_bytes_at_once(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     found = {name: counts for name, *counts in map(str.split, done.stdout.splitlines())}
-    kernels = {name for name in vars(noise_kernel) if name.endswith("_kernel")}
+    kernels = {name for name in vars(choice_kernels) if name.endswith("_kernel")}
     # A thread of 128 reads 16 of 2048 tokens. The last kernel reads keys, which are few.
-    assert found == {name: ["1", "0" if name == "_finish_kernel" else "4"] for name in kernels}
+    assert found == {name: ["1", "0" if name == "finish_kernel" else "4"] for name in kernels}
