@@ -103,7 +103,7 @@ def attend(
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
         return _reference(query_TAD, layer, ragged, scaling, causal=causal)
     if _has_own_kernel(query_TAD):
-        from workers.engine.cuda.attention_kernel import attend_pages
+        from workers.engine.cuda.paged_attention import attend_pages
 
         return attend_pages(
             query_TAD,

@@ -1,195 +1,50 @@
-"""Attention over pages in Triton: one sequence's keys are shared out, and a row's bits are its own.
+"""The kernels of attention over pages; paged_attention.py launches them, and says how they share.
 
-A sequence's keys are cut into units, at positions that are the same for every sequence. The rows of
-a tile (tokens, times the query heads of one key/value head, so that these read a key once) attend
-to a unit by itself; a row's units are then folded in their order, first to last. Either a program
-folds the units as it computes them (many tiles: prefill, large batches), or programs store what
-each unit gave and a second kernel folds (few tiles: decoding). The operations on a row are the same
-both ways, so that its bits depend on its own keys alone. For that all tiles are of one size, and
-products and sums are never contracted (`enable_fp_fusion=False`).
+The rows of a tile are tokens, times the query heads of one key/value head, so that these read a key
+once. A unit's keys are gone through in blocks; what it gives a row is outputs, the maximum of the
+scores (`top`, in base 2) and the weights' sum relative to it (`total`).
 
-Units grow with their position, which bounds what has to be stored of a long sequence.
-
-Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table,
-U units, R rows of a tile, K keys of a block.
+Suffixes: R rows of a tile, K keys of a block, D head size, padded to a power of two.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
+from workers.engine.cuda.attention_units import start_of, units_of
+from workers.engine.cuda.kv_cache import PAGE_SIZE
 
-_ROWS = tl.constexpr(64)
-_BLOCK = tl.constexpr(64)
+ROWS = tl.constexpr(64)
+"""Of every tile: of one size, so that a row's products are computed alike in all."""
+BLOCK = tl.constexpr(64)
 """Keys at a time. Units and pages are whole blocks."""
+LN_2 = tl.constexpr(math.log(2))
 _PAGE = tl.constexpr(PAGE_SIZE)
-_SMALL, _MIDDLE, _LARGE = tl.constexpr(256), tl.constexpr(1024), tl.constexpr(4096)
-"""Keys of a unit: of each of the first 64, of the next 48, and of those after them."""
-_NUM_SMALL, _NUM_MIDDLE = tl.constexpr(64), tl.constexpr(48)
-_SMALL_END, _MIDDLE_END = tl.constexpr(16_384), tl.constexpr(65_536)
 _ENDS = tl.constexpr(128)
 """Sequences at a time, where a tile or a token looks for its own."""
 _UNROLLED = tl.constexpr(8)
 """Stored units that are loaded together."""
-_LN_2 = tl.constexpr(math.log(2))
-
-_ENOUGH_PROGRAMS = 512
-"""With so many tiles times heads the device is busy without sharing out a tile's units."""
-_PROGRAMS = 1024
-"""About so many programs where they are shared out: those of padding end at once."""
-SCRATCH_BYTES = 256 << 20
-"""For stored units. Steps that would need more fold as they go."""
-NARROW_HEAD = 128
-"""Up to here four warps hold a tile's sums, and three blocks fit into shared memory."""
 
 
-def num_units(num_keys: int) -> int:
-    """Units of so many keys, one that is begun included."""
-    small: int = math.ceil(min(num_keys, _SMALL_END.value) / _SMALL.value)
-    past_small = max(min(num_keys, _MIDDLE_END.value) - _SMALL_END.value, 0)
-    middle: int = math.ceil(past_small / _MIDDLE.value)
-    large: int = math.ceil(max(num_keys - _MIDDLE_END.value, 0) / _LARGE.value)
-    return small + middle + large
+@triton.jit
+def weigh(scores_RK, top_R, total_R):
+    """A block's scores, in base 2: their weights, what is kept of sums so far, new top and total.
 
-
-def share_out(units: int, num_tiles: int, *, unit_bytes: int, scratch_bytes: int) -> int:
-    """How many programs a tile's units are shared out among; one folds them as it goes.
-
-    `num_tiles` counts each column of the heads; what a unit gives takes `unit_bytes` for all.
+    Scores of keys that a row does not see are -inf.
     """
-    if num_tiles >= _ENOUGH_PROGRAMS or units * unit_bytes > scratch_bytes:
-        return 1
-    return min(units, math.ceil(_PROGRAMS / num_tiles))
-
-
-def attend_pages(
-    query_TAD: Tensor,
-    layer: LayerPages,
-    cu_seq_B: Tensor,
-    used_B: Tensor,
-    table_BP: Tensor,
-    scaling: float,
-    *,
-    causal: bool,
-    scratch_bytes: int = SCRATCH_BYTES,
-) -> tuple[Tensor, Tensor]:
-    """As `attention.attend`: outputs [T, A, D] of the queries' type, float32 log-sum-exps [A, T].
-
-    Rows without keys are zero in both. `scratch_bytes` decides how, and nothing about the bits.
-    """
-    num_tokens, num_query_heads, head_size = query_TAD.shape
-    keys_NPHD, values_NPHD = layer.keys_NPHD, layer.values_NPHD
-    num_heads = keys_NPHD.shape[2]
-    assert keys_NPHD.stride() == values_NPHD.stride(), "pages of keys and values are laid out alike"
-    assert keys_NPHD.stride(3) == query_TAD.stride(2) == 1, "a head is contiguous"
-    assert query_TAD.stride(1) == head_size, "a token's heads are contiguous"
-    assert keys_NPHD.shape[1] == PAGE_SIZE, keys_NPHD.shape
-    group = num_query_heads // num_heads
-    tile_heads = min(group, _ROWS.value)
-    tile_tokens = _ROWS.value // tile_heads
-    num_sequences = used_B.shape[0]
-    # Each sequence begins a tile: at most one more than its tokens fill.
-    num_tiles = num_tokens // tile_tokens + num_sequences
-    num_columns = num_heads * math.ceil(group / tile_heads)
-    units = num_units(table_BP.shape[1] * PAGE_SIZE)
-    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    lse_AT = query_TAD.new_empty((num_query_heads, num_tokens), dtype=torch.float32)
-    programs = share_out(
-        units,
-        num_tiles * num_columns,
-        unit_bytes=4 * num_tokens * num_query_heads * (head_size + 2),
-        scratch_bytes=scratch_bytes,
-    )
-    folds = programs == 1
-    if folds:
-        # Neither is touched.
-        unit_outputs = unit_sums = lse_AT
-    else:
-        rows = (units, num_tokens, num_query_heads)
-        unit_outputs = lse_AT.new_empty((*rows, head_size))
-        unit_sums = lse_AT.new_empty((2, *rows))
-    shape: dict[str, Any] = {
-        "HEAD_SIZE": head_size,
-        "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
-        "enable_fp_fusion": False,
-    }
-    _attend[(num_columns, programs, num_tiles)](
-        query_TAD,
-        keys_NPHD,
-        values_NPHD,
-        cu_seq_B,
-        used_B,
-        table_BP,
-        output_TAD,
-        lse_AT,
-        unit_outputs,
-        unit_sums,
-        scaling / math.log(2),
-        int(causal),
-        num_sequences,
-        num_tokens,
-        table_BP.stride(0),
-        query_TAD.stride(0),
-        *keys_NPHD.stride()[:3],
-        units * num_tokens * num_query_heads,
-        NUM_QUERY_HEADS=num_query_heads,
-        GROUP=group,
-        TILE_HEADS=tile_heads,
-        FOLDS=folds,
-        num_warps=4 if head_size <= NARROW_HEAD else 8,
-        num_stages=3 if head_size <= NARROW_HEAD else 2,
-        **shape,
-    )
-    if not folds:
-        _fold_stored[(num_tokens, num_query_heads)](
-            unit_outputs,
-            unit_sums,
-            cu_seq_B,
-            used_B,
-            output_TAD,
-            lse_AT,
-            int(causal),
-            num_sequences,
-            num_tokens,
-            units * num_tokens * num_query_heads,
-            NUM_QUERY_HEADS=num_query_heads,
-            num_warps=1,
-            **shape,
-        )
-    return output_TAD, lse_AT
+    new_top_R = tl.maximum(top_R, tl.max(scores_RK, axis=1))
+    # Of rows that have seen nothing yet: no difference of infinities.
+    base_R = tl.where(new_top_R > -float("inf"), new_top_R, 0.0)
+    weights_RK = tl.exp2(scores_RK - base_R[:, None])
+    kept_R = tl.exp2(top_R - base_R)
+    return weights_RK, kept_R, new_top_R, total_R * kept_R + tl.sum(weights_RK, axis=1)
 
 
 @triton.jit
-def _units_of(num_keys):
-    """As `num_units`."""
-    small = tl.minimum(num_keys, _SMALL_END)
-    middle = tl.maximum(tl.minimum(num_keys, _MIDDLE_END) - _SMALL_END, 0)
-    large = tl.maximum(num_keys - _MIDDLE_END, 0)
-    return (
-        (small + (_SMALL - 1)) // _SMALL
-        + (middle + (_MIDDLE - 1)) // _MIDDLE
-        + (large + (_LARGE - 1)) // _LARGE
-    )
-
-
-@triton.jit
-def _start_of(unit):
-    """The first position of a unit."""
-    small = tl.minimum(unit, _NUM_SMALL)
-    middle = tl.maximum(tl.minimum(unit - _NUM_SMALL, _NUM_MIDDLE), 0)
-    large = tl.maximum(unit - (_NUM_SMALL + _NUM_MIDDLE), 0)
-    return small * _SMALL + middle * _MIDDLE + large * _LARGE
-
-
-@triton.jit
-def _fold(outputs, top, total, unit_outputs, unit_top, unit_total):
+def fold(outputs, top, total, unit_outputs, unit_top, unit_total):
     """One unit more; `top` is the maximum that sums are relative to, in base 2.
 
     Rows that see nothing of the unit stay as they are: 1 times theirs, and 0 times zeros.
@@ -204,11 +59,11 @@ def _fold(outputs, top, total, unit_outputs, unit_top, unit_total):
 
 
 @triton.jit
-def _finish(outputs, top, total):
+def finish(outputs, top, total):
     """Outputs and natural log-sum-exps; zeros where there were no keys."""
     sees = total > 0.0
     safe = tl.where(sees, total, 1.0)
-    lse = tl.where(sees, (top + tl.log2(safe)) * _LN_2, 0.0)
+    lse = tl.where(sees, (top + tl.log2(safe)) * LN_2, 0.0)
     return outputs / tl.expand_dims(safe, -1), lse
 
 
@@ -233,7 +88,7 @@ _UNALIGNED = ("ends", "used", "table")
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
-def _attend(
+def attend_kernel(
     query,
     keys,
     values,
@@ -262,7 +117,7 @@ def _attend(
     FOLDS: tl.constexpr,
 ):
     """Program (c, u, i): of column c of the heads and tile i the units u, u + grid, ..."""
-    TILE_TOKENS: tl.constexpr = _ROWS // TILE_HEADS
+    TILE_TOKENS: tl.constexpr = ROWS // TILE_HEADS
     COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     tile = tl.program_id(2)
     if FOLDS:
@@ -276,12 +131,12 @@ def _attend(
     last_token = tl.minimum(first_token + TILE_TOKENS, end) - 1
     # What the tile's last token sees, and with it the tile.
     tile_keys = num_keys - (end - 1 - last_token) * causal
-    units = _units_of(tile_keys)
+    units = units_of(tile_keys)
     first_unit = tl.program_id(1)
     if first_token >= end or (first_unit >= units and not FOLDS):
         return
 
-    row_R = tl.arange(0, _ROWS)
+    row_R = tl.arange(0, ROWS)
     dim_D = tl.arange(0, BLOCK_D)
     token_R = first_token + row_R // TILE_HEADS
     group_head_R = (tl.program_id(0) % COLUMNS) * TILE_HEADS + row_R % TILE_HEADS
@@ -301,18 +156,18 @@ def _attend(
     )
     place_R = token_R.to(tl.int64) * NUM_QUERY_HEADS + query_head_R
     step = num_tokens.to(tl.int64) * NUM_QUERY_HEADS
-    key_K = tl.arange(0, _BLOCK)
+    key_K = tl.arange(0, BLOCK)
     head_KD = key_K[:, None] * key_stride + head * head_stride + dim_D[None, :]
 
-    outputs_RD = tl.zeros((_ROWS, BLOCK_D), tl.float32)
-    top_R = tl.full((_ROWS,), -float("inf"), tl.float32)
-    total_R = tl.zeros((_ROWS,), tl.float32)
+    outputs_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    top_R = tl.full((ROWS,), -float("inf"), tl.float32)
+    total_R = tl.zeros((ROWS,), tl.float32)
     for unit in range(first_unit, units, tl.num_programs(1)):
-        unit_RD = tl.zeros((_ROWS, BLOCK_D), tl.float32)
-        unit_top_R = tl.full((_ROWS,), -float("inf"), tl.float32)
-        unit_total_R = tl.zeros((_ROWS,), tl.float32)
-        stop = tl.minimum(_start_of(unit + 1), tile_keys)
-        for position in range(_start_of(unit), stop, _BLOCK):
+        unit_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        unit_top_R = tl.full((ROWS,), -float("inf"), tl.float32)
+        unit_total_R = tl.zeros((ROWS,), tl.float32)
+        stop = tl.minimum(start_of(unit + 1), tile_keys)
+        for position in range(start_of(unit), stop, BLOCK):
             number = position // _PAGE
             page = tl.load(table + sequence.to(tl.int64) * table_stride + number)
             block = page.to(tl.int64) * page_stride + (position - number * _PAGE) * key_stride
@@ -321,16 +176,13 @@ def _attend(
             scores_RK = tl.dot(query_RD, tl.trans(keys_KD)) * scaling
             sees_RK = position + key_K[None, :] < seen_R[:, None]
             scores_RK = tl.where(sees_RK, scores_RK, -float("inf"))
-            new_top_R = tl.maximum(unit_top_R, tl.max(scores_RK, axis=1))
-            base_R = tl.where(new_top_R > -float("inf"), new_top_R, 0.0)
-            weights_RK = tl.exp2(scores_RK - base_R[:, None])
-            kept_R = tl.exp2(unit_top_R - base_R)
-            unit_total_R = unit_total_R * kept_R + tl.sum(weights_RK, axis=1)
+            weights_RK, kept_R, unit_top_R, unit_total_R = weigh(
+                scores_RK, unit_top_R, unit_total_R
+            )
             values_KD = tl.load(values + block + head_KD, mask=inside_KD, other=0.0)
             unit_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, unit_RD * kept_R[:, None])
-            unit_top_R = new_top_R
         if FOLDS:
-            outputs_RD, top_R, total_R = _fold(
+            outputs_RD, top_R, total_R = fold(
                 outputs_RD, top_R, total_R, unit_RD, unit_top_R, unit_total_R
             )
         else:
@@ -343,7 +195,7 @@ def _attend(
             tl.store(unit_sums + stored_R, unit_top_R, mask=is_row_R)
             tl.store(unit_sums + num_rows + stored_R, unit_total_R, mask=is_row_R)
     if FOLDS:
-        outputs_RD, lse_R = _finish(outputs_RD, top_R, total_R)
+        outputs_RD, lse_R = finish(outputs_RD, top_R, total_R)
         tl.store(
             output + place_R[:, None] * HEAD_SIZE + dim_D[None, :],
             outputs_RD.to(output.dtype.element_ty),
@@ -353,7 +205,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_UNALIGNED)
-def _fold_stored(
+def fold_stored_kernel(
     unit_outputs,
     unit_sums,
     ends,
@@ -373,7 +225,7 @@ def _fold_stored(
     query_head = tl.program_id(1)
     sequence = _sequence_of(ends, num_sequences, token, 0)
     end = tl.load(ends + sequence + 1)
-    units = _units_of(tl.load(used + sequence) - (end - 1 - token) * causal)
+    units = units_of(tl.load(used + sequence) - (end - 1 - token) * causal)
     dim_D = tl.arange(0, BLOCK_D)
     inside_D = dim_D < HEAD_SIZE
     place = token.to(tl.int64) * NUM_QUERY_HEADS + query_head
@@ -394,10 +246,10 @@ def _fold_stored(
             )
             unit_top_1 = tl.load(unit_sums + stored, mask=there, other=-float("inf"))
             unit_total_1 = tl.load(unit_sums + num_rows + stored, mask=there, other=0.0)
-            outputs_1D, top_1, total_1 = _fold(
+            outputs_1D, top_1, total_1 = fold(
                 outputs_1D, top_1, total_1, unit_1D, unit_top_1, unit_total_1
             )
-    outputs_1D, lse_1 = _finish(outputs_1D, top_1, total_1)
+    outputs_1D, lse_1 = finish(outputs_1D, top_1, total_1)
     tl.store(
         output + (place + one)[:, None] * HEAD_SIZE + dim_D[None, :],
         outputs_1D.to(output.dtype.element_ty),

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from workers.kernels import on_device
+
 LARGEST_ROW = 32768
 """Features of a row that add_and_norm takes: it keeps the row in one program's registers."""
 _MOST_WARPS = 16
@@ -51,17 +53,18 @@ def add_and_norm(
     assert delta_TN is None or delta_TN.shape == hidden_TN.shape
     normed_TN = torch.empty_like(hidden_TN)
     block = triton.next_power_of_2(size)
-    _add_and_norm[(num_rows,)](
-        hidden_TN,
-        hidden_TN if delta_TN is None else delta_TN.contiguous(),
-        weight_N,
-        normed_TN,
-        epsilon,
-        SIZE=size,
-        BLOCK=block,
-        HAS_DELTA=delta_TN is not None,
-        num_warps=_warps_of(block),
-    )
+    with on_device(hidden_TN.device):
+        _add_and_norm[(num_rows,)](
+            hidden_TN,
+            hidden_TN if delta_TN is None else delta_TN.contiguous(),
+            weight_N,
+            normed_TN,
+            epsilon,
+            SIZE=size,
+            BLOCK=block,
+            HAS_DELTA=delta_TN is not None,
+            num_warps=_warps_of(block),
+        )
     return normed_TN
 
 
@@ -93,28 +96,29 @@ def rotate_and_store(
     assert values_SHD.is_contiguous()
     queries_TQD = heads_TAD.new_empty((num_tokens, num_queries, head_size))
     half_block = triton.next_power_of_2(head_size // 2)
-    _rotate_and_store[(num_tokens, triton.cdiv(num_heads, _HEADS_OF_A_PROGRAM))](
-        heads_TAD.contiguous(),
-        cos_TD.contiguous(),
-        sin_TD.contiguous(),
-        slots_T,
-        queries_TQD,
-        keys_SHD,
-        values_SHD,
-        heads_TAD if norms is None else norms.query_weight_D,
-        heads_TAD if norms is None else norms.key_weight_D,
-        0.0 if norms is None else norms.query_epsilon,
-        0.0 if norms is None else norms.key_epsilon,
-        NUM_QUERIES=num_queries,
-        NUM_KEYS=num_keys,
-        HALF=head_size // 2,
-        HALF_BLOCK=half_block,
-        HEADS=_HEADS_OF_A_PROGRAM,
-        HAS_NORMS=norms is not None,
-        num_warps=_warps_of(_HEADS_OF_A_PROGRAM * half_block),
-        # A product and a sum in one rounding would not be what torch computes in float32.
-        enable_fp_fusion=False,
-    )
+    with on_device(heads_TAD.device):
+        _rotate_and_store[(num_tokens, triton.cdiv(num_heads, _HEADS_OF_A_PROGRAM))](
+            heads_TAD.contiguous(),
+            cos_TD.contiguous(),
+            sin_TD.contiguous(),
+            slots_T,
+            queries_TQD,
+            keys_SHD,
+            values_SHD,
+            heads_TAD if norms is None else norms.query_weight_D,
+            heads_TAD if norms is None else norms.key_weight_D,
+            0.0 if norms is None else norms.query_epsilon,
+            0.0 if norms is None else norms.key_epsilon,
+            NUM_QUERIES=num_queries,
+            NUM_KEYS=num_keys,
+            HALF=head_size // 2,
+            HALF_BLOCK=half_block,
+            HEADS=_HEADS_OF_A_PROGRAM,
+            HAS_NORMS=norms is not None,
+            num_warps=_warps_of(_HEADS_OF_A_PROGRAM * half_block),
+            # A product and a sum in one rounding would not be what torch computes in float32.
+            enable_fp_fusion=False,
+        )
     return queries_TQD
 
 
@@ -125,9 +129,10 @@ def gate(gate_and_up: Tensor) -> Tensor:
     size = both // 2
     gated_TF = gate_and_up.new_empty((num_rows, size))
     block = min(_GATES_OF_A_PROGRAM, triton.next_power_of_2(size))
-    _gate[(num_rows, triton.cdiv(size, block))](
-        gate_and_up.contiguous(), gated_TF, SIZE=size, BLOCK=block, num_warps=_warps_of(block)
-    )
+    with on_device(gate_and_up.device):
+        _gate[(num_rows, triton.cdiv(size, block))](
+            gate_and_up.contiguous(), gated_TF, SIZE=size, BLOCK=block, num_warps=_warps_of(block)
+        )
     return gated_TF
 
 

@@ -1,6 +1,7 @@
 """What a tree's tokens see beside their stem, in Triton, merged with what the stem gave.
 
 Rows of a tile are tokens times the query heads of one key/value head, as in attention_kernel.py.
+Imported only where kernels can run.
 
 Shapes: T tokens, A query heads, H key/value heads, D head size, B trees, W tokens of a tree, K keys
 beside a stem, S slots, R rows of a tile.
@@ -15,13 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.attention_kernel import NARROW_HEAD, _finish, _fold
+from workers.engine.cuda.attention_kernel import BLOCK, LN_2, ROWS, finish, fold, weigh
 from workers.engine.cuda.kv_cache import LayerPages
-
-_ROWS = tl.constexpr(64)
-_BLOCK = tl.constexpr(64)
-"""Keys at a time."""
-_LN_2 = tl.constexpr(math.log(2))
+from workers.engine.cuda.paged_attention import NARROW_HEAD, options_of
+from workers.kernels import on_device
 
 
 def attend_beside_stems(
@@ -49,35 +47,34 @@ def attend_beside_stems(
     assert seen_BWK.is_contiguous()
     assert key_slots_BK.is_contiguous()
     group = num_query_heads // num_heads
-    tile_heads = min(group, _ROWS.value)
+    tile_heads = min(group, ROWS.value)
     columns = num_heads * math.ceil(group / tile_heads)
-    tiles = math.ceil(width / (_ROWS.value // tile_heads))
+    tiles = math.ceil(width / (ROWS.value // tile_heads))
     output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
-    _attend_beside_stems[(columns, tiles, num_trees)](
-        query_TAD,
-        keys_SHD,
-        layer.values_SHD,
-        key_slots_BK,
-        seen_BWK.view(torch.uint8),
-        stem_used_B,
-        stem_TAD,
-        stem_lse_AT,
-        output_TAD,
-        scaling / math.log(2),
-        width,
-        num_keys,
-        num_tokens,
-        query_TAD.stride(0),
-        *keys_SHD.stride()[:2],
-        NUM_QUERY_HEADS=num_query_heads,
-        GROUP=group,
-        TILE_HEADS=tile_heads,
-        HEAD_SIZE=head_size,
-        BLOCK_D=max(16, triton.next_power_of_2(head_size)),
-        num_warps=4 if head_size <= NARROW_HEAD else 8,
-        num_stages=2,
-        enable_fp_fusion=False,
-    )
+    with on_device(query_TAD.device):
+        attend_beside_stems_kernel[(columns, tiles, num_trees)](
+            query_TAD,
+            keys_SHD,
+            layer.values_SHD,
+            key_slots_BK,
+            seen_BWK.view(torch.uint8),
+            stem_used_B,
+            stem_TAD,
+            stem_lse_AT,
+            output_TAD,
+            scaling / math.log(2),
+            width,
+            num_keys,
+            num_tokens,
+            query_TAD.stride(0),
+            *keys_SHD.stride()[:2],
+            NUM_QUERY_HEADS=num_query_heads,
+            GROUP=group,
+            TILE_HEADS=tile_heads,
+            num_warps=4 if head_size <= NARROW_HEAD else 8,
+            num_stages=2,
+            **options_of(head_size),
+        )
     return output_TAD
 
 
@@ -85,7 +82,7 @@ def attend_beside_stems(
     do_not_specialize=("width", "num_keys", "num_tokens"),
     do_not_specialize_on_alignment=("slots", "seen", "stem_used"),
 )
-def _attend_beside_stems(
+def attend_beside_stems_kernel(
     query,
     keys,
     values,
@@ -109,10 +106,10 @@ def _attend_beside_stems(
     BLOCK_D: tl.constexpr,
 ):
     """Program (c, i, b): of column c of the heads tile i of tree b."""
-    TILE_TOKENS: tl.constexpr = _ROWS // TILE_HEADS
+    TILE_TOKENS: tl.constexpr = ROWS // TILE_HEADS
     COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     tree = tl.program_id(2)
-    row_R = tl.arange(0, _ROWS)
+    row_R = tl.arange(0, ROWS)
     dim_D = tl.arange(0, BLOCK_D)
     node_R = tl.program_id(1) * TILE_TOKENS + row_R // TILE_HEADS
     token_R = tree * width + node_R
@@ -132,11 +129,11 @@ def _attend_beside_stems(
         mask=inside_RD,
         other=0.0,
     )
-    own_RD = tl.zeros((_ROWS, BLOCK_D), tl.float32)
-    own_top_R = tl.full((_ROWS,), -float("inf"), tl.float32)
-    own_total_R = tl.zeros((_ROWS,), tl.float32)
-    for first in range(0, num_keys, _BLOCK):
-        key_K = first + tl.arange(0, _BLOCK)
+    own_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    own_top_R = tl.full((ROWS,), -float("inf"), tl.float32)
+    own_total_R = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, num_keys, BLOCK):
+        key_K = first + tl.arange(0, BLOCK)
         inside_K = key_K < num_keys
         slot_K = tl.load(slots + tree.to(tl.int64) * num_keys + key_K, mask=inside_K, other=0)
         row_KD = slot_K[:, None].to(tl.int64) * key_stride + head * head_stride + dim_D[None, :]
@@ -149,14 +146,9 @@ def _attend_beside_stems(
             other=0,
         )
         scores_RK = tl.where(sees_RK != 0, scores_RK, -float("inf"))
-        new_top_R = tl.maximum(own_top_R, tl.max(scores_RK, axis=1))
-        base_R = tl.where(new_top_R > -float("inf"), new_top_R, 0.0)
-        weights_RK = tl.exp2(scores_RK - base_R[:, None])
-        kept_R = tl.exp2(own_top_R - base_R)
-        own_total_R = own_total_R * kept_R + tl.sum(weights_RK, axis=1)
+        weights_RK, kept_R, own_top_R, own_total_R = weigh(scores_RK, own_top_R, own_total_R)
         values_KD = tl.load(values + row_KD, mask=inside_KD, other=0.0)
         own_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, own_RD * kept_R[:, None])
-        own_top_R = new_top_R
     # The stem is one key of its log-sum-exp, or nothing.
     has_stem = tl.load(stem_used + tree) > 0
     read_R = is_row_R & has_stem
@@ -166,13 +158,13 @@ def _attend_beside_stems(
         mask=read_R,
         other=-float("inf"),
     )
-    outputs_RD, top_R, total_R = _fold(
+    outputs_RD, top_R, total_R = fold(
         stem_RD.to(tl.float32),
-        lse_R / _LN_2,
+        lse_R / LN_2,
         tl.where(read_R, 1.0, 0.0),
         own_RD,
         own_top_R,
         own_total_R,
     )
-    outputs_RD, lse_R = _finish(outputs_RD, top_R, total_R)
+    outputs_RD, lse_R = finish(outputs_RD, top_R, total_R)
     tl.store(output + place_RD, outputs_RD.to(output.dtype.element_ty), mask=inside_RD)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from workers.engine.cuda.attention_kernel import (
-    SCRATCH_BYTES,
-    attend_pages,
-    num_units,
-    share_out,
-)
+from tests.workers.compiling import compile_launches
+from tests.workers.engine.cuda.launches import launch_attention
+from workers.engine.cuda.attention_units import num_units, share_out
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
+from workers.engine.cuda.paged_attention import SCRATCH_BYTES, attend_pages
 
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="there is a GPU, so nothing is interpreted"
@@ -347,21 +343,15 @@ def test_what_units_take_is_bounded() -> None:
     assert share_out(1, 8, unit_bytes=1, scratch_bytes=8) == 1
 
 
-def test_the_kernels_compile_for_an_h100() -> None:
-    """With tensor cores' products in both ways, and no product contracted with a sum."""
-    environment = {name: one for name, one in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_attention.py")
-    root = Path(__file__).parents[4]
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=environment | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert [name for name, _, _ in lines] == ["_attend", "_attend", "_fold_stored"]
-    assert all(contracted == "0" for _, _, contracted in lines), done.stdout
-    assert lines[0][1] == lines[1][1] != "0", done.stdout
+def test_the_kernels_compile_for_an_h100(tmp_path: Path) -> None:
+    """Once, whatever the numbers of tokens; with tensor cores' products in both ways, and no
+    product contracted with a sum.
+    """
+    found = compile_launches(launch_attention, tmp_path)
+    numbers = {name: len(variants) for name, variants in found.items()}
+    assert numbers == {"attend_kernel": 2, "fold_stored_kernel": 1, "attend_beside_stems_kernel": 1}
+    variants = [one for ones in found.values() for one in ones]
+    assert not any(one.fused or one.spills for one in variants), found
+    shared, folding = found["attend_kernel"]
+    assert shared.products == folding.products > 0, found
+    assert found["attend_beside_stems_kernel"][0].products > 0, found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,9 @@ from torch import Tensor
 from transformers.activations import SiLUActivation
 
 from tests.tiny import Architecture, make_tiny_checkpoint
+from tests.workers.compiling import compile_launches
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
+from tests.workers.engine.cuda.launches import launch_layers, launch_layers_of_other_models
 from tests.workers.engine.cuda.rounding import round_as_devices_do
 from tests.workers.engine.trees import random_tree
 from workers.engine import layer_operations
@@ -269,14 +269,16 @@ def test_a_model_with_kernels_gives_the_logits_of_one_without(
     assert float((rows[0] - rows[1]).abs().max()) <= bound * float(rows[1].abs().max())
 
 
-def test_all_compile_for_a_gpu() -> None:
-    """The interpreter, which the other tests use where there is no GPU, takes more than that."""
-    environment = {name: it for name, it in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.workers.engine.cuda.compiling"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
+def test_all_compile_for_an_h100(tmp_path: Path) -> None:
+    """Those of an 8 B Llama with loads of 16 bytes."""
+    found = compile_launches(launch_layers, tmp_path)
+    numbers = {name: len(variants) for name, variants in found.items()}
+    assert numbers == {"_add_and_norm": 2, "_rotate_and_store": 2, "_gate": 1}
+    for variants in found.values():
+        assert all(one.wide_loads and not one.spills for one in variants), found
+
+
+def test_those_of_other_models_compile(tmp_path: Path) -> None:
+    """Five of each model."""
+    found = compile_launches(launch_layers_of_other_models, tmp_path)
+    assert sum(map(len, found.values())) == 15

@@ -1,0 +1,105 @@
+"""Kernels compiled for an H100, where there is no GPU.
+
+The interpreter, by which tests run kernels on a CPU, forgives what the compiler refuses. So a
+process without it calls a function that launches kernels: each launch compiles, for the very types
+and alignments of its arguments, and runs nothing. Tensors may be on the meta device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a kernel was compiled to: counts of instructions of its PTX.
+
+    `wide_loads` are of 16 bytes a thread, `products` those of tensor cores, `fused` products and
+    sums of float32 with one rounding; `spills` says whether registers are kept in memory.
+    """
+
+    wide_loads: int
+    products: int
+    fused: int
+    spills: bool
+
+
+def compile_launches(launch: Callable[[], None], cache: Path) -> dict[str, list[Variant]]:
+    """The variants of every kernel that `launch`, a function of a module, leads to, by name.
+
+    `cache`: an empty folder for Triton. Takes some seconds.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", __name__, launch.__module__, launch.__name__],
+        env=environment | {"TRITON_CACHE_DIR": str(cache)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    return {name: [Variant(**one) for one in variants] for name, variants in found.items()}
+
+
+def _main(module: str, function: str) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    class NoDevice:
+        """What Triton asks of a driver before it compiles."""
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return device
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+    compiled: dict[str, dict[int, Any]] = defaultdict(dict)
+
+    def compile_only(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def call(*args: object, **options: object) -> None:
+            made = kernel.warmup(*args, grid=grid, **options)
+            compiled[kernel.__name__][id(made)] = made
+
+        return call
+
+    triton.runtime.driver.set_active(NoDevice())
+    JITFunction.__getitem__ = compile_only
+    getattr(importlib.import_module(module), function)()
+    found = {
+        name: [asdict(_read(one.asm["ptx"])) for one in variants.values()]
+        for name, variants in compiled.items()
+    }
+    sys.stdout.write(json.dumps(found))
+
+
+def _read(ptx: str) -> Variant:
+    return Variant(
+        wide_loads=len(re.findall(r"ld\.global\.(?:\w+\.)*v4\.b32", ptx)),
+        products=ptx.count("wgmma.mma_async"),
+        fused=ptx.count("fma.rn.f32"),
+        spills=".local" in ptx,
+    )
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,79 @@
+"""Launches of the engine's kernels as its models lead to them, for compiling.py: nothing is run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from workers.engine.cuda.kv_cache import PagedKV
+from workers.engine.cuda.layer_kernels import HeadNorms, add_and_norm, gate, rotate_and_store
+from workers.engine.cuda.paged_attention import attend_pages
+from workers.engine.cuda.tree_kernel import attend_beside_stems
+
+
+def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """A tensor without memory, which Triton takes for one at a multiple of 16 bytes."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def launch_layers() -> None:
+    """Of an 8 B Llama, in bfloat16."""
+    _launch_layers(torch.bfloat16, 4096, 32, 8, 128)
+
+
+def launch_layers_of_other_models() -> None:
+    """Of other types and sizes, some of which are no powers of two."""
+    _launch_layers(torch.float32, 4096, 32, 8, 128)
+    _launch_layers(torch.float16, 904, 14, 2, 80)
+    _launch_layers(torch.bfloat16, 16384, 128, 8, 128)
+
+
+def _launch_layers(dtype: torch.dtype, size: int, queries: int, keys: int, head: int) -> None:
+    rows, weight_D = new(64, size, dtype=dtype), new(head, dtype=dtype)
+    for delta in (None, rows):
+        add_and_norm(rows, delta, new(size, dtype=dtype), 1e-5)
+    for norms in (None, HeadNorms(weight_D, weight_D, 1e-6, 1e-6)):
+        rotate_and_store(
+            new(64, queries + 2 * keys, head, dtype=dtype),
+            new(64, head, dtype=dtype),
+            new(64, head, dtype=dtype),
+            new(64, dtype=torch.int64),
+            new(512, keys, head, dtype=dtype),
+            new(512, keys, head, dtype=dtype),
+            norms,
+        )
+    gate(new(64, 7 * size, dtype=dtype))
+
+
+def launch_attention() -> None:
+    """A step of few rows, a prefill and a tree, of an 8 B Llama; numbers of tokens vary."""
+    layer = PagedKV(
+        num_layers=1,
+        num_heads=8,
+        head_size=128,
+        num_blocks=40,
+        dtype=torch.bfloat16,
+        device=torch.device("meta"),
+    ).layers[0]
+    for num_tokens, num_sequences in ((64, 2), (65, 17), (1, 1), (2048, 1), (4096, 40)):
+        attend_pages(
+            new(num_tokens, 32, 128),
+            layer,
+            new(num_sequences + 1, dtype=torch.int32),
+            new(num_sequences, dtype=torch.int32),
+            new(num_sequences, 33, dtype=torch.int32),
+            0.1,
+            causal=num_tokens != 65,
+        )
+    for num_trees, width, num_keys in ((1, 1, 1), (2, 17, 20), (8, 16, 16)):
+        num_tokens = num_trees * width
+        attend_beside_stems(
+            new(num_tokens, 32, 128),
+            layer,
+            new(num_trees, num_keys, dtype=torch.int64),
+            new(num_trees, width, num_keys, dtype=torch.bool),
+            new(num_tokens, 32, 128),
+            new(32, num_tokens, dtype=torch.float32),
+            new(num_trees, dtype=torch.int32),
+            0.1,
+        )
