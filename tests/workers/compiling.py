@@ -27,7 +27,8 @@ class Variant:
     """What a kernel was compiled to: counts of instructions of its PTX.
 
     `wide_loads` are of 16 bytes a thread, `products` those of tensor cores, `fused` products and
-    sums of float32 with one rounding; `spills` says whether registers are kept in memory.
+    sums of float32 that the compiler gave one rounding (logarithms are written with such, but with
+    `ftz`); `spills` says whether registers are kept in memory.
     """
 
     wide_loads: int

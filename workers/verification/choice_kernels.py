@@ -27,6 +27,7 @@ _NAN_BITS = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def likeliest_kernel(logits, stride, keys, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The key of a block's largest logit."""
     row, ids = _place(V, BLOCK)
     logits_B = tl.load(logits + row * stride + ids, mask=ids < V, other=-float("inf"))
     tl.store(keys + tl.program_id(0), tl.max(_key(logits_B, ids), axis=0))
@@ -49,6 +50,7 @@ def draw_kernel(
     PADDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """The key of a block's best score; of greedy rows nothing."""
     row, ids = _place(V, BLOCK)
     if tl.load(greedy + row) == 0:
         logits_B = tl.load(logits + row * stride + ids, mask=ids < V, other=-float("inf"))
@@ -76,6 +78,7 @@ def log_weights_kernel(
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    """Logits less the row's largest, over its temperature."""
     row, ids = _place(V, BLOCK)
     logits_B = tl.load(logits + row * stride + ids, mask=ids < V, other=0.0)
     largest = _value(_best(likeliest, row, tl.cdiv(V, BLOCK), PADDED))
@@ -118,6 +121,7 @@ def draw_sorted_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """The key of the best score of a block of ranks that are kept; of none, the lowest."""
     row, ranks = _place(V, BLOCK)
     log_weights_B = tl.load(log_weights + row * V + ranks, mask=ranks < V, other=-float("inf"))
     kept_B = (ranks < V) & (log_weights_B >= _kth(log_weights, top_k, row, V))
@@ -149,6 +153,7 @@ def finish_kernel(
     num_blocks,
     PADDED: tl.constexpr,
 ):
+    """A row's token and its largest logit."""
     row = tl.program_id(0).to(tl.int64)
     likeliest_key = _best(likeliest, row, num_blocks, PADDED)
     value = _value(likeliest_key)

@@ -2,9 +2,9 @@
 
 The same arithmetic as distribution.py and choice.py, in the same order, over tensors: no step of
 it depends on a value, so the host never waits. Ids are equal to theirs but where two scores differ
-by a rounding of exp or log. Our kernels do it on a GPU (kernel_choice.py), torch elsewhere.
+by a rounding of exp or log. torch does it; where our kernels run, they do (kernel_choice.py).
 
-Shapes: R rows, V vocabulary, E entries of sparse changes.
+Shapes: R rows, V vocabulary, E entries of sparse changes, M tokens that are ruled out.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _FLOAT32 = torch.finfo(torch.float32)
 class Adjustments:
     """Bias and penalties of single tokens of single rows, and tokens that are ruled out.
 
-    `entries_2E` are (row, token id), none twice. In order: the bias is added, a logit is divided by
-    the repetition penalty (multiplied if negative), and `subtracted_E` is subtracted.
+    `entries_2E` and `masked_2M` are (row, token id), no entry twice. In order: the bias is added,
+    a logit is divided by the repetition penalty (multiplied if negative), and `subtracted_E` is
+    subtracted.
     """
 
     entries_2E: Tensor

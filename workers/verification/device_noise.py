@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from workers.verification.noise import Purpose
-from workers.verification.philox import LANES
+from workers.verification.philox import KEY_STEPS, LANES, MULTIPLIERS, ROUNDS
 
-_ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW_WORD = 0xFFFFFFFF
 _LARGEST_V = 1 - 2.0**-24
 
@@ -34,7 +31,7 @@ def philox_words(even_2RN: Tensor, odd_2R1: Tensor, keys_2R1: Tensor) -> Tensor:
     multipliers_211, steps = _constants(even_2RN.device)
     round_keys = (keys_2R1 + steps) & _LOW_WORD
     odd_2RN = odd_2R1
-    for number in range(_ROUNDS):
+    for number in range(ROUNDS):
         product_2RN = even_2RN * multipliers_211
         even_2RN = ((product_2RN >> 32).flip(0) ^ odd_2RN ^ round_keys[number]) & _LOW_WORD
         odd_2RN = product_2RN.flip(0)
@@ -73,8 +70,8 @@ def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """
     steps_21, multipliers_21 = (
         torch.stack([torch.full((1,), word, dtype=torch.int64, device=device) for word in words])
-        for words in (_KEY_STEPS, _MULTIPLIERS)
+        for words in (KEY_STEPS, MULTIPLIERS)
     )
-    numbers_N = torch.arange(_ROUNDS, device=device)
+    numbers_N = torch.arange(ROUNDS, device=device)
     steps_N2 = (numbers_N[:, None] * steps_21[:, 0]) & _LOW_WORD
     return multipliers_21[:, :, None], steps_N2[:, :, None, None]

@@ -123,6 +123,7 @@ def _draw_filtered(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> 
 def _finish(
     likeliest_RP: Tensor, drawn_RP: Tensor | None, rows: RowParams
 ) -> tuple[Tensor, Tensor]:
+    """Ids and largest logits [R], from the best of each block."""
     num_rows, num_blocks = likeliest_RP.shape
     token_ids_R = torch.empty(num_rows, dtype=torch.int32, device=likeliest_RP.device)
     largest_R = torch.empty(num_rows, dtype=torch.float32, device=likeliest_RP.device)
@@ -140,6 +141,7 @@ def _finish(
 
 
 def _new_keys(logits_RV: Tensor) -> Tensor:
+    """Int64 [R, P], not written yet."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.dtype == torch.float32, logits_RV.dtype
     assert logits_RV.stride(1) == 1, logits_RV.stride()

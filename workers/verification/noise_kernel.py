@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from workers.verification.noise import Purpose
+from workers.verification.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter, on CPU tensors: it has no libdevice."""
@@ -18,11 +19,9 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 _PURPOSE = tl.constexpr(int(Purpose.COUPLED))
 _LARGEST_V = tl.constexpr(1 - 2.0**-24)
 _WORD_STEP = tl.constexpr(2.0**-32)
-_MULTIPLIER_0 = tl.constexpr(0xD2511F53)
-_MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
-_KEY_STEP_0 = tl.constexpr(0x9E3779B9)
-_KEY_STEP_1 = tl.constexpr(0xBB67AE85)
-_ROUNDS = tl.constexpr(10)
+_MULTIPLIER_0, _MULTIPLIER_1 = map(tl.constexpr, MULTIPLIERS)
+_KEY_STEP_0, _KEY_STEP_1 = map(tl.constexpr, KEY_STEPS)
+_ROUNDS = tl.constexpr(ROUNDS)
 
 
 @triton.jit

@@ -12,10 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-_ROUNDS = 10
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_FACTORS = tuple(np.uint64(multiplier) for multiplier in _MULTIPLIERS)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+"""What each round adds to the two words of the key."""
+_FACTORS = tuple(np.uint64(multiplier) for multiplier in MULTIPLIERS)
 _LOW_WORD = 0xFFFFFFFF
 _LOW_WORD_MASK = np.uint64(_LOW_WORD)
 _WORD_BITS = np.uint64(32)
@@ -116,7 +117,7 @@ def _words(
             arrays = [buffer[: form[0] * form[1]].reshape(form) for buffer in buffers]
             even, odd, products = (arrays[0], arrays[1]), (arrays[2], arrays[3]), arrays[4:]
             begin(rows, block, even, odd)
-            for number in range(first_round, _ROUNDS):
+            for number in range(first_round, ROUNDS):
                 _round(even, odd, (products[0], products[1]), round_keys[number, :, rows])
                 odd, products = (products[1], products[0]), list(odd)
             words_BC4 = words_AN4[rows, block]
@@ -142,6 +143,6 @@ def _round(even: _Pair, odd: _Pair, products: _Pair, keys_2A1: NDArray[np.uint64
 
 def _round_keys(keys: Sequence[Key]) -> NDArray[np.uint64]:
     """Each row's key in each round: [rounds, 2, A, 1]."""
-    steps = np.arange(_ROUNDS, dtype=np.uint64)[:, None] * np.array(_KEY_STEPS, dtype=np.uint64)
+    steps = np.arange(ROUNDS, dtype=np.uint64)[:, None] * np.array(KEY_STEPS, dtype=np.uint64)
     keys_2A = np.array(keys, dtype=np.uint64).T
     return ((keys_2A + steps[:, :, None]) & _LOW_WORD_MASK)[..., None]

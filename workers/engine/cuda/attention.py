@@ -1,14 +1,14 @@
-"""Attention over pages: our kernel on a GPU, a plain reference where that cannot run.
+"""Attention over pages: a kernel on a GPU, a plain reference where none can run.
 
-The kernel (attention_kernel.py) takes float16 and bfloat16 on CUDA devices from Ampere on; without
-Triton torch's varlen_attn (FlashAttention 2) does, which never shares out one sequence's keys. For
-float32, and on a CPU, where only tests use it, the reference computes the same, sequence by
-sequence.
+float16 and bfloat16 on CUDA devices from Ampere on are for torch's varlen_attn (FlashAttention 2),
+which is told never to share out one sequence's keys; or, where ours run (workers/kernels.py), for
+our own (paged_attention.py), which does share them out. For float32, and on a CPU, where only tests
+use it, the reference computes the same, sequence by sequence.
 
-A tree's nodes need a mask, which neither has. So their attention is two parts, merged by
-log-sum-exp: the stem, which all of a slice's tokens see whole, by the kernel; and what they do not
-all see (the tree, and tokens before it that are fed with it) with a mask: by another kernel of
-ours (tree_kernel.py), or plain products.
+A tree's nodes need a mask, which neither kernel has. So their attention is two parts, merged by
+log-sum-exp: the stem, which all of a slice's tokens see whole, as above; and what they do not all
+see (the tree, and tokens before it that are fed with it) with a mask: by plain products, or by
+another kernel of ours (tree_kernel.py).
 
 Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table,
 W tokens of a tree's slice, K keys beside the stem, S slots.
@@ -31,9 +31,9 @@ _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _AMPERE = (8, 0)
 _ONE_SPLIT = 1
-"""Keys of a sequence are not divided among blocks of threads. Where they are, torch 2.13 leaves the
-rows of all sequences but the first unwritten (pytorch issue 194167); and how they are divided
-depends on the batch, so that bits would too."""
+"""Of varlen_attn: keys of a sequence are not divided among blocks of threads. Where they are, torch
+2.13 leaves the rows of all sequences but the first unwritten (pytorch issue 194167); and how it
+divides them depends on the batch, so that bits would too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Trees:
 
 
 def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether such tensors are taken: by our kernel as by varlen_attn."""
+    """Whether such tensors are for a kernel: varlen_attn takes what ours take."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
@@ -76,7 +76,7 @@ def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     )
 
 
-def _has_own_kernel(query_TAD: Tensor) -> bool:
+def _is_for_ours(query_TAD: Tensor) -> bool:
     device, dtype, head_size = query_TAD.device, query_TAD.dtype, query_TAD.shape[2]
     return can_use_kernel(device, dtype, head_size) and can_run_kernels(device)
 
@@ -102,7 +102,7 @@ def attend(
     """
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
         return _reference(query_TAD, layer, ragged, scaling, causal=causal)
-    if _has_own_kernel(query_TAD):
+    if _is_for_ours(query_TAD):
         from workers.engine.cuda.paged_attention import attend_pages
 
         return attend_pages(
@@ -167,7 +167,7 @@ def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: fl
     """Outputs [T, A, D] of the slices' tokens, packed: [B x W]."""
     num_trees, width, num_keys = trees.seen_BWK.shape
     stem_TAD, stem_lse_AT = attend(query_TAD, layer, trees.stem, scaling, causal=False)
-    if _has_own_kernel(query_TAD):
+    if _is_for_ours(query_TAD):
         from workers.engine.cuda.tree_kernel import attend_beside_stems
 
         return attend_beside_stems(

@@ -5,8 +5,9 @@ for sums of squares (another order), reciprocal roots and exponentials (another 
 size but the number of rows is a constant of the compiled kernel, and the number of rows only says
 how many programs there are: a row's bits depend on that row alone.
 
-Shapes: T rows (tokens), N features, F features of the feed-forward, A heads of a token (queries,
-keys, values), D head size, H key/value heads, S slots. All tensors are contiguous.
+Imported only where kernels can run. Shapes: T rows (tokens), N features, F features of the
+feed-forward, A heads of a token (queries, keys, values), Q query heads, D head size, H key/value
+heads, S slots. What is written into is contiguous.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def add_and_norm(
 ) -> Tensor:
     """Add `delta_TN` to `hidden_TN`, in place; return the sum's RMS norm, times the weight.
 
-    The sum is rounded once, the norm of the rounded sum once more. N is at most LARGEST_ROW.
+    The sum is rounded once, the norm of the rounded sum once more. N is at most LARGEST_ROW; all
+    are of one type.
     """
     num_rows, size = hidden_TN.shape
     assert size <= LARGEST_ROW, size
@@ -123,7 +125,7 @@ def rotate_and_store(
 
 
 def gate(gate_and_up: Tensor) -> Tensor:
-    """SiLU of the gates times the ups: [T, 2 x F] in, [T, F] out."""
+    """SiLU of the gates times the ups: [T, 2 x F], gates first, in; [T, F] out."""
     num_rows, both = gate_and_up.shape
     assert both % 2 == 0
     size = both // 2

@@ -64,7 +64,7 @@ class FixedRowsLinear(nn.Module):
 
 @functools.lru_cache(maxsize=4096)
 def _cut(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows cut into `sizes`, which are sorted, the largest first."""
+    """Rows cut into `sizes`, which are sorted, the largest first; none are one part of none."""
     parts: list[int] = []
     for size in sizes:
         parts += [size] * (num_rows // size)
@@ -142,7 +142,7 @@ def _try_sizes(linears: list[nn.Linear]) -> dict[tuple[object, ...], tuple[int, 
 
 
 def _split_sums(*, allowed: bool) -> None:
-    """Whether cuBLAS may cut the sum over the inputs into parts. Without, it has to be its Lt."""
+    """Whether cuBLAS may cut the sum over the inputs into parts. cuBLASLt alone heeds a no."""
     if not torch.cuda.is_available():
         return
     with warnings.catch_warnings():  # The choice of a library is experimental, it says.

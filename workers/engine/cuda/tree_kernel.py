@@ -32,10 +32,11 @@ def attend_beside_stems(
     stem_used_B: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Outputs [T, A, D] over stem and own keys; T = B x W, packed.
+    """Outputs [T, A, D] over stem and own keys, of the queries' type; T = B x W, packed.
 
-    `stem_TAD`, `stem_lse_AT`: what the stems gave, read where `stem_used_B` is not 0. A token that
-    sees no key at all gets zeros.
+    Of the slots `key_slots_BK` (int64) token w sees those where `seen_BWK` (bool). `stem_TAD` and
+    `stem_lse_AT` (float32): what the stems gave, read where `stem_used_B` (int32) is not 0. A token
+    that sees no key at all gets zeros.
     """
     num_trees, width, num_keys = seen_BWK.shape
     num_tokens, num_query_heads, head_size = query_TAD.shape
