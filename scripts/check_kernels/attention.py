@@ -198,17 +198,10 @@ class AttentionCheck:
         layer = cache.layers[0]
 
         def by_kernels(_: int = 0) -> Tensor:
-            stem_TAD, stem_lse_AT = self._by_kernels(queries, layer, trees.stem, causal=False)
-            return attend_beside_stems(
-                queries,
-                layer,
-                trees.key_slots_BK,
-                trees.seen_BWK,
-                stem_TAD,
-                stem_lse_AT,
-                trees.stem.used_B,
-                sizes.scaling,
-            )
+            stems = self._by_kernels(queries, layer, trees.stem, causal=False)
+            own = (trees.key_slots_BK, trees.seen_BWK)
+            used_B = trees.stem.used_B
+            return attend_beside_stems(queries, layer, *own, *stems, used_B, sizes.scaling)
 
         def as_torch(_: int = 0) -> Tensor:
             with by_torch():

@@ -269,8 +269,9 @@ class _Steps:
         return [Slice([2 * s, 2 * s + 1], prefix, [ids[s + prefix]], 1) for s in range(4)]
 
     def step(self, slices: list[Slice], *, even: bool = True) -> DeviceStep:
-        """As it is captured, or, if not `even`, as it is."""
+        """As it is captured, or, if not `even`, and in a dry run, as it is."""
         exact = exact_shape(slices)
+        even = even and self._device.type == "cuda"
         bucket = bucket_of(exact, fixed_rows=FIXED_ROWS) if even else None
         layout = lay_out(
             slices, bucket or exact, table_pages=4, scratch_block=_BLOCKS, even=bucket is not None
