@@ -4,9 +4,9 @@
 and stored, have the bits that the prefill gave them. `control`: torch's rows are other bits, so the
 comparison can fail. `context C batch B width W`: the last W tokens of B sequences of C; the largest
 error of an output and of a log-sum-exp against float64, each before torch's; times go around the
-pages of several layers, so that the device's cache does not hold them; `floor` is what reading keys
-and values once takes at 3 TB/s. `trees`: B trees of W nodes after stems of S, kernels and torch
-against each other.
+pages of several layers, so that of long contexts the device's cache holds none; `floor` is what
+reading keys and values once takes at 3 TB/s. `trees`: B trees of W nodes after stems of S, kernels
+and torch against each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from scripts.check_kernels.cases import WRONG, Case, by_torch, times, verdict
+from scripts.check_kernels.cases import CALLS, WRONG, Case, by_torch, times, verdict
 from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
 from workers.engine.cuda.paged_attention import SCRATCH_BYTES, attend_pages
@@ -44,7 +44,7 @@ class Sizes:
     trees: Sequence[tuple[int, int, int]]
     """(stem, batch, width)"""
     layer_bytes: int
-    """Keys and values that calls go around: several times a device's cache."""
+    """Keys and values that calls go around at most: several times a device's cache."""
     prefill: int
     widths: Sequence[int]
     firsts: Sequence[int]
@@ -116,7 +116,7 @@ class AttentionCheck:
             end, at = begin + width, 7 * num_others
             ragged = self._ragged(
                 [*[(7, 7 + prefill // 4)] * num_others, (width, end)],
-                [*[table[-2:]] * num_others, table],
+                [*[table[-3:]] * num_others, table],
                 cache,
             )
             rows = torch.cat([queries[:7]] * num_others + [queries[begin:end]])
@@ -147,7 +147,7 @@ class AttentionCheck:
         pages = -(-context // PAGE_SIZE)
         token_bytes = 2 * sizes.num_keys * sizes.head_size * sizes.dtype.itemsize
         num_bytes = batch * context * token_bytes
-        num_layers = max(1, min(8, sizes.layer_bytes // num_bytes))
+        num_layers = max(1, min(CALLS, sizes.layer_bytes // num_bytes))
         cache = self._cache(batch * pages, num_layers)
         order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).tolist()
         tables = [order[row * pages : (row + 1) * pages] for row in range(batch)]

@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from workers.kernels import ASKED
 
 WRONG = "WRONG"
-_CALLS = 20
+CALLS = 20
 """Of one graph: enough that the time between two replays is none of a call's."""
 _WARM_UPS = 3
 _REPLAYS = 15
@@ -103,7 +103,7 @@ def _captured_us(way: Callable[[int], object]) -> float:
         for number in range(_WARM_UPS):
             way(number)
         with torch.cuda.graph(graph, stream=stream):
-            for number in range(_CALLS):
+            for number in range(CALLS):
                 way(number)
     torch.cuda.synchronize()
     microseconds = []
@@ -113,7 +113,7 @@ def _captured_us(way: Callable[[int], object]) -> float:
         graph.replay()
         last.record()
         last.synchronize()
-        microseconds.append(first.elapsed_time(last) * 1000 / _CALLS)
+        microseconds.append(first.elapsed_time(last) * 1000 / CALLS)
     return statistics.median(microseconds)
 
 

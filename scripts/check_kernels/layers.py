@@ -218,6 +218,7 @@ class LayerCheck:
                 config, attn_implementation=attention_interface.NAME, dtype=sizes.dtypes[0]
             )
         model.requires_grad_(False)
+        model.train(False)
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
                 weight.copy_(1 + 0.1 * torch.randn_like(weight))
