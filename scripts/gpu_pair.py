@@ -32,7 +32,9 @@ from transformers import (
 )
 
 from cluster.driver import Driver, DriverOptions
+from deploy.bench.engine_gpu import gpu_for
 from deploy.bench.worker_processes import WorkerProcess
+from paceline.errors import ConfigError
 from paceline.generation import Finished, GenerateOptions, RequestStats
 
 PROMPT_TOKENS = 64
@@ -238,6 +240,11 @@ def main(
 ) -> None:
     """Make the pair if FOLDER lacks it, serve both on DEVICE, and measure every policy."""
     sizes = Sizes(layers, draft_layers, hidden, vocab)
+    if device == "cuda":
+        try:
+            gpu_for("a pair on a GPU")
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "pair.json").exists():
         begin = time.perf_counter()

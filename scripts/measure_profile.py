@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,8 @@ import torch
 import typer
 from transformers import LlamaConfig, Qwen2Config
 
-from deploy.bench.engine_gpu import GpuTask, make_engine
+from deploy.bench.engine_gpu import GpuTask, gpu_for, llama_8b_config, make_engine
+from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.device_verdicts import choose_tokens
 from workers.engine.block_pool import blocks_for
@@ -35,17 +37,7 @@ SHAPES = {
     "8b": (
         "target",
         "Llama-3-8B shapes",
-        LlamaConfig(
-            vocab_size=128_256,
-            hidden_size=4096,
-            intermediate_size=14_336,
-            num_hidden_layers=32,
-            num_attention_heads=32,
-            num_key_value_heads=8,
-            head_dim=128,
-            max_position_embeddings=8192,
-            tie_word_embeddings=False,
-        ),
+        llama_8b_config(8192),
     ),
     "1b": (
         "drafter",
@@ -126,10 +118,14 @@ table = [
 
 def main(shape: str, file: Path, rounds: int = 15, commit: str = "") -> None:
     """SHAPE is 8b, 1b or 0.5b; FILE is written. COMMIT: what to name where there is no git."""
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"SHAPE: expected one of {', '.join(SHAPES)}, got {shape!r}")
     _, _, config = SHAPES[shape]
-    task = GpuTask(
-        torch.device("cuda", 0), config, torch.bfloat16, CONTEXT, rounds, copy_bytes=1 << 28
-    )
+    try:
+        device = gpu_for("measuring a profile")
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    task = GpuTask(device, config, torch.bfloat16, CONTEXT, rounds, copy_bytes=1 << 28)
     options = CudaOptions(max_num_seqs=max(BATCHES), max_step_tokens=max(TOKENS))
     with torch.inference_mode():
         engine = make_engine(task, options)

@@ -52,14 +52,9 @@ class GpuTask:
     kv_memory_bytes: int | None = None
 
 
-def llama_8b(*, quick: bool) -> GpuTask:
-    """A model of the shape of an 8 B Llama. Raises ConfigError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "bench engine --device cuda needs a GPU, and this process sees none: check the driver, "
-            f"torch's build ({torch.__version__}) and CUDA_VISIBLE_DEVICES"
-        )
-    config = LlamaConfig(
+def llama_8b_config(max_model_len: int) -> LlamaConfig:
+    """The shape of an 8 B Llama."""
+    return LlamaConfig(
         vocab_size=128_256,
         hidden_size=4096,
         intermediate_size=14_336,
@@ -67,12 +62,26 @@ def llama_8b(*, quick: bool) -> GpuTask:
         num_attention_heads=32,
         num_key_value_heads=8,
         head_dim=128,
-        max_position_embeddings=4096,
+        max_position_embeddings=max_model_len,
         tie_word_embeddings=False,
     )
+
+
+def gpu_for(what: str) -> torch.device:
+    """The first GPU. Raises ConfigError, which names what needs it, where there is none."""
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"{what} needs a GPU, and this process sees none: check the driver, "
+            f"torch's build ({torch.__version__}) and CUDA_VISIBLE_DEVICES"
+        )
+    return torch.device("cuda", 0)
+
+
+def llama_8b(*, quick: bool) -> GpuTask:
+    """A model of the shape of an 8 B Llama. Raises ConfigError without a GPU."""
     return GpuTask(
-        torch.device("cuda", 0),
-        config,
+        gpu_for("bench engine --device cuda"),
+        llama_8b_config(4096),
         torch.bfloat16,
         context=512,
         rounds=20 if quick else 100,
