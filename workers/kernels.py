@@ -21,8 +21,8 @@ import torch
 _log = logging.getLogger(__name__)
 ASKED = "PACELINE_KERNELS"
 """The variable of the workers' environment that asks for them."""
-_AMPERE = (8, 0)
-"""Compute capability that the kernels are written for."""
+AMPERE = (8, 0)
+"""Compute capability from which on kernels of attention run: ours and torch's."""
 
 
 def can_run_kernels(device: torch.device) -> bool:
@@ -46,7 +46,7 @@ def _obstacle(device: torch.device) -> str | None:
         obstacle = "Triton is not installed"
     elif not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         obstacle = "Triton needs a C compiler (gcc, clang or what CC names), and there is none"
-    elif torch.cuda.get_device_capability(device) < _AMPERE:
+    elif torch.cuda.get_device_capability(device) < AMPERE:
         obstacle = "the GPU is older than Ampere"
     if obstacle is not None:
         _log.warning("our GPU kernels do not run, torch's take their place: %s", obstacle)

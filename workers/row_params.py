@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.staging import to_device
 from workers.verification.device_choice import Adjustments, RowParams
-from workers.verification.device_noise import key_words
 from workers.verification.distribution import depends_on_tokens
+from workers.verification.philox import key_of_seed
 
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -51,7 +51,7 @@ def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> 
     places = {identity: place for place, identity in enumerate(specs)}
     place_R = np.array([places[id(row.spec)] for row in rows])
     whole_S4 = [
-        (*key_words(spec.seed), spec.sampling.top_k or vocab_size, spec.sample_index)
+        (*key_of_seed(spec.seed), spec.sampling.top_k or vocab_size, spec.sample_index)
         for spec in specs.values()
     ]
     greedy_S = np.array([one.greedy for one in sampled])

@@ -20,12 +20,6 @@ _LOW_WORD = 0xFFFFFFFF
 _LARGEST_V = 1 - 2.0**-24
 
 
-def key_words(seed: int) -> tuple[int, int]:
-    """The two 32-bit words of a request's seed, low one first."""
-    assert 0 <= seed < 2**64, f"a seed is an unsigned 64-bit number, got {seed}"
-    return seed & _LOW_WORD, seed >> 32
-
-
 def philox_words(even_2RN: Tensor, odd_2R1: Tensor, keys_2R1: Tensor) -> Tensor:
     """Philox 4x32-10 of int64 counters (words 0 and 2; words 1 and 3): int64 words [R, N, 4]."""
     multipliers_211, steps = _constants(even_2RN.device)

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.verification.device_noise import gumbel_noise_RV, key_words, philox_words
+from workers.verification.device_noise import gumbel_noise_RV, philox_words
 from workers.verification.noise import gumbel_noise_V
-from workers.verification.philox import philox_4x32
+from workers.verification.philox import key_of_seed, philox_4x32
 
 WORD = st.integers(0, 2**32 - 1)
 
@@ -53,7 +53,7 @@ def test_words_are_those_of_numpy(
 def test_noise_of_several_rows(device: str) -> None:
     seeds, positions, samples = [0, 7, 2**64 - 1], [5, 0, 70_000], [0, 3, 1]
     noise_RV = gumbel_noise_RV(
-        torch.tensor([key_words(seed) for seed in seeds], device=device).T,
+        torch.tensor([key_of_seed(seed) for seed in seeds], device=device).T,
         torch.tensor(positions, device=device),
         torch.tensor(samples, device=device),
         vocab_size=1003,

@@ -19,10 +19,10 @@ from workers.row_params import Row, pack_rows
 from workers.verification import choice_kernels, noise_kernel
 from workers.verification.coupled import choose_token
 from workers.verification.device_choice import choose_by_torch
-from workers.verification.device_noise import key_words
 from workers.verification.kernel_choice import BLOCK, choose_by_kernels
 from workers.verification.noise import Stream, gumbel, words_of_all
 from workers.verification.noise_kernel import INTERPRETED
+from workers.verification.philox import key_of_seed
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled")),
@@ -191,7 +191,7 @@ def test_noise_is_that_of_numpy(device: str) -> None:
     streams = [Stream(0, 5, 0), Stream(7, 0, 3), Stream(2**64 - 1, 70_000, 1)]
     words_RV = torch.empty(3, 1024, dtype=torch.int64, device=device)
     noise_RV = torch.empty(3, 1024, device=device)
-    keys_2R = torch.tensor([key_words(one.seed) for one in streams], device=device).T.contiguous()
+    keys_2R = torch.tensor([key_of_seed(one.seed) for one in streams], device=device).T.contiguous()
     _write_noise[(3,)](
         words_RV,
         noise_RV,

@@ -25,11 +25,10 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
-from workers.kernels import can_run_kernels
+from workers.kernels import AMPERE, can_run_kernels
 
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
-_AMPERE = (8, 0)
 _ONE_SPLIT = 1
 """Of varlen_attn: keys of a sequence are not divided among blocks of threads. Where they are, torch
 2.13 leaves the rows of all sequences but the first unwritten (pytorch issue 194167); and how it
@@ -84,7 +83,7 @@ def _is_for_ours(query_TAD: Tensor) -> bool:
 @functools.cache
 def _has_kernel(device: torch.device) -> bool:
     available = torch.backends.cuda.is_flash_attention_available()
-    return available and torch.cuda.get_device_capability(device) >= _AMPERE
+    return available and torch.cuda.get_device_capability(device) >= AMPERE
 
 
 def attend(
@@ -102,7 +101,7 @@ def attend(
     """
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
         return _reference(query_TAD, layer, ragged, scaling, causal=causal)
-    if _is_for_ours(query_TAD):
+    if can_run_kernels(query_TAD.device):
         from workers.engine.cuda.paged_attention import attend_pages
 
         return attend_pages(
