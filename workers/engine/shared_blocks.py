@@ -1,9 +1,9 @@
 """A pool of KV blocks that knows what is in some of them: equal prefixes are computed once.
 
-A block is known by a hash of all tokens up to its end, of the tenant whose they are and of the kind
-of KV, so equal prefixes are found and those of other tenants or kinds are not. A known block that no
-sequence holds stays until its room is needed; the one whose last use is longest ago goes first. Who
-offers a block promises that nobody will write it again.
+A block is known by a hash of all tokens up to its end, of the tenant whose they are and of the
+kind of KV, so equal prefixes are found and those of other tenants or kinds are not. A known block
+that no sequence holds stays until its room is needed; the one whose last use is longest ago goes
+first. Who offers a block promises that nobody will write it again.
 """
 
 from __future__ import annotations
