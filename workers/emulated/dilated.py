@@ -93,6 +93,9 @@ class DilatedProposer:
     def open(self, tree: DraftTree) -> None:
         self._proposer.open(tree)
 
+    def settle(self, tree: DraftTree, count: int) -> None:
+        self._proposer.settle(tree, count)
+
     def close(self, tree: DraftTree) -> None:
         self._proposer.close(tree)
 
