@@ -148,6 +148,8 @@ class Dispatch:
                 block_size=description.block_size,
                 num_blocks=description.num_blocks,
                 group=group,
+                dtype=description.dtype,
+                checkpoint_digest=description.checkpoint_digest,
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.v1 import target_pb2
@@ -12,7 +12,7 @@ from paceline.v1 import target_pb2
 class TargetDescription:
     """What all shards of the target have in common. `model`: as they call it.
 
-    `checkpoint_digest`: of its files (target.proto).
+    `checkpoint_digest`: of its files; `dtype`: what the model computes in (target.proto).
     """
 
     model: str
@@ -21,17 +21,22 @@ class TargetDescription:
     block_size: int
     num_blocks: int
     checkpoint_digest: bytes = b""
+    dtype: str = ""
 
     @property
-    def made_of(self) -> tuple[str, int, bytes]:
-        """What all groups of a target have in common: the checkpoint's name, vocabulary, files."""
-        return self.model, self.vocab_size, self.checkpoint_digest
+    def checkpoint(self) -> Mapping[str, str]:
+        """What all groups must have in common, for as long as the driver runs, in words by name."""
+        return {
+            "model": repr(self.model),
+            "vocab_size": str(self.vocab_size),
+            "checkpoint_digest": self.checkpoint_digest.hex()[:8] or "unknown",
+        }
 
     @property
-    def checkpoint(self) -> str:
-        """The same in words."""
-        files = self.checkpoint_digest.hex()[:8]
-        return f"{self.model!r}, {self.vocab_size} tokens, files {files or 'unknown'}"
+    def kv(self) -> Mapping[str, str]:
+        """What groups that serve at the same time must have in common besides: else a sequence
+        that moves from one to the other would not keep its text."""
+        return {"block_size": str(self.block_size), "dtype": self.dtype or "unknown"}
 
     @property
     def room(self) -> int:
@@ -50,4 +55,5 @@ def description_of(
         block_size=shards[0].block_size,
         num_blocks=min(shard.num_blocks for shard in shards),
         checkpoint_digest=shards[0].checkpoint_digest,
+        dtype=shards[0].dtype,
     )

@@ -32,12 +32,20 @@ class TargetGroups:
         return min(self._known.values(), key=lambda one: one.room, default=None)
 
     def join(self, group: int, description: TargetDescription) -> None:
-        """A group is there. Raises CheckpointError where it serves another model than others."""
+        """A group is there. Raises CheckpointError where it differs from the others."""
         for other, known in self._known.items():
-            if other != group and known.made_of != description.made_of:
+            if other == group:
+                continue
+            theirs, ours = dict(known.checkpoint), dict(description.checkpoint)
+            if other in self._joined:  # One that is gone may come back as this one is.
+                theirs |= known.kv
+                ours |= description.kv
+            different = [name for name in ours if ours[name] != theirs[name]]
+            if different:
+                told = ", ".join(f"{one} {ours[one]} instead of {theirs[one]}" for one in different)
                 raise CheckpointError(
-                    f"target group {group} serves {description.checkpoint}, but group {other} "
-                    f"{known.checkpoint}; start all groups with the same checkpoint"
+                    f"target group {group} differs from group {other}: {told}; start all groups "
+                    "with the same checkpoint and the same options of [target]"
                 )
         self.wait_no_more()
         self._known[group] = description

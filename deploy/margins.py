@@ -13,6 +13,7 @@ from workers.engine.engine import Engine, Slice
 from workers.models import ModelFiles
 from workers.verification.choice import noise_of
 from workers.verification.distribution import adjusted_logits, distribution_of
+from workers.verification.prefix import Prefix
 
 _KV_BYTES = 1 << 30
 _CHUNK = 512
@@ -36,7 +37,8 @@ class MarginMeter:
         """
         logits_V = self._logits_V(prefix)
         position = len(prefix)
-        adjusted_V = adjusted_logits(logits_V, spec, position, np.array(prefix, dtype=np.int64))
+        before = Prefix.of(prefix, prompt_length=spec.prompt_length)
+        adjusted_V = adjusted_logits(logits_V, spec, before)
         if spec.sampling.greedy:
             gap = float(adjusted_V[expected]) - float(adjusted_V[got])
             return gap if np.isfinite(gap) else None

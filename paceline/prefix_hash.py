@@ -23,9 +23,17 @@ def extend_hash(prefix_hash: int, token_id: int) -> int:
     return x ^ (x >> 31)
 
 
+def hash_on(prefix_hash: int, token_ids: Iterable[int]) -> int:
+    """The hash of a prefix followed by these tokens."""
+    x = prefix_hash
+    for token_id in token_ids:  # as extend_hash; to call it for each takes a third longer
+        x ^= ((token_id + 1) * _TOKEN_FACTOR) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        x ^= x >> 31
+    return x
+
+
 def hash_prefix(token_ids: Iterable[int]) -> int:
     """The hash of a whole prefix."""
-    value = EMPTY_PREFIX_HASH
-    for token_id in token_ids:
-        value = extend_hash(value, token_id)
-    return value
+    return hash_on(EMPTY_PREFIX_HASH, token_ids)

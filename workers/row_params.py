@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.cuda.staging import to_device
-from workers.verification.device_choice import Adjustments, RowParams
-from workers.verification.distribution import depends_on_tokens
+from workers.verification.device_choice import Adjustments, Changes, RowParams
+from workers.verification.distribution import depends_on_tokens, outputs_on_path
 from workers.verification.philox import key_of_seed
+from workers.verification.prefix import Prefix
 
 _TINY = float(np.finfo(np.float32).tiny)
 
@@ -30,6 +31,12 @@ class Row:
     @property
     def position(self) -> int:
         return len(self.prefix) + len(self.path)
+
+    @property
+    def whole_prefix(self) -> Prefix:
+        """All of these tokens."""
+        prefix = Prefix.of(self.prefix, prompt_length=self.spec.prompt_length)
+        return prefix.followed_by(self.path)
 
 
 def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
@@ -103,60 +110,114 @@ def _filters(sampling: SamplingParams, vocab_size: int) -> bool:
     return cuts and not sampling.greedy
 
 
+_Entries = tuple[NDArray[np.int64], NDArray[np.float32]]
+"""Different token ids, and of each the three numbers of Changes, a row for each."""
+
+
 def _pack_adjustments(
     rows: Sequence[Row], vocab_size: int, device: torch.device
 ) -> Adjustments | None:
-    ids: list[NDArray[np.int64]] = []
-    numbers: list[NDArray[np.float32]] = []
-    of_row: list[int] = []
+    prefixes = [row.whole_prefix for row in rows]
+    texts: list[_Entries] = []
+    place_of: dict[tuple[int, int], int] = {}
+    text_of_row: list[int] = []
+    own: list[_Entries] = []
+    own_rows: list[int] = []
     masked: list[tuple[int, int]] = []
-    for index, row in enumerate(rows):
-        ids_E, numbers_3E = _changes(row, vocab_size)
-        ids.append(ids_E)
-        numbers.append(numbers_3E)
-        of_row += [index] * ids_E.size
-        if row.position - row.spec.prompt_length < row.spec.sampling.min_tokens:
+    for index, (row, prefix) in enumerate(zip(rows, prefixes, strict=True)):
+        sampling = row.spec.sampling
+        text = id(prefix.text), prefix.length
+        if text not in place_of:
+            place_of[text] = len(texts)
+            texts.append(_of_text(prefix, sampling, vocab_size))
+        text_of_row.append(place_of[text])
+        if prefix.path and depends_on_tokens(sampling):
+            own.append(_of_path(prefix, sampling, vocab_size))
+            own_rows += [index] * own[-1][0].size
+        if len(prefix) - row.spec.prompt_length < sampling.min_tokens:
             end_ids = set(row.spec.end_token_ids)
             masked += [(index, one) for one in sorted(end_ids) if one < vocab_size]
-    if not of_row and not masked:
+    sizes = np.array([ids.size for ids, _ in texts])
+    num_shared = int(sizes[text_of_row].sum())
+    if not (num_shared or own_rows or masked):
         return None
-    entries_2E = np.stack([np.array(of_row, dtype=np.int64), np.concatenate(ids)])
-    masked_2M = np.array(masked, dtype=np.int64).reshape(-1, 2).T
-    numbers_F = np.concatenate(numbers, axis=1).ravel()
+    text_ids_S, text_numbers_3S = _joined(texts)
+    own_ids_E, own_numbers_3E = _joined(own)
+    whole = [
+        text_ids_S,
+        (np.cumsum(sizes) - sizes)[text_of_row],
+        sizes[text_of_row],
+        np.concatenate((np.array(own_rows, dtype=np.int64), own_ids_E)),
+        np.array(masked, dtype=np.int64).reshape(-1, 2).T.ravel(),
+    ]
     # In one copy, as words of 64 bits.
-    whole = np.concatenate((entries_2E.ravel(), masked_2M.ravel()))
+    numbers_F = np.concatenate((text_numbers_3S.ravel(), own_numbers_3E.ravel()))
     real = np.pad(numbers_F, (0, numbers_F.size % 2)).view(np.int64)
-    packed = to_device(np.concatenate((whole, real)), device)
-    first = entries_2E.size
-    real_3E = packed[whole.size :].view(torch.float32)[: numbers_F.size].view(3, -1)
+    packed = to_device(np.concatenate((*whole, real)), device)
+    *integers, words = packed.split([*(part.size for part in whole), real.size])
+    text_ids, first_R, count_R, own_2E, masked_2M = integers
+    real_F = words.view(torch.float32)
+    text_3S = real_F[: text_numbers_3S.size].view(3, -1)
+    own_3E = real_F[text_numbers_3S.size : numbers_F.size].view(3, -1)
     return Adjustments(
-        packed[:first].view(2, -1),
-        real_3E[0],
-        real_3E[1],
-        real_3E[2],
-        packed[first : whole.size].view(2, -1),
+        text_ids,
+        Changes(*text_3S),
+        first_R,
+        count_R,
+        num_shared,
+        own_2E.view(2, -1),
+        Changes(*own_3E),
+        masked_2M.view(2, -1),
     )
 
 
-def _changes(row: Row, vocab_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Token ids that bias or penalties change, and for each: bias, repetition, subtraction."""
-    sampling = row.spec.sampling
-    if not sampling.logit_bias and not depends_on_tokens(sampling):
-        return np.empty(0, dtype=np.int64), np.empty((3, 0), dtype=np.float32)
-    biased = np.fromiter(sampling.logit_bias, dtype=np.int64)
-    seen = np.empty(0, dtype=np.int64)
+def _joined(entries: Sequence[_Entries]) -> _Entries:
+    ids = [one for one, _ in entries] or [np.empty(0, dtype=np.int64)]
+    numbers = [one for _, one in entries] or [np.empty((3, 0), dtype=np.float32)]
+    return np.concatenate(ids), np.concatenate(numbers, axis=1)
+
+
+def _of_text(prefix: Prefix, sampling: SamplingParams, vocab_size: int) -> _Entries:
+    """Of all tokens that have a bias or occur in the text before the path."""
+    ids_N = outputs_N = np.empty(0, dtype=np.int64)
+    places: list[int | None] = [None] * len(sampling.logit_bias)
     if depends_on_tokens(sampling):
-        seen = np.concatenate((np.array(row.prefix, np.int64), np.array(row.path, np.int64)))
-    assert not seen.size or 0 <= seen.min() <= seen.max() < vocab_size, "ids outside vocabulary"
-    ids_E = np.unique(np.concatenate((biased, seen)))
-    numbers_3E = np.zeros((3, ids_E.size), dtype=np.float32)
+        counts = prefix.counts
+        ids_N, outputs_N = counts.ids_N, counts.outputs_N
+        places = [counts.place_of(token_id) for token_id in sampling.logit_bias]
+    pairs = zip(sampling.logit_bias, places, strict=True)
+    unseen = [token_id for token_id, place in pairs if place is None]
+    ids_S = np.concatenate((ids_N, np.array(unseen, dtype=np.int64)))
+    numbers_3S = np.zeros((3, ids_S.size), dtype=np.float32)
+    new_places = iter(range(ids_N.size, ids_S.size))
+    biased = [next(new_places) if place is None else place for place in places]
+    numbers_3S[0, biased] = _float32(list(sampling.logit_bias.values()))
+    numbers_3S[1:, ids_N.size :] = [[1.0], [0.0]]
+    numbers_3S[1:, : ids_N.size] = _penalties(outputs_N, sampling)
+    return _checked(ids_S, vocab_size), numbers_3S
+
+
+def _of_path(prefix: Prefix, sampling: SamplingParams, vocab_size: int) -> _Entries:
+    """Of the tokens on the path."""
+    token_ids = list(dict.fromkeys(prefix.path))
+    numbers_3E = np.empty((3, len(token_ids)), dtype=np.float32)
+    numbers_3E[0] = _float32([sampling.logit_bias.get(one, 0.0) for one in token_ids])
+    numbers_3E[1:] = _penalties(outputs_on_path(prefix, token_ids), sampling)
+    return _checked(np.array(token_ids, dtype=np.int64), vocab_size), numbers_3E
+
+
+def _penalties(outputs_N: NDArray[np.int64], sampling: SamplingParams) -> NDArray[np.float32]:
+    """Repetition and subtraction for tokens that occur, so often of that in the output."""
+    subtracted_N = sampling.presence_penalty + sampling.frequency_penalty * outputs_N
+    repetition_N = np.full(outputs_N.size, sampling.repetition_penalty)
+    return np.stack((repetition_N, np.where(outputs_N > 0, subtracted_N, 0.0))).astype(np.float32)
+
+
+def _float32(numbers: Sequence[float]) -> NDArray[np.float32]:
     with np.errstate(over="ignore"):  # what leaves float32 is capped where it is added
-        bias = np.fromiter(sampling.logit_bias.values(), dtype=np.float64).astype(np.float32)
-    numbers_3E[0, np.searchsorted(ids_E, biased)] = bias
-    numbers_3E[1] = 1.0
-    numbers_3E[1, np.searchsorted(ids_E, seen)] = sampling.repetition_penalty
-    output, counts = np.unique(seen[row.spec.prompt_length :], return_counts=True)
-    numbers_3E[2, np.searchsorted(ids_E, output)] = (
-        sampling.presence_penalty + sampling.frequency_penalty * counts
-    )
-    return ids_E, numbers_3E
+        return np.array(numbers, dtype=np.float64).astype(np.float32)
+
+
+def _checked(ids_N: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    assert not ids_N.size or 0 <= ids_N.min() <= ids_N.max() < vocab_size, "ids outside vocabulary"
+    return ids_N

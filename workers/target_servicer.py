@@ -145,6 +145,7 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
         batch_invariant=bool(engine.batch_invariant),
         rendezvous=rendezvous or "",
         checkpoint_digest=engine.info.digest,
+        dtype=engine.dtype,
     )
 
 

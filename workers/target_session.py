@@ -20,6 +20,7 @@ from workers.engine.block_pool import blocks_for
 from workers.engine.slices import Slice
 from workers.slice_candidates import Candidates, read_candidates
 from workers.tree_slots import TreeSlots
+from workers.verification.prefix import CountedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class EngineLimits:
 @dataclass(slots=True)
 class _Sequence:
     spec: SequenceSpec
-    token_ids: list[int] = field(default_factory=list)
+    text: CountedText
     block_table: list[int] = field(default_factory=list)
     tree: TreeSlots | None = None
     """Where the last slice's candidates lie, if not as a chain."""
@@ -45,8 +46,8 @@ class _Sequence:
 
 @value_class(frozen=True, slots=True)
 class VerdictTask:
-    """A slice whose logits are wanted: `prefix` is every token before the first candidate. It is
-    good until the next step begins.
+    """A slice whose logits are wanted: `prefix` is every token before the first candidate. It is a
+    view, good until the next step begins.
 
     `names_path`: the verdict tells which candidates were accepted, not only how many. `fed`: the
     tokens whose likeliest followers are asked for. Those of a slice without a verdict
@@ -136,17 +137,18 @@ class TargetSession:
             spec = spec_from_wire(opened.spec, vocab_size=self._limits.vocab_size)
         except InvalidRequestError as error:
             raise ProtocolError(f"{name}: spec.{error}") from error
-        sequence = _Sequence(spec, list(opened.token_ids), list(opened.shared_blocks))
+        text = CountedText(opened.token_ids, prompt_length=spec.prompt_length)
+        sequence = _Sequence(spec, text, list(opened.shared_blocks))
         num_positions = len(sequence.block_table) * self._limits.block_size
-        if len(sequence.token_ids) != num_positions:
+        if len(text.token_ids) != num_positions:
             raise ProtocolError(
                 f"{name}: token_ids: expected {num_positions}, as many as the shared blocks have "
-                f"positions, got {len(sequence.token_ids)}"
+                f"positions, got {len(text.token_ids)}"
             )
-        if max(sequence.token_ids, default=0) >= self._limits.vocab_size:
+        if max(text.token_ids, default=0) >= self._limits.vocab_size:
             raise ProtocolError(
                 f"{name}: token_ids: expected ids below {self._limits.vocab_size}, "
-                f"got {max(sequence.token_ids)}"
+                f"got {max(text.token_ids)}"
             )
         if max(sequence.block_table, default=0) >= self._limits.num_blocks:
             raise ProtocolError(
@@ -185,8 +187,8 @@ class TargetSession:
             message, fed[first - start :], sequence.spec.rule, vocab_size=self._limits.vocab_size
         )
         self._check_length(first + candidates.tree.height)
-        del sequence.token_ids[start:]
-        sequence.token_ids += fed
+        sequence.text.truncate_to(start)
+        sequence.text.extend(fed)
         task = _task_of(message, sequence, fed, candidates, first)
         if task is not None:
             work.tasks.append(task)
@@ -200,9 +202,10 @@ class TargetSession:
             raise ProtocolError(
                 f"token_ids: expected ids below {self._limits.vocab_size}, got {max(fed)}"
             )
-        if start > len(sequence.token_ids):
+        num_held = len(sequence.text.token_ids)
+        if start > num_held:
             raise ProtocolError(
-                f"start: expected at most {len(sequence.token_ids)}, the number of tokens that the "
+                f"start: expected at most {num_held}, the number of tokens that the "
                 f"sequence holds here, got {start}"
             )
 
@@ -243,11 +246,10 @@ def _task_of(
     """What is to be said of a slice, if anything is; `first`: where its candidates begin."""
     if not (message.verdict or message.top_tokens):
         return None
-    token_ids = sequence.token_ids
     return VerdictTask(
         message.sequence_id,
         sequence.spec,
-        token_ids[:first] if first < len(token_ids) else token_ids,  # Of a long text a copy shows.
+        sequence.text.prefix(first),
         candidates,
         names_path=bool(message.parents),
         has_verdict=message.verdict,
@@ -274,7 +276,7 @@ def _piece_of(
 
 def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork) -> None:
     """Apply the moves of a slice. Below its start, one path of the tree before must be left."""
-    tree, token_ids = sequence.tree, sequence.token_ids
+    tree, text = sequence.tree, sequence.text
     sequence.tree = None
     moves = [(move.from_position, move.to_position) for move in message.kv_moves]
     if tree is None:
@@ -284,8 +286,8 @@ def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork)
     try:
         for source, target in moves:
             tree.move(source, target)
-            token_ids[target] = token_ids[source]
-        tree.check_path(min(message.start, len(token_ids)))
+            text.put(target, text.token_ids[source])
+        tree.check_path(min(message.start, len(text.token_ids)))
     except ProtocolError as error:
         raise ProtocolError(f"kv_moves: {error}") from None
     if moves:

@@ -139,14 +139,23 @@ class Batching(Residents):
         One that would begin with a block which an older one is about to compute waits for it.
         """
         assert self.target is not None
-        kv, chosen = self.target.kv, []
-        being_computed: set[bytes] = set()
+        kv = self.target.kv
+        # By sequence that has not begun: the index in its block table of what it computes first.
+        first_of: dict[int, int] = {}
         for sequence in sequences:
             if not sequence.kv.open_at_target:
                 kv.adopt(sequence)
-                if kv.next_key(sequence) in being_computed:
-                    continue
-            being_computed.update(kv.keys_ahead(sequence))
+                first_of[sequence.sequence_id] = len(sequence.kv.block_table)
+        if not first_of:
+            return sequences
+        indices, chosen = set(first_of.values()), []
+        being_computed: set[bytes] = set()
+        for sequence in sequences:
+            first = first_of.get(sequence.sequence_id)
+            if first is not None and kv.key_at(sequence, first) in being_computed:
+                continue
+            ahead = (kv.key_at(sequence, index) for index in indices)
+            being_computed.update(key for key in ahead if key is not None)
             chosen.append(sequence)
         return chosen
 

@@ -159,7 +159,10 @@ class DrafterLost:
 
 @dataclass(frozen=True, slots=True)
 class TargetJoined:
-    """A target group can step: a fresh stream to every shard. KV blocks are empty."""
+    """A target group can step: a fresh stream to every shard. KV blocks are empty.
+
+    `dtype`, `checkpoint_digest`: as its shards tell (target.proto).
+    """
 
     now: float
     vocab_size: int
@@ -167,6 +170,8 @@ class TargetJoined:
     block_size: int
     num_blocks: int
     group: int = 0
+    dtype: str = ""
+    checkpoint_digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

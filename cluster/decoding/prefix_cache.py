@@ -7,18 +7,20 @@ which go first is said in workers/engine/shared_blocks.py, which drafters use as
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Keys
 
 from cluster.decoding.sequence import Sequence
 from workers.engine.block_pool import blocks_for
-from workers.engine.shared_blocks import SharedBlocks, extend_keys
+from workers.engine.shared_blocks import BlockKeys, KvKind, SharedBlocks
 
 
 class PrefixCache(SharedBlocks):
     """The block pool of a target, and what is in blocks that were computed."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enabled: bool = True) -> None:
+    def __init__(self, num_blocks: int, kind: KvKind, *, enabled: bool = True) -> None:
         super().__init__(num_blocks)
-        self.block_size = block_size
+        self.block_size = kind.block_size
+        self._kind = kind
         self._enabled = enabled
 
     def release(self, sequence: Sequence) -> None:
@@ -33,10 +35,8 @@ class PrefixCache(SharedBlocks):
         if not self._enabled:
             return
         table = sequence.kv.block_table
-        for key in self._keys_to_prefill(sequence)[len(table) :]:
-            block = self.hold(key)
-            if block is None:
-                break
+        keys, count = self._keys_to_prefill(sequence)
+        while len(table) < count and (block := self.hold(keys[len(table)])) is not None:
             table.append(block)
         sequence.kv.length = len(table) * self.block_size
 
@@ -48,9 +48,9 @@ class PrefixCache(SharedBlocks):
         verified = int(min(held.length, held.plain_until)) // self.block_size
         if verified <= held.blocks_kept:
             return
-        self._hash_blocks(sequence, verified)
+        keys = self._keys_of(sequence, verified)
         for index in range(held.blocks_kept, verified):
-            self.offer(sequence.block_keys[index], held.block_table[index])
+            self.offer(keys[index], held.block_table[index])
         held.blocks_kept = verified
 
     def wanted(self, sequence: Sequence, length: int) -> int:
@@ -58,47 +58,41 @@ class PrefixCache(SharedBlocks):
         lacking = blocks_for(length, self.block_size) - len(sequence.kv.block_table)
         if not self._enabled or sequence.kv.open_at_target:
             return lacking
-        for key in self._keys_to_prefill(sequence)[len(sequence.kv.block_table) :]:
-            if not self.knows(key):
+        keys, count = self._keys_to_prefill(sequence)
+        for index in range(len(sequence.kv.block_table), count):
+            if not self.knows(keys[index]):
                 break
-            lacking -= not self.is_idle(key)  # others hold it, so it takes no room
+            lacking -= not self.is_idle(keys[index])  # others hold it, so it takes no room
         return lacking
 
     def num_known(self, sequence: Sequence) -> int:
         """How many blocks of a sequence that has not begun need not be computed."""
-        keys = self._keys_to_prefill(sequence) if self._enabled else []
-        return next((i for i, key in enumerate(keys) if not self.knows(key)), len(keys))
+        keys, count = self._keys_to_prefill(sequence) if self._enabled else ((), 0)
+        return next((i for i in range(count) if not self.knows(keys[i])), count)
 
-    def next_key(self, sequence: Sequence) -> bytes | None:
-        """What a sequence that has not begun computes first, if that is a block to be shared."""
-        keys = self._keys_to_prefill(sequence) if self._enabled else []
-        num_held = len(sequence.kv.block_table)
-        return keys[num_held] if len(keys) > num_held else None
-
-    def keys_ahead(self, sequence: Sequence) -> Iterable[bytes]:
-        """The blocks to be shared that a sequence is about to compute."""
-        if not self._enabled:
-            return ()
-        return self._keys_to_prefill(sequence)[sequence.kv.length // self.block_size :]
+    def key_at(self, sequence: Sequence, index: int) -> bytes | None:
+        """The key of the block with this index in the sequence's table, if it is one to be shared
+        that the sequence has not computed yet."""
+        if not self._enabled or index < sequence.kv.length // self.block_size:
+            return None
+        keys, count = self._keys_to_prefill(sequence)
+        return keys[index] if index < count else None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Assert that blocks are neither leaked nor written by one while others read them."""
         self.check_tables(
-            (one.kv.block_table, one.kv.length // self.block_size, one.block_keys)
+            (one.kv.block_table, one.kv.length // self.block_size, self._keys_of(one, 0))
             for one in sequences
         )
 
-    def _keys_to_prefill(self, sequence: Sequence) -> list[bytes]:
-        """Of all full blocks before the last committed token."""
+    def _keys_to_prefill(self, sequence: Sequence) -> tuple[Keys[bytes], int]:
+        """Keys, and how many of them are of full blocks before the last committed token."""
         count = (sequence.tree.num_committed - 1) // self.block_size
-        self._hash_blocks(sequence, count)
-        return sequence.block_keys[:count]
+        return self._keys_of(sequence, count), count
 
-    def _hash_blocks(self, sequence: Sequence, count: int) -> None:
-        extend_keys(
-            sequence.block_keys,
-            sequence.tree.token_ids,
-            count,
-            block_size=self.block_size,
-            tenant=sequence.request.tenant,
-        )
+    def _keys_of(self, sequence: Sequence, count: int) -> Keys[bytes]:
+        """At least the first `count` keys of a sequence, which may have been on another target."""
+        keys = sequence.block_keys
+        if keys is None or keys.kind != self._kind:
+            keys = sequence.block_keys = BlockKeys(self._kind, tenant=sequence.request.tenant)
+        return keys.first(count, sequence.tree.token_ids)

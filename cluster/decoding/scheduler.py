@@ -42,6 +42,7 @@ from paceline.errors import (
     WorkerLostError,
 )
 from paceline.generation import SpeculationStats
+from workers.engine.shared_blocks import KvKind
 
 MOST_LOST_STEPS = 5
 """A request in whose steps the target was lost so often, without a verdict between, fails."""
@@ -234,11 +235,12 @@ class Scheduler:
         group = self._state.groups[event.group]
         if group.joined:
             self._lose_target(event.now, group, out)
+        kind = KvKind(event.block_size, event.dtype, event.checkpoint_digest)
         group.batching.join_target(
             Target(
                 vocab_size=event.vocab_size,
                 max_model_len=event.max_model_len,
-                kv=PrefixCache(event.num_blocks, event.block_size, enabled=self._prefix_cache),
+                kv=PrefixCache(event.num_blocks, kind, enabled=self._prefix_cache),
             )
         )
         self._refuse_what_never_fits(list(self._state.waiting), out)

@@ -16,6 +16,7 @@ from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.utilisation import Mark, Shares, Utilisation
 from paceline.rules import Rule
+from workers.engine.shared_blocks import BlockKeys
 
 CATCH_UP = 64
 """A group that others serve a sequence beside may lack so many tokens and still decode it."""
@@ -38,8 +39,8 @@ class Sequence:
     kv: HeldKv = field(default_factory=HeldKv)
     # Of policies that have several target groups verify it: where else it is.
     replicas: list[Replica] = field(default_factory=list)
-    # Hashes of its full blocks of committed tokens, as many as were asked for.
-    block_keys: list[bytes] = field(default_factory=list)
+    # By which its full blocks of committed tokens are known; None: nobody has asked.
+    block_keys: BlockKeys | None = None
     cancelled: bool = False
     # How often its target group was lost in the midst of a step of it, since its last verdict.
     lost_steps: int = 0

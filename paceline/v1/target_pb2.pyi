@@ -51,6 +51,7 @@ class DescribeTargetResponse(_message.Message):
     BATCH_INVARIANT_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
     CHECKPOINT_DIGEST_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The checkpoint's folder name."""
     vocab_size: _builtins.int
@@ -81,6 +82,10 @@ class DescribeTargetResponse(_message.Message):
     """SHA-256 over config.json, the names and shapes of all tensors, and sizes and samples of their
     files. The groups of a target must have the same; empty from a shard that does not tell.
     """
+    dtype: _builtins.str
+    """What the model computes in, such as "float32", "bfloat16" or "int8". The groups of a target must
+    have the same; empty from a shard that does not tell.
+    """
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The checkpoint's end tokens."""
@@ -101,10 +106,11 @@ class DescribeTargetResponse(_message.Message):
         batch_invariant: _builtins.bool = ...,
         rendezvous: _builtins.str = ...,
         checkpoint_digest: _builtins.bytes = ...,
+        dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "checkpoint_digest", b"checkpoint_digest", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_invariant", b"batch_invariant", "block_size", b"block_size", "checkpoint_digest", b"checkpoint_digest", "dtype", b"dtype", "end_token_ids", b"end_token_ids", "max_model_len", b"max_model_len", "model", b"model", "num_blocks", b"num_blocks", "pid", b"pid", "rank", b"rank", "rendezvous", b"rendezvous", "tensor_parallel", b"tensor_parallel", "vocab_size", b"vocab_size", "vocabulary_digest", b"vocabulary_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.driver import DriverOptions
 from cluster.inference import serve_driver
+from paceline import AsyncClient, GenerateOptions
 from paceline.errors import CheckpointError, InvalidRequestError, UnavailableError
 from tests.cluster.interruptions import OPTIONS, PROMPT, interrupted, plain_answer, port_of
 from tests.cluster.system import (
@@ -23,8 +24,16 @@ from tests.cluster.system import (
     running_system,
     start_target,
 )
+from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
-from workers.server import RunningServer
+from workers.emulated.profiles import load_profile
+from workers.emulated.replay_target import ReplayEngine
+from workers.emulated.replay_text import ReplayText
+from workers.emulated.stand_in import make_stand_in
+from workers.engine.checkpoint import inspect_checkpoint
+from workers.server import RunningServer, start_server
+from workers.target_servicer import TargetShard
+from workers.target_shard import TargetShardOptions, serve_target_shard
 
 BOTH = {"replica-0.shard-0", "replica-1.shard-0"}
 
@@ -32,6 +41,11 @@ BOTH = {"replica-0.shard-0", "replica-1.shard-0"}
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return make_checkpoints(tmp_path_factory.mktemp("groups"))
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_stand_in(tmp_path_factory.mktemp("stand-in"))
 
 
 @asynccontextmanager
@@ -151,3 +165,66 @@ async def test_one_group_alone_has_no_replicas(checkpoints: Checkpoints) -> None
     async with running_system(checkpoints) as system:
         with pytest.raises(InvalidRequestError, match=r"at least 2 target groups.* has 1"):
             await system.client.generate(PROMPT, replace(OPTIONS, policy="replicas"))
+
+
+async def test_groups_that_hold_their_kv_in_another_dtype(checkpoints: Checkpoints) -> None:
+    """Each has another text by itself, so a request must not move from one to the other."""
+    shards = [
+        await serve_target_shard(
+            TargetShardOptions(
+                folder=checkpoints.target, weights=weights, kv_memory_bytes=4 * 1024 * 1024
+            ),
+            host=HOST,
+        )
+        for weights in ("float32", "float16")
+    ]
+    await _are_refused(checkpoints.target, shards, "dtype (float16|float32) instead of")
+
+
+async def test_groups_with_blocks_of_another_size(stand_in: Path) -> None:
+    shards = [await _serve_replay(stand_in, block_size=size) for size in (16, 32)]
+    await _are_refused(stand_in, shards, "block_size (16|32) instead of")
+
+
+async def test_a_target_that_comes_back_with_blocks_of_another_size(stand_in: Path) -> None:
+    """Two requests that agree in one block as it was, and not in one as it is now."""
+    shared = list(range(100, 116))
+    prompts = [shared + list(range(first, first + 40)) for first in (200, 300)]
+    with held_port() as port:
+        shard = await _serve_replay(stand_in, block_size=16, port=port)
+        options = DriverOptions(folder=stand_in, target_addresses=(shard.address,))
+        driver, server = await serve_driver(options, host=HOST)
+        try:
+            async with AsyncClient(server.address) as client:
+                asked = GenerateOptions(max_tokens=200, seed=3, ignore_eos=True, policy="off")
+                plain = [(await client.generate(one, asked)).token_ids for one in prompts]
+                answers = [asyncio.create_task(client.generate(one, asked)) for one in prompts]
+                steps = driver.stats().steps
+                await eventually(lambda: driver.stats().steps > steps + 20)
+                await shard.stop()
+                shard = await _serve_replay(stand_in, block_size=32, port=port)
+                assert [(await answer).token_ids for answer in answers] == plain
+        finally:
+            await server.stop()
+            await shard.stop()
+
+
+async def _are_refused(folder: Path, shards: list[RunningServer], why: str) -> None:
+    addresses = tuple(shard.address for shard in shards)
+    options = DriverOptions(folder=folder, target_addresses=addresses, target_groups=2)
+    try:
+        with pytest.raises(CheckpointError, match=why):
+            await serve_driver(options, host=HOST)
+    finally:
+        for shard in shards:
+            await shard.stop()
+
+
+async def _serve_replay(folder: Path, *, block_size: int, port: int = 0) -> RunningServer:
+    """An emulated target: a real shard that keeps token ids where others keep keys and values."""
+    info = inspect_checkpoint(folder)
+    profile = load_profile("70b-4xh100").scaled(0.2)
+    engine = ReplayEngine(info, profile, ReplayText(info.vocab_size), block_size=block_size)
+    shard = TargetShard(clock=engine.clock)
+    shard.begin(engine, engine.verdicts)
+    return await start_server(shard.add_to, host=HOST, port=port)

@@ -13,7 +13,7 @@ from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from paceline.value import value_class
-from workers.drafting.nodes import NewNodes
+from workers.drafting.nodes import PIECE, NewNodes
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
 from workers.drafting.rhythm import Rhythm
@@ -81,6 +81,8 @@ class DraftingSession:
         except OverloadedError as error:
             return f"the drafter's KV memory is full: {error}"
         self.trees[sequence_id] = tree
+        if not tree.is_settled:
+            self._desk.opening.append(tree)
         return None
 
     def outcome(
@@ -129,6 +131,8 @@ class DraftingSession:
         """End a sequence and free what is kept for it."""
         tree = self.trees.pop(sequence_id, None)
         if tree is not None:
+            if not tree.is_settled:
+                self._desk.opening.remove(tree)
             self._desk.proposer.close(tree)
             self._desk.changed()
 
@@ -143,6 +147,8 @@ class DraftingDesk:
         self._sessions: list[DraftingSession] = []
         self._pass_ms = 0.0
         self._drafted_only = False
+        self.opening: list[DraftTree] = []
+        """Long texts that are being taken in, a piece a pass, the oldest first."""
         # Asked for several times a pass; None: something has changed.
         self._ready: list[tuple[DraftingSession, DraftTree]] | None = None
 
@@ -166,7 +172,9 @@ class DraftingDesk:
     @property
     def has_work(self) -> bool:
         """Whether a pass would give something."""
-        return bool(self._ready_trees()) or any(tree.wants_last for _, _, tree in self._all_trees())
+        if self.opening or self._ready_trees():
+            return True
+        return any(tree.wants_last for _, _, tree in self._all_trees())
 
     @property
     def num_open(self) -> int:
@@ -208,6 +216,7 @@ class DraftingDesk:
 
     def run_pass(self) -> list[SessionNews]:
         """Draft once for every sequence that has room."""
+        settled_some = self._settle_some()
         everyone = list(self._all_trees())
         first_new = {tree: len(tree.tokens) for _, tree in self._ready_trees()}
         ready = list(first_new)
@@ -218,7 +227,7 @@ class DraftingDesk:
                 tree.extend(known)
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
         drafts = {draft.tree: draft for draft in result.drafts}
-        self._drafted_only = result.tokens_fed > 0 and not result.prefilled
+        self._drafted_only = result.tokens_fed > 0 and not (result.prefilled or settled_some)
         declined = dict(result.declined)
         took_part = set(result.took_part)
         news: dict[DraftingSession, SessionNews] = {}
@@ -241,6 +250,22 @@ class DraftingDesk:
                 mine.proposals.extend(proposals_of(sequence_id, draft, first))
         return list(news.values())
 
+    def _settle_some(self) -> bool:
+        """Take in a piece of the long texts that were opened; whether there were any."""
+        left = PIECE
+        while self.opening and left:
+            tree = self.opening[0]
+            count = min(left, tree.num_committed - tree.num_settled)
+            self.proposer.settle(tree, count)
+            tree.settle(count)
+            left -= count
+            if tree.is_settled:
+                del self.opening[0]
+        if left == PIECE:
+            return False
+        self.changed()
+        return True
+
     def pass_took(self, milliseconds: float) -> None:
         """How long the pass before took: the price of drafting. Prefill does not count."""
         if self._drafted_only:
@@ -252,6 +277,9 @@ class DraftingDesk:
         trees = [tree for _, _, tree in self._all_trees()]
         for tree in trees:
             tree.check_integrity()
+        unsettled = {tree for tree in trees if not tree.is_settled}
+        assert set(self.opening) == unsettled
+        assert len(self.opening) == len(unsettled)
         self.proposer.check_integrity(trees)
 
     def _ready_trees(self) -> list[tuple[DraftingSession, DraftTree]]:

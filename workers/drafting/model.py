@@ -90,6 +90,9 @@ class ModelProposer:
         growth = Growth(tree, self._chances[tree.spec.rule], stopper)
         self._held[tree] = _Held(TreeKv(sequence), growth, stopper)
 
+    def settle(self, tree: DraftTree, count: int) -> None:
+        """Nothing: what is fed is chosen pass by pass."""
+
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
         self._cache.close(tree)

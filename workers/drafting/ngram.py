@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import cycle, islice
 
 from paceline.rules import MAX_PROPOSED, Rule
 from workers.drafting.branches import merge_branches, unknown_part
@@ -32,15 +31,17 @@ class NgramProposer(TakesNoTime):
         return DrafterInfo("ngram", "", 0, b"", ANY_POSITION, rules)
 
     def open(self, tree: DraftTree) -> None:
-        index = _SuffixIndex()
-        index.grow(tree)
-        self._indices[tree] = index
+        index = self._indices[tree] = _SuffixIndex()
+        index.grow(tree, tree.num_settled)
+
+    def settle(self, tree: DraftTree, count: int) -> None:
+        self._indices[tree].grow(tree, count)
 
     def close(self, tree: DraftTree) -> None:
         del self._indices[tree]
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
-        self._indices[tree].grow(tree)
+        self._indices[tree].grow(tree, len(kept.token_ids))
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees))
@@ -65,16 +66,21 @@ class _SuffixIndex:
         self._followers: dict[tuple[int, ...], list[int]] = {}
         self._num_indexed = 0
 
-    def grow(self, tree: DraftTree) -> None:
-        """Index the tokens that were committed since."""
-        token_ids = tree.committed
-        for position in range(self._num_indexed, tree.num_committed):
-            for length in range(1, min(MAX_SUFFIX, position) + 1):
-                run = tuple(token_ids[position - length : position])
-                positions = self._followers.setdefault(run, [])
+    def grow(self, tree: DraftTree, count: int) -> None:
+        """Index the next `count` committed tokens, or as many as there are."""
+        token_ids, followers = tree.committed, self._followers
+        end = min(self._num_indexed + count, tree.num_committed)
+        for position in range(self._num_indexed, end):
+            run = tuple(token_ids[max(0, position - MAX_SUFFIX) : position])
+            for first in range(len(run)):
+                positions = followers.get(run[first:])
+                if positions is None:
+                    followers[run[first:]] = [position]
+                    continue
                 positions.append(position)
-                del positions[:-MAX_REMEMBERED]
-        self._num_indexed = tree.num_committed
+                if len(positions) > MAX_REMEMBERED:
+                    del positions[0]
+        self._num_indexed = end
 
     def followers(self, suffix: Sequence[int]) -> Iterator[int]:
         """The positions of what followed the ends of `suffix`: the longest first, then the newest.
@@ -110,7 +116,8 @@ def _copy(tree: DraftTree, text: Sequence[int], position: int, count: int) -> li
     The copy may run into what it has just written: a loop in the text goes on as a loop.
     """
     copied: list[int] = []
-    for token_id in islice(cycle(text[position:]), min(count, MAX_PROPOSED)):
+    for place in range(min(count, MAX_PROPOSED)):
+        token_id = text[position + place % (len(text) - position)]
         copied.append(token_id)
         if token_id in tree.spec.end_token_ids:
             break

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 
-from paceline.prefix_hash import EMPTY_PREFIX_HASH, extend_hash, hash_prefix
+from paceline.prefix_hash import EMPTY_PREFIX_HASH, extend_hash, hash_on, hash_prefix
 from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
+from workers.verification.prefix import CountedText, Prefix
 
 ROOT = 0
 """The number of the last committed token among the nodes; the drafted ones follow from 1 on."""
+
+PIECE = 512
+"""Tokens of a long text that are taken in at once: to hash and index them takes some 3 ms, and
+other sequences wait meanwhile."""
 
 
 @value_class(frozen=True, slots=True)
@@ -45,21 +50,39 @@ class Kept:
 class NodeTree:
     """Committed tokens and the nodes drafted after them; a chain is a tree without forks.
 
-    Node 0 is the last committed token. Parents have smaller numbers than their children.
+    Node 0 is the last committed token. Parents have smaller numbers than their children. The first
+    piece of a text is taken in when the tree is made, the rest of a long one by `settle`; nothing
+    can be drafted before that is done.
     """
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.committed = list(token_ids)
+    def __init__(self, token_ids: Sequence[int], *, prompt_length: int) -> None:
+        self._text = CountedText(token_ids, prompt_length=prompt_length)
+        self.committed: Sequence[int] = self._text.token_ids
         self.distributions: dict[int, SparseProbs] = {}
         # By node number, the root's entry first.
         self.tokens = [self.committed[-1]]
         self.parents = [ROOT]
         self.multiplicities = [1]
         self._depths = [0]
-        self._hashes = [hash_prefix(self.committed)]
+        # The root's is that of the first `num_settled` committed tokens.
+        self._hashes = [EMPTY_PREFIX_HASH]
+        self.num_settled = 0
+        """Committed tokens that were taken in."""
         self._children: list[list[int]] = [[]]
         self.is_chain = True
         """Whether each node continues the one before."""
+        self.settle(PIECE)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether all committed tokens were taken in."""
+        return self.num_settled == len(self.committed)
+
+    def settle(self, count: int) -> None:
+        """Take in the next `count` committed tokens, or as many as there are."""
+        piece = self.committed[self.num_settled : self.num_settled + count]
+        self._hashes[ROOT] = hash_on(self._hashes[ROOT], piece)
+        self.num_settled += len(piece)
 
     @property
     def num_committed(self) -> int:
@@ -107,9 +130,10 @@ class NodeTree:
             path.append(node)
         return path
 
-    def prefix(self, node: int) -> list[int]:
-        """All token ids up to and including a node."""
-        return self.committed + [self.tokens[step] for step in self.path_to(node)]
+    def prefix(self, node: int) -> Prefix:
+        """All token ids up to and including a node. A view, good until the node is gone."""
+        path = tuple([self.tokens[step] for step in self.path_to(node)])
+        return Prefix(self._text, len(self.committed), path)
 
     def base(self, node: int) -> tuple[int, int]:
         """The length and hash of the prefix that ends with a node."""
@@ -141,6 +165,10 @@ class NodeTree:
 
     def commit(self, token_ids: Sequence[int]) -> Kept:
         """Add committed tokens. The subtree that agrees with all of them stays, the rest goes."""
+        if not self.is_settled:  # and nothing was drafted
+            self._text.extend(token_ids)
+            self.tokens = [self.committed[-1]]
+            return Kept(tuple(token_ids), (), (), agreed=False)
         node = ROOT
         path: list[int] = []
         for token_id in token_ids:
@@ -150,11 +178,10 @@ class NodeTree:
             path.append(child)
             node = child
         agreed = len(path) == len(token_ids)
-        running = self._hashes[node]
-        for token_id in token_ids[len(path) :]:
-            running = extend_hash(running, token_id)
+        running = hash_on(self._hashes[node], token_ids[len(path) :])
         nodes = self._below(node) if agreed and node < self.end else []
-        self.committed.extend(token_ids)
+        self._text.extend(token_ids)
+        self.num_settled = len(self.committed)
         self._keep(node, nodes, running)
         return Kept(tuple(token_ids), tuple(path), tuple(nodes), agreed)
 
@@ -211,10 +238,9 @@ class NodeTree:
 
     def check_integrity(self) -> None:
         """Assert that tokens, parents, hashes and depths belong together."""
-        running = EMPTY_PREFIX_HASH
-        for token_id in self.committed:
-            running = extend_hash(running, token_id)
+        running = hash_prefix(self.committed[: self.num_settled])
         assert self._hashes[ROOT] == running, "the hash of the committed tokens is stale"
+        assert self.is_settled or not self.num_nodes, "drafted before all was taken in"
         assert self.tokens[ROOT] == self.committed[-1]
         for node in range(1, len(self.tokens)):
             parent = self.parents[node]

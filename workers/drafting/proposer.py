@@ -87,6 +87,12 @@ class Proposer(Protocol):
         What is full only when its turn comes has it declined in that pass.
         """
 
+    def settle(self, tree: DraftTree, count: int) -> None:
+        """Take in the next `count` tokens of a long text (NodeTree.settle), which `open` did not.
+
+        Called before the tree itself settles them.
+        """
+
     def close(self, tree: DraftTree) -> None:
         """Free everything kept for a tree."""
 
@@ -120,6 +126,9 @@ class Proposer(Protocol):
 
 class TakesNoTime:
     """Of kinds whose passes take next to no time, so that none is worth saving or preparing."""
+
+    def settle(self, tree: DraftTree, count: int) -> None:
+        """Nothing is kept of a text."""
 
     def known(self, tree: DraftTree) -> NewNodes:
         """None."""

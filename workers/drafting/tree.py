@@ -43,7 +43,7 @@ class DraftTree(NodeTree):
         stopping: Stopping = Stopping.FIXED,
         tenant: str = "",
     ) -> None:
-        super().__init__(token_ids)
+        super().__init__(token_ids, prompt_length=spec.prompt_length)
         self.spec = spec
         self.stopping = stopping
         self.tenant = tenant
@@ -97,7 +97,8 @@ class DraftTree(NodeTree):
         """Whether a pass should look for more to draft."""
         is_ready = self._is_ready
         if is_ready is None:
-            is_ready = not self._told_last and len(self.tokens) <= self._most_nodes
+            is_ready = self.is_settled and not self._told_last
+            is_ready = is_ready and len(self.tokens) <= self._most_nodes
             if is_ready:
                 is_ready = self.room(self.end if self.may_go_on_as_chain else ROOT) > 0
             self._is_ready = is_ready
@@ -128,12 +129,17 @@ class DraftTree(NodeTree):
     @property
     def wants_last(self) -> bool:
         """Whether the driver waits for nodes that cannot come, and has not been told so."""
-        if self._told_last:
+        if self._told_last or not self.is_settled:
             return False
         reached = self.num_committed + (self._depths[-1] if self.is_chain else 0)
         if self.grant.until_position <= reached:
             return False
         return self.used_up or self.finished
+
+    def settle(self, count: int) -> None:
+        """Take in the next `count` committed tokens, or as many as there are."""
+        super().settle(count)
+        self._is_ready = None
 
     def set_grant(self, grant: Grant) -> None:
         """Replace the grant. One that allows more takes back that the former was used up."""

@@ -44,6 +44,7 @@ class DilatedEngine:
         self.max_model_len = engine.max_model_len
         self.block_size = engine.block_size
         self.num_blocks = engine.num_blocks
+        self.dtype = engine.dtype
         self.batch_invariant = engine.batch_invariant
         self.forward_seconds = 0.0
         self.forward_end = 0.0
@@ -91,6 +92,9 @@ class DilatedProposer:
 
     def open(self, tree: DraftTree) -> None:
         self._proposer.open(tree)
+
+    def settle(self, tree: DraftTree, count: int) -> None:
+        self._proposer.settle(tree, count)
 
     def close(self, tree: DraftTree) -> None:
         self._proposer.close(tree)

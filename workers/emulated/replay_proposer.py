@@ -104,6 +104,9 @@ class ReplayProposer:
         growth = Growth(tree, self._chances, Stopper(tree.stopping, self._stopping))
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
 
+    def settle(self, tree: DraftTree, count: int) -> None:
+        """Nothing: tokens are read when a pass asks what follows them."""
+
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
 

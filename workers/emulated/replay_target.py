@@ -25,6 +25,8 @@ from workers.engine.slices import Slice, positions_of
 from workers.target_session import VerdictTask
 
 BLOCK_SIZE = 16
+DTYPE = "int32"
+"""Of what it keeps in its blocks: token ids."""
 _EMPTY = -1
 
 
@@ -45,10 +47,12 @@ class ReplayEngine:
         text: ReplayText,
         *,
         num_blocks: int = 8192,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.info = replace(info, name=f"{EMULATED}{profile.name}")
         self.max_model_len = info.max_model_len
-        self.block_size = BLOCK_SIZE
+        self.block_size = block_size
+        self.dtype = DTYPE
         self.num_blocks = num_blocks
         self.batch_invariant = True
         self.forward_seconds = 0.0
@@ -58,7 +62,7 @@ class ReplayEngine:
         self._text = text
         self.clock = DeviceClock()
         # Of each slot the token that was fed into it, and the position it was computed for.
-        self._slots: NDArray[np.int32] = np.full((num_blocks, BLOCK_SIZE, 2), _EMPTY, "<i4")
+        self._slots: NDArray[np.int32] = np.full((num_blocks, block_size, 2), _EMPTY, "<i4")
 
     def step(self, slices: Sequence[Slice]) -> ReplayRows:
         """Feed every slice. The device is busy with it until `verdicts` returns."""
@@ -72,9 +76,10 @@ class ReplayEngine:
 
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
         """Copy slots of a sequence, pair by pair in order."""
+        size = self.block_size
         for source, target in moves:
-            pairs = self._slots[block_table[source // BLOCK_SIZE], source % BLOCK_SIZE]
-            self._slots[block_table[target // BLOCK_SIZE], target % BLOCK_SIZE] = pairs
+            pairs = self._slots[block_table[source // size], source % size]
+            self._slots[block_table[target // size], target % size] = pairs
 
     def verdicts(self, rows: ReplayRows, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
         """A verdict for each task: candidates are accepted while they are the true tokens.
@@ -118,12 +123,12 @@ class ReplayEngine:
         start, end = piece.start, piece.start + len(piece.token_ids)
         table = np.asarray(piece.block_table, dtype=np.int64)
         slots = np.arange(start, end)
-        blocks, places = table[slots // BLOCK_SIZE], slots % BLOCK_SIZE
+        blocks, places = table[slots // self.block_size], slots % self.block_size
         self._slots[blocks, places, 0] = piece.token_ids
         self._slots[blocks, places, 1] = positions_of(piece)
         if not piece.num_logits:
             return []
-        used = table[: -(-end // BLOCK_SIZE)]
+        used = table[: -(-end // self.block_size)]
         held = self._slots[used].reshape(-1, 2)
         first = end - piece.num_logits
         if piece.tree_start is None:

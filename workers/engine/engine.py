@@ -111,6 +111,11 @@ class Engine(RankedEngine):
         return BLOCK_SIZE
 
     @property
+    def dtype(self) -> str:
+        """The form of the weights, which decides what is computed in."""
+        return self._weights
+
+    @property
     def _form(self) -> str:
         return self._weights
 

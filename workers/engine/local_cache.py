@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from workers.engine.block_pool import blocks_for
-from workers.engine.shared_blocks import SharedBlocks, extend_keys
+from workers.engine.shared_blocks import BlockKeys, KvKind, SharedBlocks
 from workers.engine.slices import Slice
 
 
@@ -24,9 +24,8 @@ class LocalSequence:
     def __init__(self, pool: SharedBlocks, block_size: int, tenant: str) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._tenant = tenant
-        # Of the full blocks of verified tokens, as far as they were needed.
-        self._block_keys: list[bytes] = []
+        # One device holds one model, so its block size is all that blocks could differ in.
+        self._block_keys = BlockKeys(KvKind(block_size), tenant=tenant)
         self._num_offered = 0
         self._plain_until: float = math.inf
         self.token_ids: list[int] = []
@@ -98,8 +97,8 @@ class LocalSequence:
         count, index = (len(verified_ids) - 1) // size, self.num_stored // size
         if index >= count or self._plain_until < self.num_stored:
             return
-        self._extend_keys(verified_ids, count)
-        while index < count and (block := self._pool.hold(self._block_keys[index])) is not None:
+        keys = self._block_keys.first(count, verified_ids)
+        while index < count and (block := self._pool.hold(keys[index])) is not None:
             self._pool.let_go(self.block_table[index : index + 1])
             self.block_table[index : index + 1] = [block]
             index += 1
@@ -116,9 +115,9 @@ class LocalSequence:
         count = int(min(num_verified, self.num_stored, self._plain_until)) // size
         if count <= self._num_offered:
             return
-        self._extend_keys(self.token_ids, count)
+        keys = self._block_keys.first(count, self.token_ids)
         for index in range(self._num_offered, count):
-            self._pool.offer(self._block_keys[index], self.block_table[index])
+            self._pool.offer(keys[index], self.block_table[index])
         self._num_offered = count
 
     def close(self) -> None:
@@ -129,16 +128,12 @@ class LocalSequence:
         """As SharedBlocks.check_tables takes it; asserts that the numbers fit each other."""
         assert len(self.block_table) == blocks_for(len(self), self._block_size)
         assert 0 <= self.num_stored <= len(self)
-        assert self._num_offered <= min(self.num_stored // self._block_size, len(self._block_keys))
-        return self.block_table, self._num_offered, self._block_keys
+        keys = self._block_keys.known
+        assert self._num_offered <= min(self.num_stored // self._block_size, len(keys))
+        return self.block_table, self._num_offered, keys
 
     def _missing_blocks(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self._block_size) - len(self.block_table)
-
-    def _extend_keys(self, token_ids: Sequence[int], count: int) -> None:
-        extend_keys(
-            self._block_keys, token_ids, count, block_size=self._block_size, tenant=self._tenant
-        )
 
 
 class LocalCache:

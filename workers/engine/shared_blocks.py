@@ -1,9 +1,9 @@
 """A pool of KV blocks that knows what is in some of them: equal prefixes are computed once.
 
-A block is known by a hash of all tokens up to its end and of the tenant whose they are, so equal
-prefixes are found and those of other tenants are not. A known block that no sequence holds stays
-until its room is needed; the one whose last use is longest ago goes first. Who offers a block
-promises that nobody will write it again.
+A block is known by a hash of all tokens up to its end, of the tenant whose they are and of the
+kind of KV, so equal prefixes are found and those of other tenants or kinds are not. A known block
+that no sequence holds stays until its room is needed; the one whose last use is longest ago goes
+first. Who offers a block promises that nobody will write it again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from paceline.errors import OverloadedError
 from workers.engine.block_pool import BlockPool
@@ -98,14 +99,42 @@ class SharedBlocks:
                 assert self._key_of.get(block, key) == key, "a block is known by another's key"
 
 
-def extend_keys(
-    keys: list[bytes], token_ids: Sequence[int], count: int, *, block_size: int, tenant: str
-) -> None:
-    """Append SHA-256 keys until there are those of the first `count` blocks of `token_ids`."""
-    if len(keys) >= count:
-        return
-    parent = keys[-1] if keys else hashlib.sha256(tenant.encode()).digest()
-    for index in range(len(keys), count):
-        tokens = array("Q", token_ids[index * block_size : (index + 1) * block_size])
-        parent = hashlib.sha256(parent + tokens.tobytes()).digest()
-        keys.append(parent)
+@dataclass(frozen=True, slots=True)
+class KvKind:
+    """What decides, beside the tokens, what a KV block holds. Blocks of two kinds are never equal.
+
+    `block_size`: positions of a block. `dtype`: what the model computes in. `checkpoint_digest`: of
+    its files (target.proto).
+    """
+
+    block_size: int
+    dtype: str = ""
+    checkpoint_digest: bytes = b""
+
+
+class BlockKeys:
+    """SHA-256 keys of the full blocks of one text, for one kind of KV, as far as they were asked
+    for."""
+
+    __slots__ = ("_keys", "_parent", "kind")
+
+    def __init__(self, kind: KvKind, *, tenant: str) -> None:
+        self.kind = kind
+        self._keys: list[bytes] = []
+        made_of = (kind.block_size, kind.dtype, kind.checkpoint_digest, tenant)
+        self._parent = hashlib.sha256(repr(made_of).encode()).digest()
+
+    def first(self, count: int, token_ids: Sequence[int]) -> Sequence[bytes]:
+        """The keys of the first `count` blocks of `token_ids`, and of later ones that are known."""
+        keys, size, parent = self._keys, self.kind.block_size, self._parent
+        for index in range(len(keys), count):
+            tokens = array("Q", token_ids[index * size : (index + 1) * size])
+            parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+            keys.append(parent)
+        self._parent = parent
+        return keys
+
+    @property
+    def known(self) -> Sequence[bytes]:
+        """The keys that were asked for so far."""
+        return self._keys

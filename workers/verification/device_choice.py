@@ -4,7 +4,8 @@ The same arithmetic as distribution.py and choice.py, in the same order, over te
 it depends on a value, so the host never waits. Ids are equal to theirs but where two scores differ
 by a rounding of exp or log. torch does it; where our kernels run, they do (kernel_choice.py).
 
-Shapes: R rows, V vocabulary, E entries of sparse changes, M tokens that are ruled out.
+Shapes: R rows, V vocabulary, E entries of sparse changes, S of those that texts share, M tokens
+that are ruled out.
 """
 
 from __future__ import annotations
@@ -21,18 +22,35 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True, slots=True)
-class Adjustments:
-    """Bias and penalties of single tokens of single rows, and tokens that are ruled out.
+class Changes:
+    """What is done to logits of E tokens, in order: the bias is added, the logit is divided by the
+    repetition penalty (multiplied if negative), and `subtracted_E` is subtracted."""
 
-    `entries_2E` and `masked_2M` are (row, token id), no entry twice. In order: the bias is added,
-    a logit is divided by the repetition penalty (multiplied if negative), and `subtracted_E` is
-    subtracted.
-    """
-
-    entries_2E: Tensor
     bias_E: Tensor
     repetition_E: Tensor
     subtracted_E: Tensor
+
+    def at(self, places: Tensor) -> Changes:
+        """Those at these places, in their order."""
+        return Changes(self.bias_E[places], self.repetition_E[places], self.subtracted_E[places])
+
+
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Bias and penalties of single tokens, and tokens that are ruled out.
+
+    The rows of a text share its changes: row r has those from `first_R[r]` on, `count_R[r]` of
+    `text_ids_S`, all rows together `num_shared`. Of tokens on a row's own path those of `own_2E`
+    hold instead. `own_2E` and `masked_2M` are (row, token id). No token twice in a row.
+    """
+
+    text_ids_S: Tensor
+    text: Changes
+    first_R: Tensor
+    count_R: Tensor
+    num_shared: int
+    own_2E: Tensor
+    own: Changes
     masked_2M: Tensor
 
 
@@ -89,20 +107,34 @@ def choose_by_torch(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]
 
 
 def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
-    """Each step capped at the largest float32: a huge bias must not become an infinity."""
     logits_RV = logits_RV.clone()
-    if changes.entries_2E.numel():
-        row_E, id_E = changes.entries_2E
-        values_E = (logits_RV[row_E, id_E] + changes.bias_E).clamp_max_(_FLOAT32.max)
-        penalty_E = changes.repetition_E
-        values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
-        values_E = values_E.clamp_max_(_FLOAT32.max) - changes.subtracted_E
-        logits_RV[row_E, id_E] = values_E.clamp_max_(_FLOAT32.max)
+    own_row_E, own_id_E = changes.own_2E
+    before_E = logits_RV[own_row_E, own_id_E]
+    if changes.num_shared:
+        count_R = changes.count_R
+        rows = torch.arange(count_R.numel(), device=count_R.device)
+        row_E = torch.repeat_interleave(rows, count_R, output_size=changes.num_shared)
+        # How far a row's first entry here lies before its first among the texts' changes.
+        shift_R = changes.first_R - (count_R.cumsum(0) - count_R)
+        place_E = torch.arange(changes.num_shared, device=count_R.device) + shift_R[row_E]
+        id_E = changes.text_ids_S[place_E]
+        logits_RV[row_E, id_E] = _changed(logits_RV[row_E, id_E], changes.text.at(place_E))
+    if changes.own_2E.numel():
+        logits_RV[own_row_E, own_id_E] = _changed(before_E, changes.own)
     if changes.masked_2M.numel():
         masked_row_M, masked_id_M = changes.masked_2M
         ruled_out_M = torch.full_like(masked_id_M, -torch.inf, dtype=logits_RV.dtype)
         logits_RV.index_put_((masked_row_M, masked_id_M), ruled_out_M)
     return logits_RV
+
+
+def _changed(values_E: Tensor, changes: Changes) -> Tensor:
+    """Each step capped at the largest float32: a huge bias must not become an infinity."""
+    values_E = (values_E + changes.bias_E).clamp_max(_FLOAT32.max)
+    penalty_E = changes.repetition_E
+    values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
+    values_E = values_E.clamp_max_(_FLOAT32.max) - changes.subtracted_E
+    return values_E.clamp_max_(_FLOAT32.max)
 
 
 def _kept(log_weights_RV: Tensor, rows: RowParams) -> Tensor:

@@ -6,6 +6,7 @@ Everything here is a function of one row: the same row gives the same bits in an
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import InternalError
 from paceline.sampling import SamplingParams, SequenceSpec
+from workers.verification.prefix import Prefix
 
 _FLOAT32 = np.finfo(np.float32)
 
@@ -51,18 +53,15 @@ def depends_on_tokens(sampling: SamplingParams) -> bool:
 
 
 def adjusted_logits(
-    logits_V: NDArray[np.float32],
-    spec: SequenceSpec,
-    position: int,
-    prefix_ids_P: NDArray[np.int64],
+    logits_V: NDArray[np.float32], spec: SequenceSpec, prefix: Prefix
 ) -> NDArray[np.float32]:
     """Logits after bias, penalties and min_tokens; the very array where none of them applies.
 
-    `position` is the number of tokens before; `prefix_ids_P` are those tokens, and may be empty
-    where depends_on_tokens is false.
+    `prefix` is all tokens before. Its counts are asked for where depends_on_tokens is true.
     """
     sampling = spec.sampling
-    too_short = position - spec.prompt_length < sampling.min_tokens and bool(spec.end_token_ids)
+    num_output = len(prefix) - spec.prompt_length
+    too_short = num_output < sampling.min_tokens and bool(spec.end_token_ids)
     if not (sampling.logit_bias or sampling.has_penalties or too_short):
         return logits_V
     adjusted_V = logits_V.copy()
@@ -72,27 +71,52 @@ def adjusted_logits(
             bias = np.fromiter(sampling.logit_bias.values(), dtype=np.float64)
             _put(adjusted_V, ids, adjusted_V[ids] + bias.astype(np.float32))
         if sampling.has_penalties:
-            _penalise(adjusted_V, sampling, prefix_ids_P, spec.prompt_length)
+            _penalise(adjusted_V, sampling, prefix)
     if too_short:
         end_ids = np.array(spec.end_token_ids, dtype=np.int64)
         adjusted_V[end_ids[end_ids < adjusted_V.size]] = -np.inf
     return adjusted_V
 
 
-def _penalise(
+def _penalise(logits_V: NDArray[np.float32], sampling: SamplingParams, prefix: Prefix) -> None:
+    """Penalties in place: those of the text, then anew those of tokens on the row's own path."""
+    counts = prefix.counts
+    on_path = np.array(list(dict.fromkeys(prefix.path)), dtype=np.int64)
+    before = logits_V[on_path]
+    _penalise_at(logits_V, counts.ids_N, counts.outputs_N, sampling)
+    if on_path.size:
+        logits_V[on_path] = before
+        _penalise_at(logits_V, on_path, outputs_on_path(prefix, on_path.tolist()), sampling)
+
+
+def outputs_on_path(prefix: Prefix, token_ids: Sequence[int]) -> NDArray[np.int64]:
+    """How often each of these ids occurs in the output before a row, its path included."""
+    counts, on_path = prefix.counts, prefix.path_outputs
+    outputs = [on_path[token_id] for token_id in token_ids]
+    for index, token_id in enumerate(token_ids):
+        place = counts.place_of(token_id)
+        if place is not None:
+            outputs[index] += int(counts.outputs_N[place])
+    return np.array(outputs, dtype=np.int64)
+
+
+def _penalise_at(
     logits_V: NDArray[np.float32],
+    ids_N: NDArray[np.int64],
+    outputs_N: NDArray[np.int64],
     sampling: SamplingParams,
-    prefix_ids_P: NDArray[np.int64],
-    prompt_length: int,
 ) -> None:
-    """Repetition over prompt and output, then presence and frequency over the output, in place."""
+    """Repetition for tokens that occur, then presence and frequency for those in the output.
+
+    `ids_N`: each once; `outputs_N`: how often it occurs in the output.
+    """
     if sampling.repetition_penalty != 1.0:
         penalty = np.float32(sampling.repetition_penalty)
-        seen = logits_V[prefix_ids_P]
-        # A token that occurs twice is written twice, with the same value.
-        _put(logits_V, prefix_ids_P, np.where(seen < 0, seen * penalty, seen / penalty))
+        seen = logits_V[ids_N]
+        _put(logits_V, ids_N, np.where(seen < 0, seen * penalty, seen / penalty))
     if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
-        ids, counts = np.unique(prefix_ids_P[prompt_length:], return_counts=True)
+        in_output = outputs_N > 0
+        ids, counts = ids_N[in_output], outputs_N[in_output]
         penalties = sampling.presence_penalty + sampling.frequency_penalty * counts
         _put(logits_V, ids, logits_V[ids] - penalties.astype(np.float32))
 

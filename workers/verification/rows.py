@@ -12,6 +12,7 @@ from paceline.errors import InternalError
 from paceline.sampling import SequenceSpec
 from workers.verification.candidates import CandidateTree
 from workers.verification.distribution import adjusted_logits, depends_on_tokens
+from workers.verification.prefix import Prefix
 
 
 class WindowRows:
@@ -31,12 +32,10 @@ class WindowRows:
         self._rows_RV = _as_numpy(logits_RV, len(tree))
         self.tree = tree
         self.spec = spec
-        self._num_prefix = len(prefix)
-        self._prefix_ids = np.empty(0, dtype=np.int64)
-        self._reads_tokens = depends_on_tokens(spec.sampling)
-        if self._reads_tokens:
-            self._prefix_ids = np.array(prefix, dtype=np.int64)
-            for ids in (self._prefix_ids, np.array(tree.token_ids, dtype=np.int64)):
+        self._prefix = Prefix.of(prefix, prompt_length=spec.prompt_length)
+        if depends_on_tokens(spec.sampling):
+            own = np.array((*self._prefix.path, *tree.token_ids), dtype=np.int64)
+            for ids in (self._prefix.counts.ids_N, own):
                 _check_ids(ids, self.vocab_size)
 
     @property
@@ -46,7 +45,7 @@ class WindowRows:
 
     def position(self, accepted: Sequence[int]) -> int:
         """That of the token after these candidates."""
-        return self._num_prefix + len(accepted)
+        return len(self._prefix) + len(accepted)
 
     def adjusted_V(self, node: int, accepted: Sequence[int]) -> NDArray[np.float32]:
         """A node's logits after bias, penalties and min_tokens.
@@ -54,12 +53,8 @@ class WindowRows:
         `accepted` are the candidates from the root to the node, the node's own included. A
         function of this row alone, so equal in every window and batch.
         """
-        prefix_ids = self._prefix_ids
-        if self._reads_tokens and accepted:
-            path = np.array(self.tree.tokens_of(accepted), dtype=np.int64)
-            prefix_ids = np.concatenate((prefix_ids, path))
-        position = self.position(accepted)
-        return adjusted_logits(self._rows_RV[node], self.spec, position, prefix_ids)
+        prefix = self._prefix.followed_by(self.tree.tokens_of(accepted))
+        return adjusted_logits(self._rows_RV[node], self.spec, prefix)
 
 
 def _as_numpy(logits_RV: torch.Tensor, num_candidates: int) -> NDArray[np.float32]:

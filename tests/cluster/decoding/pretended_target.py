@@ -19,6 +19,7 @@ BLOCK_SIZE = 4
 class PretendedTarget:
     """Holds (token id, hash of the tokens up to it) where a real one holds keys and values."""
 
+    block_size: int = BLOCK_SIZE
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
     tables: dict[int, list[int]] = field(default_factory=dict)
     seeds: dict[int, int] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class PretendedTarget:
         table = self.tables[part.sequence_id]
 
         def slot(position: int) -> tuple[int, int]:
-            return table[position // BLOCK_SIZE], position % BLOCK_SIZE
+            return table[position // self.block_size], position % self.block_size
 
         for source, to in part.kv_moves:
             self.kv[slot(to)] = self.kv[slot(source)]

@@ -129,6 +129,26 @@ def test_a_prefix_that_a_group_has_computed_brings_its_like_there() -> None:
     drain(world)
 
 
+def test_a_move_to_blocks_of_another_size_keeps_the_text() -> None:
+    """Keys of smaller blocks say nothing of larger ones: these two agree in 4 tokens, not in 8.
+
+    World.send compares the text with plain decoding's.
+    """
+    world = world_of(2)
+    world.join_target(1, block_size=8)
+    world.lose_target(1)
+    shared = (1, 2, 3, 4)
+    for number in (1, 2):
+        prompt = (*shared, *range(10 * number, 10 * number + 9))
+        asked = request(number, prompt, policy=PolicyName.OFF)
+        world.send(Admitted(world.now, asked))
+    while min(map(len, world.emitted.values())) < 2:
+        world.answer(0)
+    world.join_target(1, block_size=8)
+    world.lose_target(0)
+    drain(world)
+
+
 def test_a_caller_that_goes_away_while_its_group_is_at_work() -> None:
     world = world_of(2)
     admit(world, 1, 2)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
 from tests.cluster.decoding.true_text import request
+from workers.engine.shared_blocks import BlockKeys, KvKind
 
 SIZE = 4
+KIND = KvKind(SIZE, "float32", b"files")
 
 
 def computed(cache: PrefixCache, prompt: tuple[int, ...], *, tenant: str = "") -> Sequence:
@@ -35,7 +41,7 @@ B = (*range(11, 19), 30)
 
 
 def test_a_sequence_that_ended_leaves_its_full_blocks() -> None:
-    cache = PrefixCache(8, SIZE)
+    cache = PrefixCache(8, KIND)
     sequence = computed(cache, A)
     cache.check_integrity([sequence])
     cache.release(sequence)
@@ -48,7 +54,7 @@ def test_a_sequence_that_ended_leaves_its_full_blocks() -> None:
 
 
 def test_the_longest_unused_goes_first_and_of_a_prefix_its_end() -> None:
-    cache = PrefixCache(6, SIZE)
+    cache = PrefixCache(6, KIND)
     for prompt in (A, B):
         cache.release(computed(cache, prompt))
     assert found(cache, A) == 8  # used again, after B
@@ -60,7 +66,7 @@ def test_the_longest_unused_goes_first_and_of_a_prefix_its_end() -> None:
 
 
 def test_blocks_that_somebody_reads_are_not_to_be_had() -> None:
-    cache = PrefixCache(6, SIZE)
+    cache = PrefixCache(6, KIND)
     first, second = computed(cache, A), computed(cache, A)
     assert second.kv.block_table[:2] == first.kv.block_table[:2]
     assert cache.num_available == 2
@@ -74,7 +80,7 @@ def test_blocks_that_somebody_reads_are_not_to_be_had() -> None:
 
 
 def test_what_two_computed_at_once_is_kept_once() -> None:
-    cache = PrefixCache(8, SIZE)
+    cache = PrefixCache(8, KIND)
     sequences = [Sequence.admitted(request(number, A), 0.0) for number in (1, 2)]
     for sequence in sequences:
         sequence.kv.block_table = cache.allocate(3)
@@ -89,7 +95,7 @@ def test_what_two_computed_at_once_is_kept_once() -> None:
 
 
 def test_kv_of_an_accepted_path_that_was_moved_is_not_shared() -> None:
-    cache = PrefixCache(8, SIZE)
+    cache = PrefixCache(8, KIND)
     sequence = Sequence.admitted(request(1, A), 0.0)
     sequence.kv.block_table = cache.allocate(3)
     sequence.kv.length = 8
@@ -97,3 +103,32 @@ def test_kv_of_an_accepted_path_that_was_moved_is_not_shared() -> None:
     cache.keep(sequence)
     cache.release(sequence)
     assert found(cache, A) == 4
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(KIND, block_size=2),
+        replace(KIND, dtype="int8"),
+        replace(KIND, checkpoint_digest=b""),
+    ],
+)
+def test_keys_tell_what_made_the_blocks(other: KvKind) -> None:
+    """No block of one kind has a key of another, whatever the tokens; nor does another tenant's."""
+    keys = [
+        set(BlockKeys(kind, tenant=tenant).first(2, A))
+        for kind, tenant in ((KIND, ""), (KIND, "x"), (other, ""))
+    ]
+    assert [len(one) for one in keys] == [2, 2, 2]
+    assert len(set.union(*keys)) == 6
+
+
+def test_a_sequence_that_was_on_another_target_has_new_keys() -> None:
+    """It offers its blocks by the keys of the target where they are."""
+    sequence = computed(PrefixCache(8, replace(KIND, block_size=2 * SIZE)), A)
+    cache = PrefixCache(8, KIND)
+    sequence.forget_kv()
+    sequence.kv.block_table = cache.allocate(3)
+    sequence.kv.length = 8
+    cache.keep(sequence)
+    assert found(cache, A) == 8

@@ -14,6 +14,7 @@ from cluster.decoding.sequence import Sequence
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
+from workers.engine.shared_blocks import BlockKeys
 
 BLOCKS = (64, 48, 40, 32, 28, 24, 20, 18, 16, 15)
 """Of 4 positions each: at the end one request may need all but two of them."""
@@ -125,11 +126,10 @@ def test_the_soak_notices_a_key_that_leaves_out_what_was_before(
 ) -> None:
     """Negative control: equal blocks after different prefixes hold different KV."""
 
-    def careless_hash(cache: PrefixCache, sequence: Sequence, count: int) -> None:
-        size, token_ids = cache.block_size, sequence.tree.token_ids
-        for index in range(len(sequence.block_keys), count):
-            sequence.block_keys.append(bytes(token_ids[index * size : (index + 1) * size]))
+    def careless(keys: BlockKeys, count: int, token_ids: list[int]) -> list[bytes]:
+        size = keys.kind.block_size
+        return [bytes(token_ids[index * size : (index + 1) * size]) for index in range(count)]
 
-    monkeypatch.setattr(PrefixCache, "_hash_blocks", careless_hash)
+    monkeypatch.setattr(BlockKeys, "first", careless)
     with pytest.raises(AssertionError):
         Soak(7).run()

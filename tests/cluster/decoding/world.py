@@ -127,16 +127,16 @@ class World:
         """Whether the scheduler has a target."""
         return any(group.joined for group in self.scheduler._state.groups)
 
-    def join_target(self, group: int = 0) -> None:
+    def join_target(self, group: int = 0, *, block_size: int = BLOCK_SIZE) -> None:
         """A fresh target group joins."""
-        self.targets[group] = PretendedTarget()
+        self.targets[group] = PretendedTarget(block_size)
         self.steps.pop(group, None)
         self.send(
             TargetJoined(
                 self.now,
                 VOCAB_SIZE,
                 self.max_model_len,
-                BLOCK_SIZE,
+                block_size,
                 self.num_blocks,
                 group=group,
             )

@@ -21,6 +21,7 @@ from transformers.generation.logits_process import (
 from paceline.errors import InternalError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.verification.distribution import adjusted_logits, distribution_of
+from workers.verification.prefix import Prefix
 
 VOCAB_SIZE = 1500
 
@@ -89,14 +90,15 @@ def test_repetition_penalty_equals_that_of_transformers(penalty: float) -> None:
     expected = RepetitionPenaltyLogitsProcessor(penalty)(
         torch.tensor([prefix]), torch.from_numpy(logits_V)[None]
     )
-    adjusted_V = adjusted_logits(logits_V, spec, len(prefix), np.array(prefix))
+    adjusted_V = adjusted_logits(logits_V, spec, Prefix.of(prefix, prompt_length=4))
     assert np.array_equal(adjusted_V, expected[0].numpy())
 
 
 def _adjusted(logits: list[float], spec: SequenceSpec, prefix: list[int]) -> list[float]:
     before_V = np.array(logits, dtype=np.float32)
     kept_V = before_V.copy()
-    after_V = adjusted_logits(before_V, spec, len(prefix), np.array(prefix, dtype=np.int64))
+    before = Prefix.of(prefix, prompt_length=spec.prompt_length)
+    after_V = adjusted_logits(before_V, spec, before)
     assert np.array_equal(before_V, kept_V), "the caller's logits were changed"
     return [float(logit) for logit in after_V]
 

@@ -177,6 +177,11 @@ class CudaEngine(RankedEngine):
         return PAGE_SIZE
 
     @property
+    def dtype(self) -> str:
+        """The dtype of weights, activations and KV."""
+        return str(self._dtype).removeprefix("torch.")
+
+    @property
     def _form(self) -> str:
         return f"{self._dtype}, batch_invariant {self._options.batch_invariant}"
 

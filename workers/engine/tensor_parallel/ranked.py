@@ -43,6 +43,11 @@ class RankedEngine(ABC):
 
     @property
     @abstractmethod
+    def dtype(self) -> str:
+        """What the model computes in, by name."""
+
+    @property
+    @abstractmethod
     def _form(self) -> str:
         """What ranks must have in common of how they compute."""
 
