@@ -21,16 +21,13 @@ from cluster.fitting import (
     check_rule_fits,
     most_branches,
 )
+from cluster.stop_strings import StopStrings
 from cluster.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, GenerateOptions, Message
 from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.checkpoint import CheckpointInfo
-
-MAX_STOP_STRINGS = 16
-MAX_REQUEST_ID_LENGTH = 128
-MAX_TENANT_LENGTH = 128
 
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
 
@@ -64,13 +61,16 @@ class ResolvedRequest:
     prompt_token_ids: tuple[int, ...]
     spec: SequenceSpec
     max_tokens: int
-    stop: tuple[str, ...]
+    stop: StopStrings
     speculation: Speculation
     tenant: str
 
 
 class RequestResolver:
-    """Checks requests against the checkpoint and fills in its defaults."""
+    """Checks requests against the checkpoint and fills in its defaults.
+
+    How much a request may hold is checked where it is read (paceline/request_wire.py).
+    """
 
     def __init__(self, codec: TextCodec, checkpoint: CheckpointInfo, defaults: Speculation) -> None:
         self._codec = codec
@@ -103,7 +103,7 @@ class RequestResolver:
         prompt_token_ids = self._encode(generate_input)
         ends = () if options.ignore_eos else self._checkpoint.end_token_ids
         return ResolvedRequest(
-            request_id=_request_id(options.request_id),
+            request_id=options.request_id or uuid.uuid4().hex,
             prompt_token_ids=prompt_token_ids,
             spec=SequenceSpec(
                 sampling=sampling,
@@ -115,7 +115,7 @@ class RequestResolver:
             max_tokens=_max_tokens(options, len(prompt_token_ids), room),
             stop=_stop(options.stop),
             speculation=speculation,
-            tenant=_text("tenant", options.tenant or "", MAX_TENANT_LENGTH),
+            tenant=options.tenant or "",
         )
 
     def _sampling(self, options: GenerateOptions) -> SamplingParams:
@@ -216,18 +216,6 @@ def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> N
         raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
 
 
-def _request_id(request_id: str | None) -> str:
-    if request_id is None:
-        return uuid.uuid4().hex
-    return _text("request_id", request_id, MAX_REQUEST_ID_LENGTH)
-
-
-def _text(field: str, text: str, longest: int) -> str:
-    if len(text) > longest:
-        raise InvalidRequestError(field, f"expected at most {longest} characters, got {len(text)}")
-    return text
-
-
 def _seed(seed: int | None) -> int:
     if seed is None:
         return secrets.randbits(63)
@@ -254,14 +242,10 @@ def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
     return min(options.max_tokens, room - prompt_length)
 
 
-def _stop(stop: Sequence[str]) -> tuple[str, ...]:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            "stop", f"expected at most {MAX_STOP_STRINGS} strings, got {len(stop)}"
-        )
+def _stop(stop: Sequence[str]) -> StopStrings:
     if not all(stop):
         raise InvalidRequestError("stop", "expected strings with text, got an empty one")
-    return tuple(stop)
+    return StopStrings(stop)
 
 
 def _in_range(field: str, value: int, lowest: int, highest: int) -> int:

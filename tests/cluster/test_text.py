@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from cluster.stop_strings import StopStrings
 from cluster.text import ByteDecoder, IncrementalDecoder, TextCodec, TextStream
 from paceline.errors import CheckpointError, InvalidRequestError
 from paceline.generation import Message
@@ -124,7 +125,7 @@ def test_stop_strings_however_split(
 ) -> None:
     """The text ends before the earliest stop string to be complete, for any split into steps."""
     token_ids = byte_level.encode_prompt("." + text)
-    stream = TextStream(byte_level, stop=stop)
+    stream = TextStream(byte_level, stop=StopStrings(stop))
     pieces: list[str] = []
     begin, stopped = 0, False
     while begin < len(token_ids) and not stopped:
@@ -151,7 +152,7 @@ def test_stop_strings_however_split(
 def test_the_text_ends_before_an_end_token(byte_level: TextCodec) -> None:
     token_ids = byte_level.encode_prompt("left")
     letter = byte_level.encode_prompt("Q")[0]
-    stream = TextStream(byte_level, stop=["tx"], end_token_ids=[letter])
+    stream = TextStream(byte_level, stop=StopStrings(["tx"]), end_token_ids=[letter])
     assert stream.first_stop([*token_ids, letter, *token_ids]) is None
     pieces, rest = stream.take([*token_ids, letter], last=True)
     assert ("".join(pieces), rest) == ("left", "")
