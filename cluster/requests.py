@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import secrets
 import uuid
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stoppi
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.checkpoint import CheckpointInfo
 
+_log = logging.getLogger(__name__)
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
 
 ValueT = TypeVar("ValueT")
@@ -100,10 +102,16 @@ class RequestResolver:
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
         self._check_length(generate_input, room)
-        prompt_token_ids = self._encode(generate_input)
+        request_id = options.request_id or uuid.uuid4().hex
+        try:
+            prompt_token_ids = self._encode(generate_input)
+        except InvalidRequestError as error:
+            if error.__cause__ is not None:
+                _log.warning("request %s: %s", request_id, error, exc_info=error.__cause__)
+            raise
         ends = () if options.ignore_eos else self._checkpoint.end_token_ids
         return ResolvedRequest(
-            request_id=options.request_id or uuid.uuid4().hex,
+            request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             spec=SequenceSpec(
                 sampling=sampling,

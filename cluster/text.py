@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -109,8 +110,10 @@ class TextCodec:
                 chat, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template may raise what it likes
+            # What its `raise_exception` says is for callers; other errors tell how it is written.
+            told = str(error) if type(error) is TemplateError else "it cannot render them"
             raise InvalidRequestError(
-                "messages", f"the model's chat template refuses them: {error}"
+                "messages", f"the model's chat template refuses them: {told}"
             ) from error
         assert isinstance(text, str)
         return tuple(self._raw.encode(text, add_special_tokens=False).ids)

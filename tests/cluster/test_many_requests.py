@@ -120,8 +120,12 @@ async def test_an_error_of_one_is_its_own(system: System) -> None:
     await system.settle()
 
 
-async def test_a_defect_is_told_and_leaves_the_others(
-    system: System, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["GenerateMany", "Generate"])
+async def test_a_defect_is_told_by_its_id_alone_and_leaves_the_others(
+    system: System,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    timeout: float | None,
 ) -> None:
     """An answer to each: a caller of one stream has no other way to learn that it broke."""
     submit = Driver.submit
@@ -130,15 +134,26 @@ async def test_a_defect_is_told_and_leaves_the_others(
         driver: Driver, prompt: GenerateInput, options: GenerateOptions
     ) -> Generation:
         if prompt == PROMPTS[1]:
-            raise RuntimeError("made to break")
+            raise RuntimeError("another caller's secret")
         return await submit(driver, prompt, options)
 
     monkeypatch.setattr(Driver, "submit", breaks_at_the_second)
-    asked = [system.client.generate(prompt, LONG) for prompt in PROMPTS]
-    async with asyncio.timeout(120):
+    async with (
+        asyncio.timeout(120),
+        AsyncClient(system.server.address, timeout=timeout) as client,
+    ):
+        asked = [
+            client.generate(prompt, LONG, request_id=f"request {number}")
+            for number, prompt in enumerate(PROMPTS)
+        ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(answers[1], InternalError)
-    assert "made to break" in str(answers[1])
+    assert "'request 1'" in str(answers[1])
+    assert "secret" not in str(answers[1])
+    assert "RuntimeError" not in str(answers[1])
+    (record,) = [one for one in caplog.records if "request 1:" in one.getMessage()]
+    assert record.exc_info
+    assert "secret" in str(record.exc_info[1])
     assert sum(isinstance(answer, Completion) for answer in answers) == len(PROMPTS) - 1
 
 

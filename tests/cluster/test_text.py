@@ -185,6 +185,25 @@ def test_a_chat_without_a_template(sentencepiece: TextCodec) -> None:
         sentencepiece.encode_messages([Message("user", "hello")])
 
 
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.secret.name }}", "it cannot render them"),
+        ("{{ 1 // 0 }}", "it cannot render them"),
+    ],
+)
+def test_what_a_template_says_is_told_and_no_error_within_it(
+    tmp_path: Path, template: str, told: str
+) -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InvalidRequestError) as caught:
+        TextCodec(tmp_path).encode_messages([Message("user", "hello")])
+    assert str(caught.value) == f"messages: the model's chat template refuses them: {told}"
+
+
 def test_an_empty_prompt(byte_level: TextCodec) -> None:
     with pytest.raises(InvalidRequestError, match="prompt: expected text"):
         byte_level.encode_prompt("")
