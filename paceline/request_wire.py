@@ -9,7 +9,13 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from paceline.convert import rule_to_wire, stopping_to_wire
 from paceline.errors import InvalidRequestError, PromptTooLongError
-from paceline.generation import CallerInput, GenerateInput, GenerateOptions, Message
+from paceline.generation import (
+    CallerInput,
+    GenerateInput,
+    GenerateOptions,
+    Message,
+    text_of_content,
+)
 from paceline.rules import (
     MAX_LOGIT_BIAS,
     MAX_MESSAGES,
@@ -142,12 +148,12 @@ def _input_to_wire(generate_input: CallerInput, request: inference_pb2.GenerateR
         for one in map(_message_of, items):
             message = request.messages.messages.add()
             _set(message, "role", one.role, field="messages")
-            _set(message, "content", one.content, field="messages")
+            _set(message, "content", text_of_content(one.content), field="messages")
         return
     _attempt("prompt_token_ids", lambda: request.prompt_token_ids.token_ids.extend(items))
 
 
-def _message_of(item: Message | Mapping[str, str]) -> Message:
+def _message_of(item: Message | Mapping[str, Any]) -> Message:
     """Raises InvalidRequestError for a table with other keys than those that count here."""
     if isinstance(item, Message):
         return item
