@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from paceline.channel import client_options
+from paceline.errors import PacelineError
 
 DESCRIBE_SECONDS = 5.0
 """Deadline of a worker's description, connecting included."""
@@ -55,7 +56,9 @@ def open_stream(method: Any) -> Any:
 
 
 def one_line(error: BaseException) -> str:
-    """An error in words for a log."""
+    """An error in words, for a log and for callers: of one that nobody foresaw they get no more."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name} {error.details() or ''}".rstrip()
-    return str(error) or type(error).__name__
+    if isinstance(error, PacelineError | asyncio.InvalidStateError):
+        return str(error) or type(error).__name__
+    return "an unexpected error, which the driver's log tells"

@@ -49,7 +49,7 @@ from cluster.requests import Speculation
 from cluster.round_tap import RoundTap
 from cluster.target_description import TargetDescription
 from cluster.target_groups import TargetGroups
-from cluster.worker_wire import DraftInstruction, verdicts_from_wire
+from cluster.worker_wire import DraftInstruction, fed_from_wire, verdicts_from_wire
 from paceline.errors import PacelineError
 from paceline.v1 import drafting_pb2, target_pb2
 
@@ -182,6 +182,7 @@ class Dispatch:
             step_seconds=response.step_seconds,
             driver_seconds=self.clock.of_the_loop(driver_seconds),
             group=group,
+            fed=fed_from_wire(response) if response.fed else (),
         )
         goes_on = group in self._handle(done)
         self.gaps.step_sent(group, upon_answer=goes_on)

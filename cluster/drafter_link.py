@@ -94,10 +94,11 @@ class DrafterLink:
         self._suspected.set()
 
     def send(self, instructions: Sequence[DraftInstruction]) -> None:
-        """Send them in one message, or drop them: a drafter that is away has forgotten all."""
+        """Send them together, or drop them: a drafter that is away has forgotten all."""
         if self._outbox is None:
             return
-        self._outbox.put(drafts_to_wire(instructions))
+        for request in drafts_to_wire(instructions):
+            self._outbox.put(request)
         self._outbox.wake()
         if len(self._outbox) > MAX_UNSENT:
             self._overflown.set()

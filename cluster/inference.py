@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -34,6 +35,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # a handler may write instead of yielding
         self, request: inference_pb2.GenerateRequest, context: _Context
     ) -> None:
+        request.request_id = request.request_id or uuid.uuid4().hex
         try:
             generation = await self._driver.submit(*request_from_wire(request))
         except PacelineError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import uuid
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -24,11 +24,11 @@ from paceline.inference_wire import event_to_wire, failure_to_wire, fill_respons
 from paceline.request_wire import request_from_wire
 from paceline.status import MAX_DETAILS_BYTES
 from paceline.v1 import inference_pb2
+from workers.server import unexpected
 
 USUAL_BYTES = 1 << 20
 """Of a message, all answers in it together, unless a single answer has more."""
 
-_log = logging.getLogger(__name__)
 _Answer = tuple[int, GenerateEvent | PacelineError, int]
 """The request's number, what it is told, and how many bytes that takes at most."""
 
@@ -87,14 +87,14 @@ class ManyRequests:
                     raise InvalidRequestError("message", "expected begin or cancel, got neither")
 
     async def _begin(self, number: int, request: inference_pb2.GenerateRequest) -> None:
+        request.request_id = request.request_id or uuid.uuid4().hex
         try:
             generation = await self._driver.submit(*request_from_wire(request))
         except PacelineError as error:
             self._tell(number, error)
             return
-        except Exception as error:  # else its caller would wait for ever
-            _log.exception("a defect kept a request from being begun")
-            self._tell(number, InternalError(f"the request could not be begun: {error!r}"))
+        except Exception:  # else its caller would wait for ever
+            self._tell(number, unexpected(request.request_id))
             return
         self._generations[number] = generation
         generation.pass_to(partial(self._tell, number))

@@ -23,7 +23,7 @@ from cluster.decoding.events import (
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, RunStep, SendOutcome
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.worker_wire import drafts_to_wire, step_to_wire, verdicts_from_wire
+from cluster.worker_wire import drafts_to_wire, step_messages, verdicts_from_wire
 from paceline.prefix_hash import extend_hash, hash_prefix
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
@@ -125,12 +125,14 @@ class Rehearsal:
         """Say what there is to say, and draft beyond the next step's window."""
         self._step = None
         for step in steps:
-            step_to_wire(step).SerializeToString()
+            for request in step_messages(step):
+                request.SerializeToString()
             self._step = step
         rest = self._scheduler.rest()
         drafts = (OpenDraft, SendOutcome, Grant, CloseDraft)
         if for_drafter := [one for one in rest if isinstance(one, drafts)]:
-            drafts_to_wire(for_drafter).SerializeToString()
+            for message in drafts_to_wire(for_drafter):
+                message.SerializeToString()
         for step in steps:
             (part,) = step.slices
             end = part.start + len(part.token_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import secrets
 import uuid
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from cluster.fitting import (
     check_rule_fits,
     most_branches,
 )
+from cluster.stop_strings import StopStrings
 from cluster.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, GenerateOptions, Message
@@ -28,10 +30,7 @@ from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stoppi
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.checkpoint import CheckpointInfo
 
-MAX_STOP_STRINGS = 16
-MAX_REQUEST_ID_LENGTH = 128
-MAX_TENANT_LENGTH = 128
-
+_log = logging.getLogger(__name__)
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
 
 ValueT = TypeVar("ValueT")
@@ -64,13 +63,16 @@ class ResolvedRequest:
     prompt_token_ids: tuple[int, ...]
     spec: SequenceSpec
     max_tokens: int
-    stop: tuple[str, ...]
+    stop: StopStrings
     speculation: Speculation
     tenant: str
 
 
 class RequestResolver:
-    """Checks requests against the checkpoint and fills in its defaults."""
+    """Checks requests against the checkpoint and fills in its defaults.
+
+    How much a request may hold is checked where it is read (paceline/request_wire.py).
+    """
 
     def __init__(self, codec: TextCodec, checkpoint: CheckpointInfo, defaults: Speculation) -> None:
         self._codec = codec
@@ -100,10 +102,16 @@ class RequestResolver:
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
         self._check_length(generate_input, room)
-        prompt_token_ids = self._encode(generate_input)
+        request_id = options.request_id or uuid.uuid4().hex
+        try:
+            prompt_token_ids = self._encode(generate_input)
+        except InvalidRequestError as error:
+            if error.__cause__ is not None:
+                _log.warning("request %s: %s", request_id, error, exc_info=error.__cause__)
+            raise
         ends = () if options.ignore_eos else self._checkpoint.end_token_ids
         return ResolvedRequest(
-            request_id=_request_id(options.request_id),
+            request_id=request_id,
             prompt_token_ids=prompt_token_ids,
             spec=SequenceSpec(
                 sampling=sampling,
@@ -115,7 +123,7 @@ class RequestResolver:
             max_tokens=_max_tokens(options, len(prompt_token_ids), room),
             stop=_stop(options.stop),
             speculation=speculation,
-            tenant=_text("tenant", options.tenant or "", MAX_TENANT_LENGTH),
+            tenant=options.tenant or "",
         )
 
     def _sampling(self, options: GenerateOptions) -> SamplingParams:
@@ -216,18 +224,6 @@ def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> N
         raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
 
 
-def _request_id(request_id: str | None) -> str:
-    if request_id is None:
-        return uuid.uuid4().hex
-    return _text("request_id", request_id, MAX_REQUEST_ID_LENGTH)
-
-
-def _text(field: str, text: str, longest: int) -> str:
-    if len(text) > longest:
-        raise InvalidRequestError(field, f"expected at most {longest} characters, got {len(text)}")
-    return text
-
-
 def _seed(seed: int | None) -> int:
     if seed is None:
         return secrets.randbits(63)
@@ -254,14 +250,10 @@ def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
     return min(options.max_tokens, room - prompt_length)
 
 
-def _stop(stop: Sequence[str]) -> tuple[str, ...]:
-    if len(stop) > MAX_STOP_STRINGS:
-        raise InvalidRequestError(
-            "stop", f"expected at most {MAX_STOP_STRINGS} strings, got {len(stop)}"
-        )
+def _stop(stop: Sequence[str]) -> StopStrings:
     if not all(stop):
         raise InvalidRequestError("stop", "expected strings with text, got an empty one")
-    return tuple(stop)
+    return StopStrings(stop)
 
 
 def _in_range(field: str, value: int, lowest: int, highest: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.rules import MAX_SEQUENCE_TOKENS
 from paceline.v1 import target_pb2
 
 
@@ -41,7 +42,7 @@ class TargetDescription:
     @property
     def room(self) -> int:
         """Most tokens that one sequence may have."""
-        return min(self.max_model_len, self.num_blocks * self.block_size)
+        return min(self.max_model_len, self.num_blocks * self.block_size, MAX_SEQUENCE_TOKENS)
 
 
 def description_of(

@@ -25,7 +25,7 @@ from cluster.meters import WorkerMeter
 from cluster.outbox import Outbox
 from cluster.shard_names import shard_name
 from cluster.target_description import TargetDescription, description_of
-from cluster.worker_wire import step_to_wire
+from cluster.worker_wire import step_messages
 from paceline.errors import (
     CheckpointError,
     PacelineError,
@@ -107,9 +107,9 @@ class TargetLink:
 
     def send(self, step: RunStep) -> None:
         """Send a step to every shard. The target must be joined."""
-        request = step_to_wire(step)
-        for outbox in self._outboxes:
-            outbox.put(request)
+        for request in step_messages(step):
+            for outbox in self._outboxes:
+                outbox.put(request)
         # The reader of rank 0 writes for itself when it is the one who handles an answer.
         if self._in_answer:
             self._outboxes[0].begin()

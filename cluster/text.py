@@ -13,9 +13,11 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from cluster.stop_strings import StopStrings
 from paceline.errors import CheckpointError, InvalidRequestError
 from paceline.generation import Message
 
@@ -108,8 +110,10 @@ class TextCodec:
                 chat, tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template may raise what it likes
+            # What its `raise_exception` says is for callers; other errors tell how it is written.
+            told = str(error) if type(error) is TemplateError else "it cannot render them"
             raise InvalidRequestError(
-                "messages", f"the model's chat template refuses them: {error}"
+                "messages", f"the model's chat template refuses them: {told}"
             ) from error
         assert isinstance(text, str)
         return tuple(self._raw.encode(text, add_special_tokens=False).ids)
@@ -226,10 +230,15 @@ class TextStream:
     """
 
     def __init__(
-        self, codec: TextCodec, *, stop: Sequence[str] = (), end_token_ids: Collection[int] = ()
+        self,
+        codec: TextCodec,
+        *,
+        stop: StopStrings | None = None,
+        end_token_ids: Collection[int] = (),
     ) -> None:
         self._decoder = codec.decoder()
-        self._stop = tuple(stop)
+        self._stop = stop or None
+        self._stop_node = 0
         self._end_token_ids = frozenset(end_token_ids)
         self._held = ""  # may become a stop string
         self._ended = False
@@ -250,7 +259,7 @@ class TextStream:
 
         The left-over text is empty unless `last`, and belongs to the last piece.
         """
-        if not self._stop:
+        if self._stop is None:
             pieces = [self._push(token_id)[0] for token_id in token_ids]
         else:
             pieces = [self._ready.popleft() for _ in token_ids]
@@ -276,24 +285,15 @@ class TextStream:
 
     def _release(self, new: str) -> tuple[str, bool]:
         """Of the text held back and what is new: what can go out, and whether a stop was found."""
-        if not self._stop:
+        if self._stop is None:
             return new, False
+        self._stop_node, begin = self._stop.scan(self._stop_node, new)
         text = self._held + new
-        found = [index for stop in self._stop if (index := text.find(stop)) >= 0]
-        if found:
+        if begin is not None:
+            stopped_at = len(self._held) + begin
             self._held = ""
             self._ended = True
-            return text[: min(found)], True
-        kept = max(_overlap(text, stop) for stop in self._stop)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept], False
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper begin of `stop`."""
-    begin = max(0, len(text) - len(stop) + 1)
-    while (begin := text.find(stop[0], begin)) >= 0:
-        if stop.startswith(text[begin:]):
-            return len(text) - begin
-        begin += 1
-    return 0
+            return text[:stopped_at], True
+        certain = len(text) - self._stop.depth(self._stop_node)
+        self._held = text[certain:]
+        return text[:certain], False

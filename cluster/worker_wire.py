@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from cluster.decoding.events import SequenceVerdict, TopTokens
+from google.protobuf.message import Message
+
+from cluster.decoding.events import FedTopTokens, SequenceVerdict, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
     Grant,
@@ -14,6 +17,7 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Slice,
 )
+from paceline.channel import PART_BYTES
 from paceline.convert import rule_from_wire, spec_to_wire, stopping_to_wire
 from paceline.errors import InvalidRequestError
 from paceline.rules import Rule
@@ -22,12 +26,65 @@ from workers.draft_probs_wire import distributions_to_wire
 
 DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 
+MessageT = TypeVar("MessageT", bound=Message)
+
+_HEADER_BYTES = 8
+"""Most bytes before a message that lies in another: its field and its length."""
+
+
+def step_messages(step: RunStep) -> Sequence[target_pb2.StepRequest]:
+    """A step in as many messages as it needs: one, but where much is opened or drawn at once.
+
+    The largest things that lie whole in a message: to open a sequence takes at most 5 bytes for
+    each of MAX_SEQUENCE_TOKENS (10 MiB), as much for a sixteenth of them, which are blocks, and
+    60 KiB for the spec, by the limits of a request; a slice has at most 65 distributions of 9 KiB,
+    and 5 bytes a token. A slice without distributions is no larger than what the step feeds, so
+    nobody asks for its size.
+    """
+    request = target_pb2.StepRequest(step=step.step, close=step.close)
+    if not (_fill_step(request, step) or step.open):
+        return (request,)
+    parts = _in_parts([*request.open, *request.slices])
+    if len(parts) == 1:
+        return (request,)
+    messages = []
+    for part in parts:
+        message = target_pb2.StepRequest(step=step.step, more=True)
+        message.open.extend([one for one in part if isinstance(one, target_pb2.TargetSequence)])
+        message.slices.extend([one for one in part if isinstance(one, target_pb2.Slice)])
+        messages.append(message)
+    messages[0].close.extend(step.close)
+    messages[-1].more = False
+    return messages
+
+
+def _in_parts(messages: Iterable[MessageT]) -> list[list[MessageT]]:
+    """In their order, in lists that have at most PART_BYTES or one message; at least one list."""
+    parts: list[list[MessageT]] = [[]]
+    room = PART_BYTES
+    for message in messages:
+        size = message.ByteSize() + _HEADER_BYTES
+        if size > room and parts[-1]:
+            parts.append([])
+            room = PART_BYTES
+        parts[-1].append(message)
+        room -= size
+    return parts
+
 
 def step_to_wire(step: RunStep) -> target_pb2.StepRequest:
-    """The message of a step."""
+    """A whole step in one message, which gRPC may not send (`step_messages`)."""
     request = target_pb2.StepRequest(step=step.step, close=step.close)
+    _fill_step(request, step)
+    return request
+
+
+def _fill_step(request: target_pb2.StepRequest, step: RunStep) -> bool:
+    """Slices and openings; whether a slice may be large."""
+    has_distributions = False
     for part in step.slices:
-        _fill_slice(request.slices.add(), part)
+        if _fill_slice(request.slices.add(), part):
+            has_distributions = True
     for opened in step.open:
         request.open.add(
             sequence_id=opened.sequence_id,
@@ -35,11 +92,14 @@ def step_to_wire(step: RunStep) -> target_pb2.StepRequest:
             shared_blocks=opened.shared_blocks,
             token_ids=opened.token_ids,
         )
-    return request
+    return has_distributions
 
 
-def _fill_slice(message: target_pb2.Slice, part: Slice) -> None:
-    """Fields that are not set cost nothing, and most slices have the first few alone."""
+def _fill_slice(message: target_pb2.Slice, part: Slice) -> bool:
+    """Fields that are not set cost nothing, and most slices have the first few alone.
+
+    Whether it has distributions, without which it is small.
+    """
     message.sequence_id = part.sequence_id
     message.start = part.start
     message.token_ids.extend(part.token_ids)
@@ -58,6 +118,7 @@ def _fill_slice(message: target_pb2.Slice, part: Slice) -> None:
         message.multiplicities.extend(part.multiplicities)
     if part.top_tokens:
         message.top_tokens = part.top_tokens
+    return bool(part.distributions)
 
 
 def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdict, ...]:
@@ -77,25 +138,55 @@ def _verdict_from_wire(verdict: target_pb2.Verdict) -> SequenceVerdict:
     )
 
 
+def fed_from_wire(response: target_pb2.StepResponse) -> tuple[FedTopTokens, ...]:
+    """What a step told of the tokens that slices without a verdict fed."""
+    return tuple(
+        [
+            FedTopTokens(fed.sequence_id, tuple(map(_top_tokens_from_wire, fed.top_tokens)))
+            for fed in response.fed
+        ]
+    )
+
+
 def _top_tokens_from_wire(message: types_pb2.TopTokens) -> TopTokens:
     previous_id = message.previous_id if message.HasField("previous_id") else None
     return TopTokens(message.token_id, tuple(message.top_ids), previous_id)
 
 
-def drafts_to_wire(instructions: Sequence[DraftInstruction]) -> drafting_pb2.DraftRequest:
-    """The one message of all instructions for a drafter, of which there is at least one."""
+def drafts_to_wire(
+    instructions: Sequence[DraftInstruction],
+) -> Sequence[drafting_pb2.DraftRequest]:
+    """All instructions for a drafter, of which there is at least one, in one message.
+
+    In several where sequences are opened that make it too large. What opens one has less than what
+    opens it at the target (`step_messages`).
+    """
     request = drafting_pb2.DraftRequest()
     if len(instructions) == 1:
         _fill_request(request, instructions[0])
-        return request
+        return (request,)
     batch = request.batch.requests
+    opens = False
     for instruction in instructions:
-        _fill_request(batch.add(), instruction)
-    return request
+        if _fill_request(batch.add(), instruction):
+            opens = True
+    if not opens:
+        return (request,)
+    parts = _in_parts(batch)
+    if len(parts) == 1:
+        return (request,)
+    return [_batch_of(part) for part in parts]
 
 
-def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruction) -> None:
-    """The message of an instruction, filled where it lies: to make it and copy it takes longer."""
+def _batch_of(requests: Sequence[drafting_pb2.DraftRequest]) -> drafting_pb2.DraftRequest:
+    return drafting_pb2.DraftRequest(batch=drafting_pb2.DraftRequestBatch(requests=requests))
+
+
+def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruction) -> bool:
+    """The message of an instruction, filled where it lies: to make it and copy it takes longer.
+
+    Whether it may be large.
+    """
     if isinstance(instruction, SendOutcome):
         outcome = request.outcome
         outcome.sequence_id = instruction.sequence_id
@@ -114,8 +205,10 @@ def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruct
         opened.token_ids.extend(instruction.token_ids)
         opened.drafting.stopping = stopping_to_wire(instruction.stopping)
         opened.tenant = instruction.tenant
+        return True
     else:
         request.close.sequence_id = instruction.sequence_id
+    return False
 
 
 def _fill_grant(message: drafting_pb2.Grant, grant: Grant) -> None:

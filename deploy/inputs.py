@@ -1,7 +1,8 @@
 """Input files: JSON lines, a prompt a row, in the format of Spec-Bench, HumanEval and GSM8K.
 
 A row has one of `prompt` (text to continue), `question` (one chat message), `messages` (a chat as
-OpenAI's) and `turns` (user turns, of which the first is used). Keys beside these are left alone.
+OpenAI's, with contents of text or of text parts) and `turns` (user turns, of which the first is
+used). Keys beside these are left alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from paceline.errors import InvalidRequestError
-from paceline.generation import Message
+from paceline.generation import Message, text_of_content
 
 Kind = Literal["prompt", "question", "messages", "turns"]
 
@@ -178,7 +179,17 @@ def _message(value: object, name: str) -> Message:
     role = value["role"]
     if role not in _ROLES:
         raise _RowError(f"{name}.role: expected {' or '.join(_ROLES)}, got {json.dumps(role)}")
-    return Message(role, _text(value["content"], f"{name}.content"))
+    return Message(role, _content(value["content"], f"{name}.content"))
+
+
+def _content(value: object, name: str) -> str:
+    """A text, or OpenAI's list of parts, all of them texts."""
+    if isinstance(value, list):
+        try:
+            value = text_of_content(value)
+        except InvalidRequestError as error:
+            raise _RowError(f"{name}: {str(error).removeprefix('messages: ')}") from None
+    return _text(value, name)
 
 
 _READERS: Mapping[Kind, Callable[[object, str], str | tuple[Message, ...]]] = {

@@ -13,9 +13,13 @@ from dataclasses import dataclass
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message that either side takes or sends."""
 
+PART_BYTES = 4 * 1024 * 1024
+"""Of a message to a worker that could have more: its lists go on in another one. What cannot be
+divided, such as one sequence's opening, has at most 12 MiB (paceline/rules.py)."""
+
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
-"""Largest request: on a stream that it shares, its number goes with it. A message beyond what a
-side takes ends the whole stream, so a client refuses such a request before it is sent."""
+"""Largest request or answer: on a stream that it shares, its number goes with it. A message beyond
+what a side takes ends the whole stream; the limits of a request (paceline/rules.py) keep below."""
 
 
 @dataclass(frozen=True, slots=True)

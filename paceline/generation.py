@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.errors import InternalError
+from paceline.errors import InternalError, InvalidRequestError
 from paceline.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -21,11 +21,40 @@ class Message:
     content: str
 
 
+def text_of_content(content: object) -> str:
+    """A message's content as OpenAI's clients write it: a text, or text parts, which are joined.
+
+    Raises InvalidRequestError naming a part of another type.
+    """
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, list | tuple) else []
+    if not parts:
+        came = "an empty list" if parts is content else type(content).__name__
+        raise InvalidRequestError(
+            "messages", f"expected a content of text or of text parts, got {came}"
+        )
+    return "".join(map(_text_of_part, parts))
+
+
+def _text_of_part(part: object) -> str:
+    table = part if isinstance(part, Mapping) else {}
+    kind, text = table.get("type"), table.get("text")
+    if kind != "text":
+        came = f"one of type {kind!r}" if isinstance(kind, str) else type(part).__name__
+        raise InvalidRequestError("messages", f"expected content parts of type 'text', got {came}")
+    if not isinstance(text, str):
+        came = type(text).__name__
+        raise InvalidRequestError("messages", f"expected a text part with a text, got {came}")
+    return text
+
+
 GenerateInput = str | Sequence[int] | Sequence[Message]
 """Text to continue, token ids to continue, or a chat to answer."""
 
-CallerInput = GenerateInput | Sequence[Mapping[str, str]]
-"""The same, or a chat as OpenAI's clients write it: tables with a `role` and a `content`."""
+CallerInput = GenerateInput | Sequence[Mapping[str, object]]
+"""The same, or a chat as OpenAI's clients write it: tables with a `role` and a `content`, which is
+a text or a list of parts such as `{"type": "text", "text": "..."}`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,27 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 
-from paceline.channel import MAX_REQUEST_BYTES
 from paceline.convert import rule_to_wire, stopping_to_wire
 from paceline.errors import InvalidRequestError, PromptTooLongError
-from paceline.generation import CallerInput, GenerateInput, GenerateOptions, Message
-from paceline.rules import Rule, Stopping
+from paceline.generation import (
+    CallerInput,
+    GenerateInput,
+    GenerateOptions,
+    Message,
+    text_of_content,
+)
+from paceline.rules import (
+    MAX_LOGIT_BIAS,
+    MAX_MESSAGES,
+    MAX_NAME_LENGTH,
+    MAX_PROMPT_BYTES,
+    MAX_SEQUENCE_TOKENS,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    Rule,
+    Stopping,
+)
 from paceline.v1 import inference_pb2
 
 _SAMPLING_FIELDS = (
@@ -52,7 +68,7 @@ def request_to_wire(
     """The message of a request.
 
     Raises InvalidRequestError naming the field when a value cannot be told on the wire at all, or
-    is what makes the message longer than any may be.
+    is beyond a limit.
     """
     request = inference_pb2.GenerateRequest(ignore_eos=options.ignore_eos)
     _input_to_wire(generate_input, request)
@@ -80,14 +96,18 @@ def request_to_wire(
         request.rule = _look_up(_RULES, options.rule, "rule")
     if options.stopping is not None:
         request.stopping = _look_up(_STOPPINGS, options.stopping, "stopping")
-    _check_size(request)
+    _check_limits(request)
     return request
 
 
 def request_from_wire(
     request: inference_pb2.GenerateRequest,
 ) -> tuple[GenerateInput, GenerateOptions]:
-    """Input and options of a message. Raises InvalidRequestError for a missing input or enum."""
+    """Input and options of a message.
+
+    Raises InvalidRequestError for a missing input, an unknown enum and whatever is beyond a limit.
+    """
+    _check_limits(request)
 
     def given(message: Any, name: str) -> Any:
         return getattr(message, name) if message.HasField(name) else None
@@ -128,12 +148,12 @@ def _input_to_wire(generate_input: CallerInput, request: inference_pb2.GenerateR
         for one in map(_message_of, items):
             message = request.messages.messages.add()
             _set(message, "role", one.role, field="messages")
-            _set(message, "content", one.content, field="messages")
+            _set(message, "content", text_of_content(one.content), field="messages")
         return
     _attempt("prompt_token_ids", lambda: request.prompt_token_ids.token_ids.extend(items))
 
 
-def _message_of(item: Message | Mapping[str, str]) -> Message:
+def _message_of(item: Message | Mapping[str, Any]) -> Message:
     """Raises InvalidRequestError for a table with other keys than those that count here."""
     if isinstance(item, Message):
         return item
@@ -157,21 +177,40 @@ def _input_from_wire(request: inference_pb2.GenerateRequest) -> GenerateInput:
             )
 
 
-def _check_size(request: inference_pb2.GenerateRequest) -> None:
-    size = request.ByteSize()
-    if size <= MAX_REQUEST_BYTES:
-        return
-    without = inference_pb2.GenerateRequest()
-    without.CopyFrom(request)
-    kind = without.WhichOneof("input")
-    if kind is not None:
-        without.ClearField(kind)
-    most = f"a request may have {MAX_REQUEST_BYTES:,} bytes on the wire, this one has"
-    if kind is not None and without.ByteSize() <= MAX_REQUEST_BYTES:
-        raise PromptTooLongError(kind, f"{most} {size:,}; shorten it")
-    raise InvalidRequestError(
-        "request", f"{most} {without.ByteSize():,} beside its prompt; shorten its other fields"
-    )
+def _check_limits(request: inference_pb2.GenerateRequest) -> None:
+    """Raise InvalidRequestError naming the field of which a request holds too much.
+
+    A request within these limits fits into one message. Both ends check: a client before it sends,
+    a server before it copies or tokenizes anything.
+    """
+    bias, token_ids = request.sampling.logit_bias, request.prompt_token_ids.token_ids
+    _check_count("logit_bias", len(bias), MAX_LOGIT_BIAS, "entries")
+    _check_count("stop_token_ids", len(request.stop_token_ids), MAX_STOP_TOKENS, "tokens")
+    _check_count("stop", len(request.stop), MAX_STOP_STRINGS, "strings")
+    longest = max(map(len, request.stop), default=0)
+    _check_count("stop", longest, MAX_STOP_LENGTH, "characters in each string")
+    for field in ("request_id", "tenant", "drafter"):
+        _check_count(field, len(getattr(request, field)), MAX_NAME_LENGTH, "characters")
+    kind = request.WhichOneof("input") or "input"
+    if kind == "messages":
+        _check_count(kind, len(request.messages.messages), MAX_MESSAGES, "messages")
+    texts = [request.prompt]
+    for message in request.messages.messages:
+        texts += (message.role, message.content)
+    size = sum(len(text.encode()) for text in texts)
+    _check_count(kind, size, MAX_PROMPT_BYTES, "bytes of text", PromptTooLongError)
+    _check_count(kind, len(token_ids), MAX_SEQUENCE_TOKENS, "tokens", PromptTooLongError)
+
+
+def _check_count(
+    field: str,
+    count: int,
+    most: int,
+    of: str,
+    error: type[InvalidRequestError] = InvalidRequestError,
+) -> None:
+    if count > most:
+        raise error(field, f"expected at most {most:,} {of}, got {count:,}")
 
 
 def _set(message: Any, name: str, value: object, *, field: str | None = None) -> None:

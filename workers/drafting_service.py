@@ -138,10 +138,12 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                     continue
                 try:
                     self._run_pass(desk)
-                except Exception as error:
+                except Exception:
                     _log.exception("a drafting pass failed; all streams are ended")
                     for outbox in self._outboxes.values():
-                        outbox.put_nowait(InternalError(f"a drafting pass failed: {error!r}"))
+                        outbox.put_nowait(
+                            InternalError("a drafting pass failed, as the drafter's log tells")
+                        )
                     break  # until a stream brings something new
                 await self._catch_up(desk)
 

@@ -103,7 +103,6 @@ def _by_parts(
     verdicts = {}
     for task, verdict in zip(tasks, follow(trees, tokens.tokens_after), strict=True):
         verdicts[task.sequence_id] = message_of(verdict, task)
-        task.top_tokens.clear()
     return verdicts
 
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paceline.channel import WORKERS, Keepalive, server_options
-from paceline.errors import PacelineError, UnavailableError, outward
+from paceline.errors import InternalError, PacelineError, UnavailableError, outward
+from paceline.status import status_of
 
 AddServices = Callable[[grpc.aio.Server], Sequence[str]]
 """Adds services to a server and returns their full names (`paceline.v1.TargetService`)."""
+
+_log = logging.getLogger(__name__)
 
 SetHealth = Callable[[str, health_pb2.HealthCheckResponse.ServingStatus], Awaitable[None]]
 
@@ -83,7 +90,7 @@ async def start_server(
     Health and reflection are added. `serving=False` begins NOT_SERVING until `report_serving`.
     Raises UnavailableError, naming the port, when it cannot be bound.
     """
-    server = grpc.aio.server(options=server_options(keepalive))
+    server = grpc.aio.server(options=server_options(keepalive), interceptors=[_UnexpectedErrors()])
     services = add(server)
     health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
@@ -121,3 +128,62 @@ def status_code(error: PacelineError) -> grpc.StatusCode:
     """The gRPC status by which an error of ours is told on the wire."""
     code: grpc.StatusCode = grpc.StatusCode[outward(error).grpc_code]
     return code
+
+
+def unexpected(request_id: str) -> InternalError:
+    """What a caller is told of an exception that nobody foresaw; call it where that is handled.
+
+    The exception may quote other callers' data or our own, so it goes to the log, under the id.
+    """
+    _log.exception("request %s: an unexpected error", request_id)
+    return InternalError(
+        f"an unexpected error ended request {request_id!r}; the server's log tells it under this "
+        "id: please report it"
+    )
+
+
+class _UnexpectedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """Ends calls of all services by errors of ours, where gRPC would tell the exception itself.
+
+    The id is that of the request where it has one, else one that is made for the error.
+    """
+
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None
+        for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
+            behavior = getattr(handler, kind)
+            if behavior is not None:
+                return handler._replace(**{kind: _guarded(behavior)})
+        return handler
+
+
+def _guarded(behavior: Any) -> Any:
+    if inspect.isasyncgenfunction(behavior):
+
+        async def iterate(request: Any, context: Any) -> Any:
+            try:
+                async for response in behavior(request, context):
+                    yield response
+            except Exception as error:
+                await _end(error, request, context)
+
+        return iterate
+
+    async def answer(request: Any, context: Any) -> Any:
+        try:
+            return await behavior(request, context)
+        except Exception as error:
+            await _end(error, request, context)
+
+    return answer
+
+
+async def _end(error: Exception, request: Any, context: Any) -> None:
+    if isinstance(error, grpc.aio.AbortError) or context.done():
+        raise error
+    if not isinstance(error, PacelineError):
+        error = unexpected(getattr(request, "request_id", "") or uuid.uuid4().hex)
+    code, text, metadata = status_of(error)
+    await context.abort(code, text, metadata)

@@ -22,7 +22,7 @@ from workers.engine.tensor_parallel.sharding import Place
 from workers.own_thread import in_own_thread
 from workers.server import status_code
 from workers.step_rehearsal import WORTH_SECONDS, StepRehearsal
-from workers.target_stepper import StepEngine, Stepper, VerdictsOf
+from workers.target_stepper import StepEngine, StepParts, Stepper, VerdictsOf
 from workers.verdicts import verdicts_of
 from workers.worker_clock import WorkerClock
 
@@ -102,7 +102,12 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             stepper = Stepper(engine, self._verdicts_of, self._clock)
             rehearsal = StepRehearsal()
             reading = Begun(context.read())
-            while (request := await reading) is not _END:
+            parts = StepParts()
+            while (message := await reading) is not _END:
+                request = parts.add(message)
+                if request is None:
+                    reading = Begun(context.read())
+                    continue
                 response = stepper.step(request)
                 writing = Begun(context.write(response))
                 reading = Begun(context.read())

@@ -40,8 +40,6 @@ class _Sequence:
     block_table: list[int] = field(default_factory=list)
     tree: TreeSlots | None = None
     """Where the last slice's candidates lie, if not as a chain."""
-    top_tokens: list[types_pb2.TopTokens] = field(default_factory=list)
-    """Of prefill chunks, for the verdict that ends the prefill."""
 
 
 @value_class(frozen=True, slots=True)
@@ -50,8 +48,7 @@ class VerdictTask:
     view, good until the next step begins.
 
     `names_path`: the verdict tells which candidates were accepted, not only how many. `fed`: the
-    tokens whose likeliest followers are asked for. Those of a slice without a verdict
-    (`has_verdict` False) wait in `top_tokens`, which is the sequence's own.
+    tokens whose likeliest followers are asked for, which verification puts into `top_tokens`.
     """
 
     sequence_id: int
@@ -61,7 +58,7 @@ class VerdictTask:
     names_path: bool
     has_verdict: bool
     fed: Sequence[int]
-    top_tokens: list[types_pb2.TopTokens]
+    top_tokens: list[types_pb2.TopTokens] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -254,7 +251,6 @@ def _task_of(
         names_path=bool(message.parents),
         has_verdict=message.verdict,
         fed=fed if message.top_tokens else (),
-        top_tokens=sequence.top_tokens,
     )
 
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from paceline.errors import ProtocolError
 from paceline.v1 import target_pb2
 from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
@@ -45,8 +46,44 @@ class StepEngine(Protocol):
         """Copy KV of one slot of a sequence to another, pair by pair in order."""
 
 
+MAX_STEP_BYTES = 1024 * 1024 * 1024
+"""Most bytes of a step in several messages, which wait here for the last of them. What a driver
+opens at once has some MB; this is what 1,000 sequences of 300,000 tokens have."""
+
 VerdictsOf = Callable[[Any, Sequence[VerdictTask]], list[target_pb2.Verdict]]
 """From the rows of a step to its verdicts."""
+
+
+class StepParts:
+    """The messages of a step, of which there may be several (target.proto, StepRequest.more)."""
+
+    def __init__(self) -> None:
+        self._joined: target_pb2.StepRequest | None = None
+        self._num_bytes = 0
+
+    def add(self, part: target_pb2.StepRequest) -> target_pb2.StepRequest | None:
+        """The whole step; None: more of it follows. Raises ProtocolError."""
+        if self._joined is None and not part.more:
+            return part
+        self._num_bytes += part.ByteSize()
+        if self._num_bytes > MAX_STEP_BYTES:
+            raise ProtocolError(
+                f"more: expected a step of at most {MAX_STEP_BYTES:,} bytes, got "
+                f"{self._num_bytes:,} so far"
+            )
+        if self._joined is None:
+            self._joined = part
+        elif part.step != self._joined.step:
+            raise ProtocolError(
+                f"step: expected more of step {self._joined.step}, got one of {part.step}"
+            )
+        else:
+            self._joined.MergeFrom(part)
+        if part.more:
+            return None
+        joined, self._joined, self._num_bytes = self._joined, None, 0
+        joined.more = False
+        return joined
 
 
 class Stepper:
@@ -84,6 +121,9 @@ class Stepper:
             self._engine.move_kv(block_table, moves)
         if work.slices:
             response.verdicts.extend(self._verdicts(work))
+            for task in work.tasks:
+                if task.top_tokens and not task.has_verdict:
+                    response.fed.add(sequence_id=task.sequence_id, top_tokens=task.top_tokens)
             # Not before the verdicts: until then a GPU is still computing.
             response.forward_seconds = self._engine.forward_seconds
             # What the engine does around its forward pass counts as gap, so we look from its end.

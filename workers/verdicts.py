@@ -40,7 +40,6 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
             task.top_tokens.extend(_top_tokens(top_ids_TK[ends[i] - task.num_rows :], task))
         if i in verdicts:
             messages.append(message_of(verdicts[i], task))
-            task.top_tokens.clear()
     return messages
 
 
@@ -55,7 +54,7 @@ def _ends(tasks: Sequence[VerdictTask]) -> list[int]:
 
 
 def message_of(verdict: Verdict, task: VerdictTask) -> target_pb2.Verdict:
-    """A verdict as the wire has it, with the top tokens that wait in its task."""
+    """A verdict as the wire has it, with the top tokens of its task."""
     message = target_pb2.Verdict(
         sequence_id=task.sequence_id,
         num_accepted=verdict.num_accepted,

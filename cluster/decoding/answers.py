@@ -127,6 +127,10 @@ def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
         state.drafters.outcome(
             sequence, commit.position, token_ids, commit.verdict.top_tokens, out.drafters
         )
+    for fed in event.fed:
+        prefilled = answer.batching.running.get(fed.sequence_id)
+        if prefilled is not None:
+            state.drafters.teach(prefilled, fed.top_tokens, out.drafters)
     if state.auto.chose_first():
         _begin_as_chosen(state, out)
     state.drafters.stepped(event, state.running, out.drafters)

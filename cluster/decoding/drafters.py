@@ -273,6 +273,15 @@ class Drafters:
             out.append(SendOutcome(name, sequence.sequence_id, position, token_ids, top_tokens))
         self.grant(sequence, out)
 
+    def teach(
+        self, sequence: Sequence, top_tokens: tuple[TopTokens, ...], out: list[Instruction]
+    ) -> None:
+        """Tell its drafters that want it what the target thinks of the prompt that it computes."""
+        position = sequence.tree.num_committed
+        for name in (sequence.drafter, *sequence.helpers):
+            if name is not None and self._drafters[name].joined.wants_top_tokens:
+                out.append(SendOutcome(name, sequence.sequence_id, position, (), top_tokens))
+
     def decline(self, drafter: str, sequence: Sequence, out: list[Instruction]) -> None:
         """A drafter will not work for the sequence; another may."""
         sequence.declined_by.add(drafter)

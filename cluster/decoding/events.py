@@ -122,6 +122,14 @@ class SequenceVerdict:
 
 
 @value_class(frozen=True, slots=True)
+class FedTopTokens:
+    """Of a slice without a verdict: the target's likeliest tokens after each that it fed."""
+
+    sequence_id: int
+    top_tokens: tuple[TopTokens, ...]
+
+
+@value_class(frozen=True, slots=True)
 class StepDone:
     """Rank 0 of a target group answered a step.
 
@@ -135,6 +143,7 @@ class StepDone:
     step_seconds: float = 0.0
     driver_seconds: float = 0.0
     group: int = 0
+    fed: tuple[FedTopTokens, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

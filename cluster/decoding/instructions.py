@@ -75,7 +75,10 @@ class OpenDraft:
 
 @value_class(frozen=True, slots=True)
 class SendOutcome:
-    """Tell a drafter the tokens committed from `position` on."""
+    """Tell a drafter the tokens committed from `position` on.
+
+    There are none where it is told the likeliest followers of prompt tokens alone.
+    """
 
     drafter: str
     sequence_id: int

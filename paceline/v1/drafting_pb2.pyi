@@ -226,13 +226,13 @@ class Outcome(_message.Message):
     """Position of the first of them: the number of tokens that were committed before."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Never empty."""
+        """Empty only where top_tokens are told while the target computes the prompt: then nothing was
+        committed.
+        """
 
     @_builtins.property
     def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
-        """For drafters that want them: of tokens that the target was fed since the last outcome, those of
-        the prompt included.
-        """
+        """For drafters that want them: of the tokens that a step of the target fed, prompt tokens included."""
 
     def __init__(
         self,

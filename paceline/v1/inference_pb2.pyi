@@ -126,9 +126,11 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MERGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Chosen by the caller for its logs; the server makes one where it is empty. At most 128 characters."""
+    """What a request may hold in all: docs/limits.md.
+    Chosen by the caller for its logs; the server makes one where it is empty. At most 128 characters.
+    """
     prompt: _builtins.str
-    """Continued as text."""
+    """Continued as text. At most 8 MiB of UTF-8."""
     seed: _builtins.int
     """Missing: the server picks one; the first response tells it."""
     max_tokens: _builtins.int
@@ -154,11 +156,11 @@ class GenerateRequest(_message.Message):
     """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
-        """Continued as they are."""
+        """Continued as they are. At most 2,097,152."""
 
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
-        """Rendered with the checkpoint's chat template."""
+        """Rendered with the checkpoint's chat template. At most 4,096, of 8 MiB of UTF-8 in all."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -166,13 +168,13 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation ends when the output text holds one of these. At most 16, none empty. The text ends
-        before it; token_ids include the token that completed it.
+        """Generation ends when the output text holds one of these. At most 16, each of 1 to 256 characters.
+        The text ends before it; token_ids include the token that completed it.
         """
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Generation ends with one of these tokens."""
+        """Generation ends with one of these tokens. At most 1,024."""
 
     def __init__(
         self,
@@ -334,7 +336,9 @@ class Sampling(_message.Message):
     frequency_penalty: _builtins.float
     min_tokens: _builtins.int
     @_builtins.property
-    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """At most 4,096 entries."""
+
     def __init__(
         self,
         *,

@@ -170,8 +170,13 @@ class StepRequest(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     CLOSE_FIELD_NUMBER: _builtins.int
     SLICES_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Counts up from 1 on each stream; a gap is an error."""
+    """Counts up from 1 on each stream; a gap is an error. The messages of one step have one number."""
+    more: _builtins.bool
+    """The step goes on in the next message, of the same number: its lists continue those of this one.
+    It runs, and is answered, when a message comes without `more`. At most 1 GiB in all.
+    """
     @_builtins.property
     def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetSequence]:
         """Sequences that begin here. Applied before the slices."""
@@ -191,10 +196,11 @@ class StepRequest(_message.Message):
         open: _abc.Iterable[Global___TargetSequence] | None = ...,
         close: _abc.Iterable[_builtins.int] | None = ...,
         slices: _abc.Iterable[Global___Slice] | None = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "open", b"open", "slices", b"slices", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["close", b"close", "more", b"more", "open", b"open", "slices", b"slices", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,9 +270,7 @@ class Slice(_message.Message):
     verdict: _builtins.bool
     """Answer with a verdict. False for a prefill chunk that is not the last; then window is 0."""
     top_tokens: _builtins.bool
-    """Tell the likeliest next tokens after every token fed here, prompt tokens included. Those of a
-    slice without a verdict are told with the sequence's next one.
-    """
+    """Tell the likeliest next tokens after every token fed here, prompt tokens included."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The committed tokens fed (a prefill chunk; in decoding the last committed token, after those that
@@ -355,6 +359,7 @@ class StepResponse(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     GAP_SECONDS_FIELD_NUMBER: _builtins.int
     OVERRUN_SECONDS_FIELD_NUMBER: _builtins.int
+    FED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     forward_seconds: _builtins.float
     """Duration of the forward pass."""
@@ -370,6 +375,12 @@ class StepResponse(_message.Message):
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
         """One for each slice that asked for it, in the order of the slices. Rank 0 alone fills it."""
 
+    @_builtins.property
+    def fed(self) -> _containers.RepeatedCompositeFieldContainer[Global___FedTopTokens]:
+        """Of slices without a verdict that asked for top_tokens, in their order. Rank 0 alone fills it.
+        So a response has at most 64 bytes for each token that the step fed, and some for each slice.
+        """
+
     def __init__(
         self,
         *,
@@ -379,14 +390,42 @@ class StepResponse(_message.Message):
         step_seconds: _builtins.float = ...,
         gap_seconds: _builtins.float = ...,
         overrun_seconds: _builtins.float = ...,
+        fed: _abc.Iterable[Global___FedTopTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_seconds", b"forward_seconds", "gap_seconds", b"gap_seconds", "overrun_seconds", b"overrun_seconds", "step", b"step", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fed", b"fed", "forward_seconds", b"forward_seconds", "gap_seconds", b"gap_seconds", "overrun_seconds", b"overrun_seconds", "step", b"step", "step_seconds", b"step_seconds", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
+
+@_typing.final
+class FedTopTokens(_message.Message):
+    """The likeliest followers of what a slice without a verdict fed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    @_builtins.property
+    def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
+        """One for each token that was fed, in their order."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        top_tokens: _abc.Iterable[_types_pb2.TopTokens] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence_id", b"sequence_id", "top_tokens", b"top_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FedTopTokens: _TypeAlias = FedTopTokens  # noqa: Y015
 
 @_typing.final
 class Verdict(_message.Message):
@@ -410,7 +449,7 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
-        """Where slices asked for them: of the tokens fed since the verdict before, in their order."""
+        """Where the slice asked for them: one for each token that it fed, in their order."""
 
     def __init__(
         self,

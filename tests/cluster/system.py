@@ -37,8 +37,8 @@ def make_checkpoints(folder: Path) -> Checkpoints:
     )
 
 
-async def start_target(folder: Path, *, port: int = 0) -> RunningServer:
-    options = TargetShardOptions(folder=folder, kv_memory_bytes=4 * 1024 * 1024)
+async def start_target(folder: Path, *, port: int = 0, kv_memory_mib: int = 4) -> RunningServer:
+    options = TargetShardOptions(folder=folder, kv_memory_bytes=kv_memory_mib * 1024 * 1024)
     return await serve_target_shard(options, host=HOST, port=port)
 
 
@@ -46,11 +46,14 @@ DrafterChoice = Path | Literal["recycling"] | None
 """A model by its folder, or a drafter without one; None: n-grams."""
 
 
-async def start_drafter(choice: DrafterChoice, *, port: int = 0) -> RunningServer:
+async def start_drafter(
+    choice: DrafterChoice, *, port: int = 0, max_sequences: int = 64
+) -> RunningServer:
     if isinstance(choice, Path):
         options = DrafterOptions(kind="model", folder=choice, kv_memory_bytes=4 * 1024 * 1024)
     else:
         options = DrafterOptions(kind=choice or "ngram")
+    options = replace(options, max_sequences=max_sequences)
     return await serve_drafter(options, host=HOST, port=port)
 
 
@@ -80,16 +83,18 @@ async def running_system(
     drafters: Mapping[str, DrafterChoice] | None = None,
     more_targets: tuple[str, ...] = (),
     target_rtt_ms: float = 0.0,
+    kv_memory_mib: int = 4,
     **options: Any,
 ) -> AsyncIterator[System]:
     """All its workers connected. `drafters`: by name. `options`: of the driver.
 
     `more_targets`: addresses of shards after the first. `target_rtt_ms`: of the way to the target.
+    `kv_memory_mib`: of the target.
     What ends target or drafters may start others at their ports.
     """
     async with AsyncExitStack() as stack:
         port = stack.enter_context(held_port())
-        target = await start_target(checkpoints.target, port=port)
+        target = await start_target(checkpoints.target, port=port, kv_memory_mib=kv_memory_mib)
         stack.push_async_callback(target.stop)
         target_address = target.address
         if target_rtt_ms:

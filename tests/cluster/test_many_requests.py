@@ -23,8 +23,9 @@ from paceline import (
     Message,
     PromptTooLongError,
 )
-from paceline.channel import MAX_MESSAGE_BYTES, MAX_REQUEST_BYTES
+from paceline.channel import MAX_MESSAGE_BYTES
 from paceline.request_wire import request_to_wire
+from paceline.rules import MAX_PROMPT_BYTES
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from tests.cluster.system import (
     Checkpoints,
@@ -119,8 +120,12 @@ async def test_an_error_of_one_is_its_own(system: System) -> None:
     await system.settle()
 
 
-async def test_a_defect_is_told_and_leaves_the_others(
-    system: System, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("timeout", [None, 60.0], ids=["GenerateMany", "Generate"])
+async def test_a_defect_is_told_by_its_id_alone_and_leaves_the_others(
+    system: System,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    timeout: float | None,
 ) -> None:
     """An answer to each: a caller of one stream has no other way to learn that it broke."""
     submit = Driver.submit
@@ -129,15 +134,26 @@ async def test_a_defect_is_told_and_leaves_the_others(
         driver: Driver, prompt: GenerateInput, options: GenerateOptions
     ) -> Generation:
         if prompt == PROMPTS[1]:
-            raise RuntimeError("made to break")
+            raise RuntimeError("another caller's secret")
         return await submit(driver, prompt, options)
 
     monkeypatch.setattr(Driver, "submit", breaks_at_the_second)
-    asked = [system.client.generate(prompt, LONG) for prompt in PROMPTS]
-    async with asyncio.timeout(120):
+    async with (
+        asyncio.timeout(120),
+        AsyncClient(system.server.address, timeout=timeout) as client,
+    ):
+        asked = [
+            client.generate(prompt, LONG, request_id=f"request {number}")
+            for number, prompt in enumerate(PROMPTS)
+        ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(answers[1], InternalError)
-    assert "made to break" in str(answers[1])
+    assert "'request 1'" in str(answers[1])
+    assert "secret" not in str(answers[1])
+    assert "RuntimeError" not in str(answers[1])
+    (record,) = [one for one in caplog.records if "request 1:" in one.getMessage()]
+    assert record.exc_info
+    assert "secret" in str(record.exc_info[1])
     assert sum(isinstance(answer, Completion) for answer in answers) == len(PROMPTS) - 1
 
 
@@ -255,7 +271,7 @@ async def _beside(system: System, asked: Awaitable[object]) -> BaseException | o
         ("a" * MAX_MESSAGE_BYTES, LONG, "prompt"),
         ([200] * MAX_MESSAGE_BYTES, LONG, "prompt_token_ids"),
         ([Message("user", "Ü" * (MAX_MESSAGE_BYTES // 2))], LONG, "messages"),
-        ("a", GenerateOptions(stop=("x" * MAX_MESSAGE_BYTES,)), "request"),
+        ("a", GenerateOptions(stop=("x" * MAX_MESSAGE_BYTES,)), "stop"),
     ],
 )
 async def test_a_request_beyond_a_message_is_refused_before_it_is_sent(
@@ -264,12 +280,12 @@ async def test_a_request_beyond_a_message_is_refused_before_it_is_sent(
     refused = await _beside(system, system.client.generate(prompt, options))
     assert isinstance(refused, InvalidRequestError)
     assert refused.field == field
-    assert "16,776,192 bytes on the wire, this one has" in str(refused)
+    assert "expected at most" in str(refused)
 
 
 async def test_the_largest_request_that_is_sent_is_answered(system: System) -> None:
     """What is let through by the client does not end the stream at the server."""
-    text = "a" * (MAX_REQUEST_BYTES - 64)
+    text = "a" * MAX_PROMPT_BYTES
     refused = await _beside(system, system.client.generate(text, max_tokens=1))
     assert isinstance(refused, PromptTooLongError)
     assert "characters, which cannot fit into" in str(refused)
@@ -282,8 +298,8 @@ async def test_an_error_that_quotes_something_long_is_cut(
     """Of a shared stream it was a message that ended it, of a call a header that gRPC refused."""
     async with AsyncClient(system.server.address, timeout=timeout) as client:
         good = asyncio.create_task(client.generate(PROMPTS[0], LONG))
-        with pytest.raises(InvalidRequestError, match=r"expected one of .*characters\) \.\.\. Ü"):
-            await client.generate("a", drafter="Ü" * 8_000_000)
+        with pytest.raises(InvalidRequestError, match=r"a role of .*characters\) \.\.\. Ü"):
+            await client.generate([Message("Ü" * 4_000_000, "a")])
         assert len((await good).token_ids) == 200
     await system.settle()
 

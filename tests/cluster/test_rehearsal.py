@@ -67,7 +67,7 @@ def _waiting_request(folder: Path) -> tuple[Request, Generation]:
     prompt, speculation = (5, 6), Speculation(PolicyName.LOCKSTEP, window=2)
     spec = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=len(prompt))
     resolved = ResolvedRequest("a", prompt, spec, 9, (), speculation, "")
-    text = TextStream(TextCodec(make_tiny_checkpoint(folder)), stop=(), end_token_ids=())
+    text = TextStream(TextCodec(make_tiny_checkpoint(folder)), end_token_ids=())
     request = Request(1, prompt, spec, 9, policy=PolicyName.LOCKSTEP, window=2)
     return request, Generation(resolved, 1, text, lambda _: None)
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from cluster.stop_strings import StopStrings
 from cluster.text import ByteDecoder, IncrementalDecoder, TextCodec, TextStream
 from paceline.errors import CheckpointError, InvalidRequestError
 from paceline.generation import Message
@@ -124,7 +125,7 @@ def test_stop_strings_however_split(
 ) -> None:
     """The text ends before the earliest stop string to be complete, for any split into steps."""
     token_ids = byte_level.encode_prompt("." + text)
-    stream = TextStream(byte_level, stop=stop)
+    stream = TextStream(byte_level, stop=StopStrings(stop))
     pieces: list[str] = []
     begin, stopped = 0, False
     while begin < len(token_ids) and not stopped:
@@ -151,7 +152,7 @@ def test_stop_strings_however_split(
 def test_the_text_ends_before_an_end_token(byte_level: TextCodec) -> None:
     token_ids = byte_level.encode_prompt("left")
     letter = byte_level.encode_prompt("Q")[0]
-    stream = TextStream(byte_level, stop=["tx"], end_token_ids=[letter])
+    stream = TextStream(byte_level, stop=StopStrings(["tx"]), end_token_ids=[letter])
     assert stream.first_stop([*token_ids, letter, *token_ids]) is None
     pieces, rest = stream.take([*token_ids, letter], last=True)
     assert ("".join(pieces), rest) == ("left", "")
@@ -182,6 +183,25 @@ def test_refused_chats(byte_level: TextCodec, messages: list[object]) -> None:
 def test_a_chat_without_a_template(sentencepiece: TextCodec) -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
         sentencepiece.encode_messages([Message("user", "hello")])
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[0].content.secret.name }}", "it cannot render them"),
+        ("{{ 1 // 0 }}", "it cannot render them"),
+    ],
+)
+def test_what_a_template_says_is_told_and_no_error_within_it(
+    tmp_path: Path, template: str, told: str
+) -> None:
+    tokenizer = make_tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(InvalidRequestError) as caught:
+        TextCodec(tmp_path).encode_messages([Message("user", "hello")])
+    assert str(caught.value) == f"messages: the model's chat template refuses them: {told}"
 
 
 def test_an_empty_prompt(byte_level: TextCodec) -> None:

@@ -19,7 +19,8 @@ def rows_of(tmp_path: Path, content: str | bytes) -> list[InputRow | BadRow]:
 
 
 def test_each_kind_of_row(tmp_path: Path) -> None:
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts}]
     lines = [
         {"id": "a", "prompt": "Once", "task_id": "ignored"},
         {"id": 7, "question": "Why?"},
@@ -61,7 +62,15 @@ def test_each_kind_of_row(tmp_path: Path) -> None:
         (b'{"messages": [{"content": "x"}]}', "messages[0].role: is missing"),
         (
             b'{"messages": [{"role": "user", "content": ["x"]}]}',
-            "messages[0].content: expected a text, got a list",
+            "messages[0].content: expected content parts of type 'text', got str",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "messages[0].content: expected content parts of type 'text', got one of type 'image",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": []}]}',
+            "messages[0].content: expected a content of text or of text parts, got an empty list",
         ),
         (
             b'{"messages": [{"role": "robot", "content": "x"}]}',

@@ -61,7 +61,8 @@ def test_a_completion(address: str, scripted: Scripted) -> None:
 
 def test_a_chat_as_other_clients_write_it(address: str, scripted: Scripted) -> None:
     with Client(address) as client:
-        client.generate([{"role": "system", "content": "Be brief."}, Message("user", "hello")])
+        parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+        client.generate([{"role": "system", "content": parts}, Message("user", "hello")])
     chat, _ = request_from_wire(scripted.requests[0])
     assert chat == (Message("system", "Be brief."), Message("user", "hello"))
 
@@ -70,7 +71,19 @@ def test_a_chat_as_other_clients_write_it(address: str, scripted: Scripted) -> N
     ("wrong", "said"),
     [
         ([{"role": "user"}], "messages: a message has a role and a content, got role"),
-        ([{"role": "user", "content": 5}], "messages: "),
+        ([{"role": "user", "content": 5}], "messages: expected a content of text or .*, got int"),
+        (
+            [{"role": "user", "content": []}],
+            "messages: expected a content of .*, got an empty list",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+            "messages: expected content parts of type 'text', got one of type 'image_url'",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": None}]}],
+            "messages: expected a text part with a text, got NoneType",
+        ),
         ({"role": "user", "content": "x"}, "prompt: expected text, token ids or messages, got {"),
         (None, "prompt: expected text, token ids or messages, got None"),
         ([], "prompt: expected text, token ids or messages, got none"),

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -48,6 +49,48 @@ async def test_it_serves_once_it_is_loaded() -> None:
         await server.report_serving()
         serving = health_pb2.HealthCheckResponse.SERVING
         assert await health_of(channel, "") == await health_of(channel, SERVICE_NAME) == serving
+    await server.stop()
+
+
+@pytest.mark.parametrize("iterates", [False, True])
+async def test_an_unexpected_error_is_told_by_an_id_that_the_log_has(
+    caplog: pytest.LogCaptureFixture, *, iterates: bool
+) -> None:
+    class Broken(Drafter):
+        async def DescribeDrafter(self, request: Any, context: Any) -> Any:
+            raise RuntimeError("made to break")
+
+        if iterates:
+
+            async def Draft(self, requests: Any, context: Any) -> Any:
+                yield drafting_pb2.DraftResponse()
+                raise RuntimeError("made to break")
+        else:
+
+            async def Draft(self, requests: Any, context: Any) -> Any:
+                raise RuntimeError("made to break")
+
+    def add(server: grpc.aio.Server) -> tuple[str]:
+        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(Broken(), server)
+        return (SERVICE_NAME,)
+
+    server = await start_server(add, host="127.0.0.1")
+    async with open_channel(server.address) as channel:
+        stub = drafting_pb2_grpc.DraftingServiceStub(channel)
+        described = drafting_pb2.DescribeDrafterRequest()
+        for ask in (
+            lambda: stub.DescribeDrafter(described, timeout=DEADLINE),
+            lambda: DraftStream(channel).proposals(1),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await ask()
+            assert caught.value.code() is grpc.StatusCode.INTERNAL
+            details = caught.value.details() or ""
+            assert "made to break" not in details
+            record = caplog.records[-1]
+            assert record.exc_info
+            assert "made to break" in str(record.exc_info[1])
+            assert record.getMessage().split()[1].rstrip(":") in details
     await server.stop()
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.convert import spec_to_wire
 from paceline.sampling import SamplingParams, SequenceSpec
-from paceline.v1 import target_pb2
+from paceline.v1 import target_pb2, types_pb2
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers.engine.engine import Engine, Slice
 from workers.server import RunningServer
@@ -205,13 +205,14 @@ async def test_top_tokens_are_those_of_the_path_to_a_token(
         assert list(top_tokens.top_ids) == logits_V.topk(8).indices.tolist()
 
 
-async def test_top_tokens_of_a_prompt_come_with_the_verdict_that_ends_it(
+async def test_top_tokens_of_a_prompt_come_with_the_step_that_feeds_it(
     shard: RunningServer, checkpoint: Path
 ) -> None:
     opened = target_pb2.TargetSequence(sequence_id=1, spec=spec_to_wire(SPECS[0]))
     async with open_channel(shard.address) as channel:
         stepper = Stepper(channel)
         await stepper.send(open=[opened])
+        told: list[types_pb2.TopTokens] = []
         for start, end in ((0, 50), (50, len(PROMPT))):
             answer = await stepper.send(
                 slices=[
@@ -226,14 +227,18 @@ async def test_top_tokens_of_a_prompt_come_with_the_verdict_that_ends_it(
                 ]
             )
             assert len(answer.verdicts) == (end == len(PROMPT))
+            for fed in (*answer.fed, *answer.verdicts):
+                assert fed.sequence_id == 1
+                assert len(fed.top_tokens) == end - start
+                told += fed.top_tokens
         (verdict,) = answer.verdicts
         after = await stepper.verify(len(PROMPT), verdict.token_id, [], top_tokens=True)
         await stepper.end()
-    assert [one.token_id for one in verdict.top_tokens] == PROMPT
-    assert [one.previous_id for one in verdict.top_tokens[1:]] == PROMPT[:-1]
-    assert not verdict.top_tokens[0].HasField("previous_id")
+    assert [one.token_id for one in told] == PROMPT
+    assert [one.previous_id for one in told[1:]] == PROMPT[:-1]
+    assert not told[0].HasField("previous_id")
     assert [one.previous_id for one in after.top_tokens] == [PROMPT[-1]]
     assert [one.token_id for one in after.top_tokens] == [verdict.token_id]
     engine = Engine(checkpoint, threads=1, kv_memory_bytes=4 * 1024 * 1024)
     logits_RV = engine.step([Slice((0, 1), 0, PROMPT, len(PROMPT))])
-    assert [list(one.top_ids) for one in verdict.top_tokens] == logits_RV.topk(8).indices.tolist()
+    assert [list(one.top_ids) for one in told] == logits_RV.topk(8).indices.tolist()

@@ -13,7 +13,7 @@ from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from paceline.value import value_class
-from workers.drafting.nodes import PIECE, NewNodes
+from workers.drafting.nodes import PIECE, Kept, NewNodes
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
 from workers.drafting.rhythm import Rhythm
@@ -92,11 +92,16 @@ class DraftingSession:
         token_ids: Sequence[int],
         top_tokens: Sequence[TopTokens] = (),
     ) -> None:
-        """Commit tokens; the subtree that agrees stays."""
-        if not token_ids:
+        """Commit tokens; the subtree that agrees stays. Without tokens: learn from `top_tokens`."""
+        if not (token_ids or top_tokens):
             raise ProtocolError("outcome.token_ids: expected at least one token")
-        _check_vocabulary("outcome", token_ids, self._desk.info)
         tree = self.trees.get(sequence_id)
+        if not token_ids:
+            if tree is not None and self._desk.info.wants_top_tokens:
+                unchanged = Kept((), (), tuple(range(1, tree.num_nodes + 1)), agreed=True)
+                self._desk.proposer.committed(tree, unchanged, top_tokens)
+            return
+        _check_vocabulary("outcome", token_ids, self._desk.info)
         if tree is not None:
             self._had_outcome = True
             self._desk.changed()
