@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from paceline.channel import client_options
+from paceline.channel import MAX_MESSAGE_BYTES, client_options
 from paceline.errors import PacelineError
 
 DESCRIBE_SECONDS = 5.0
@@ -28,9 +28,15 @@ def waits_between_tries() -> Iterator[float]:
 
 
 @asynccontextmanager
-async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a worker, closed at the end with all its calls."""
-    channel = grpc.aio.insecure_channel(address, options=client_options())
+async def open_channel(
+    address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES
+) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a worker, closed at the end with all its calls.
+
+    `max_receive_bytes`: of a message. What is larger is dropped unread, and ends its call.
+    """
+    options = [*client_options(), ("grpc.max_receive_message_length", max_receive_bytes)]
+    channel = grpc.aio.insecure_channel(address, options=options)
     try:
         yield channel
     finally:

@@ -84,7 +84,7 @@ class Dispatch:
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
-        self._suspect: Callable[[str], None]
+        self._suspect: Callable[[str, str], None]
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
         self._step_seconds = 0.0  # of the last step, by the loop's clock
@@ -97,7 +97,7 @@ class Dispatch:
         self,
         send_step: Callable[[RunStep], None],
         send_drafts: Callable[[str, list[DraftInstruction]], None],
-        suspect: Callable[[str], None],
+        suspect: Callable[[str, str], None],
     ) -> None:
         """Where instructions go. Before any event."""
         self._send_step = send_step
@@ -210,30 +210,40 @@ class Dispatch:
         """The stream broke."""
         self._handle(DrafterLost(self.clock.now(), name))
 
-    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> int:
-        """A pass of the drafter. What breaks the contract is dropped; returns how many did."""
+    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
+        """A message of the drafter. What breaks the contract is dropped; returns how many did."""
         read, target = ReadBatch(), self.groups.target
+        totals = self.scheduler.totals
+        malformed_before = totals.malformed_proposals
         if target is not None:
             read = read_proposals(
                 batch, self._speculation_of, vocab_size=target.vocab_size, drafter=name
             )
-        self.scheduler.totals.dropped_proposals += read.dropped
+        totals.dropped_proposals += read.dropped
         for tap in self.taps:
             tap.proposed(name, batch, read.proposals)
         proposals = tuple(read.proposals)
-        self._handle(Proposed(self.clock.now(), name, proposals, pass_seconds=batch.pass_seconds))
+        self._handle(
+            Proposed(
+                self.clock.now(),
+                name,
+                proposals,
+                pass_seconds=batch.pass_seconds,
+                entries=1 + entries,
+            )
+        )
         for _ in range(read.malformed):
             self._handle(MalformedProposal(self.clock.now(), name))
-        return read.malformed
+        return totals.malformed_proposals - malformed_before
 
     def _speculation_of(self, sequence_id: int) -> Speculation | None:
         generation = self._callers.get(sequence_id)
         return None if generation is None else generation.speculation
 
-    def declined(self, name: str, sequence_id: int, reason: str) -> None:
+    def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
         """A drafter will not draft for a sequence."""
         _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
-        self._handle(DraftDeclined(self.clock.now(), name, sequence_id))
+        self._handle(DraftDeclined(self.clock.now(), name, sequence_id, for_good=for_good))
 
     # Events in, instructions out.
 
@@ -273,7 +283,7 @@ class Dispatch:
         self._take_rest()
         self._loop.call_soon(self._callers.tell)
         messages: dict[str, list[DraftInstruction]] = {}
-        suspects: list[str] = []
+        suspects: list[Suspect] = []
         for instructions in self._for_drafters:
             for instruction in instructions:
                 if isinstance(instruction, (Emit, Finish, Refuse)):
@@ -281,14 +291,14 @@ class Dispatch:
                 elif isinstance(instruction, WakeAt):
                     self._wake_at(instruction.time)
                 elif isinstance(instruction, Suspect):
-                    suspects.append(instruction.drafter)
+                    suspects.append(instruction)
                 elif not isinstance(instruction, RunStep):
                     messages.setdefault(instruction.drafter, []).append(instruction)
         self._for_drafters.clear()
         for drafter, message in messages.items():
             self._send_drafts(drafter, message)
-        for drafter in suspects:  # nothing follows for them: their stream will end
-            self._suspect(drafter)
+        for suspect in suspects:  # nothing follows for them: their stream will end
+            self._suspect(suspect.drafter, suspect.reason)
 
     def _wake_at(self, when: float) -> None:
         if self._wake is not None:

@@ -24,9 +24,17 @@ from cluster.worker_wire import DraftInstruction, drafts_to_wire, rules_from_wir
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 
 MAX_UNSENT = 10_000
 """Messages that a drafter may leave unread before it is taken for hung."""
+
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
+"""Bytes of messages that it may leave unread, which wait in the driver's memory. To open 64
+sequences of 100,000 tokens takes some 20 MB."""
+
+MAX_REASON = 200
+"""Characters of a drafter's reason to decline that go into the log."""
 
 _REFUSED_WAIT = 5.0
 
@@ -52,11 +60,14 @@ class DrafterListener(Protocol):
     def drafter_lost(self, name: str) -> None:
         """The stream broke."""
 
-    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch) -> int:
-        """A pass of the drafter. Returns how many of its proposals broke the contract."""
+    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
+        """A message of the drafter, of so many entries (batch_size.py), which are not too many.
 
-    def declined(self, name: str, sequence_id: int, reason: str) -> None:
-        """It will not draft for a sequence."""
+        Returns how many of its proposals broke the contract.
+        """
+
+    def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
+        """It will not draft for a sequence, `for_good` however often it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +99,11 @@ class DrafterLink:
         self._outbox: Outbox[drafting_pb2.DraftRequest] | None = None
         self._overflown = asyncio.Event()
         self._suspected = asyncio.Event()
+        self._suspicion = ""
 
-    def suspect(self) -> None:
+    def suspect(self, reason: str) -> None:
         """Close the stream, and open none to this process again."""
+        self._suspicion = reason
         self._suspected.set()
 
     def send(self, instructions: Sequence[DraftInstruction]) -> None:
@@ -100,7 +113,7 @@ class DrafterLink:
         for request in drafts_to_wire(instructions):
             self._outbox.put(request)
         self._outbox.wake()
-        if len(self._outbox) > MAX_UNSENT:
+        if len(self._outbox) > MAX_UNSENT or self._outbox.num_bytes > MAX_UNSENT_BYTES:
             self._overflown.set()
 
     async def run(self) -> None:
@@ -134,7 +147,9 @@ class DrafterLink:
 
     async def _serve(self) -> None:
         """One life of the drafter: from connecting to the end of its stream."""
-        async with open_channel(self.meter.address) as channel:
+        async with open_channel(
+            self.meter.address, max_receive_bytes=MAX_RESPONSE_BYTES
+        ) as channel:
             stub = drafting_pb2_grpc.DraftingServiceStub(channel)
             description = await stub.DescribeDrafter(
                 drafting_pb2.DescribeDrafterRequest(), timeout=DESCRIBE_SECONDS
@@ -184,11 +199,10 @@ class DrafterLink:
         """Wait until the suspect's process is gone, and raise what shows it (`_probe`)."""
         self.meter.suspect = True
         _log.warning(
-            "drafter %s (pid %d) is suspect after %d malformed proposals in all; it is not used "
-            "until its process is started again",
+            "drafter %s (pid %d) is suspect: %s. It is not used until its process is started again",
             self.meter.name,
             self.meter.pid,
-            self.meter.malformed,
+            self._suspicion,
         )
         try:
             await self._probe(stub)
@@ -206,17 +220,39 @@ class DrafterLink:
 
     async def _read(self, call: Any) -> None:
         name = self.meter.name
-        async for response in call:
-            if response.HasField("proposals"):
-                batch = response.proposals
-                self.meter.malformed += self._listener.proposed(name, batch)
-                self.meter.passed(batch.pass_seconds, batch.overrun_seconds)
-                told = (*batch.proposals, *batch.tips)
-                self.meter.tokens += sum(len(one.token_ids) for one in told)
-            elif response.HasField("declined"):
-                declined = response.declined
-                self._listener.declined(name, declined.sequence_id, declined.reason)
+        try:
+            async for response in call:
+                if self._suspected.is_set():
+                    return
+                if response.HasField("declined"):
+                    declined = response.declined
+                    self._listener.declined(
+                        name,
+                        declined.sequence_id,
+                        declined.reason[:MAX_REASON],
+                        for_good=declined.for_good,
+                    )
+                else:
+                    self._take(response.proposals)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            # No drafter of ours ends its stream so: it is what our side says of a large message.
+            self.suspect(f"a message is larger than {MAX_RESPONSE_BYTES} bytes ({one_line(error)})")
+            return
         raise WorkerLostError(f"{name} ended its stream")
+
+    def _take(self, batch: drafting_pb2.ProposalBatch) -> None:
+        entries = count_entries(batch)
+        if entries > MAX_ENTRIES:
+            self.meter.malformed += 1
+            self.suspect(f"a message has {entries} entries or more, and {MAX_ENTRIES} are allowed")
+            return
+        self.meter.malformed += self._listener.proposed(self.meter.name, batch, entries)
+        if batch.pass_seconds:  # else more of the pass before, or of none
+            self.meter.passed(batch.pass_seconds, batch.overrun_seconds)
+        told: list[Told] = [*batch.proposals, *batch.tips]
+        self.meter.tokens += sum(len(one.token_ids) for one in told)
 
     async def _probe(self, stub: Any) -> None:
         """Ask now and then; a drafter that hangs answers pings, but not this.

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from cluster.drafter_link import DrafterLink, DrafterListener, TargetVocabulary
 from cluster.meters import WorkerMeter
 from cluster.worker_wire import DraftInstruction
 from paceline.errors import VocabularyMismatchError
+
+_AGAIN_SECONDS = 1.0
+_log = logging.getLogger(__name__)
 
 
 class DrafterPool:
@@ -70,11 +75,11 @@ class DrafterPool:
         if link is not None:
             link.send(instructions)
 
-    def suspect(self, name: str) -> None:
+    def suspect(self, name: str, reason: str) -> None:
         """Use a drafter no more until its process is another one."""
         link = self._links.get(name)
         if link is not None:
-            link.suspect()
+            link.suspect(reason)
 
     def _add(self, name: str, address: str) -> None:
         meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
@@ -82,7 +87,22 @@ class DrafterPool:
         meter.suspect = False
         link = DrafterLink(meter, self._listener, self._target, probe_timeout=self._probe_timeout)
         self._links[name] = link
-        self._tasks[name] = asyncio.create_task(link.run())
+        self._run(name, link)
+
+    def _run(self, name: str, link: DrafterLink) -> None:
+        task = self._tasks[name] = asyncio.create_task(link.run())
+        task.add_done_callback(partial(self._run_again, name, link))
+
+    def _run_again(self, name: str, link: DrafterLink, task: asyncio.Task[None]) -> None:
+        """A link runs until it is dropped. One that ended by a defect begins anew after a pause."""
+        if task.cancelled() or self._tasks.get(name) is not task:
+            return
+        _log.error("the link to %s ended; it begins anew", name, exc_info=task.exception())
+        asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._begin_anew, name, link, task)
+
+    def _begin_anew(self, name: str, link: DrafterLink, ended: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is ended:
+            self._run(name, link)
 
     async def _drop(self, name: str) -> None:
         task = self._tasks.pop(name)

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
+from google.protobuf.message import Message
+
 from workers.begun import Begun
 
-MessageT = TypeVar("MessageT")
+MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Outbox(Generic[MessageT]):
@@ -22,7 +24,10 @@ class Outbox(Generic[MessageT]):
 
     def __init__(self, write: Callable[[MessageT], Coroutine[Any, Any, None]]) -> None:
         self._write = write
-        self._messages: deque[MessageT] = deque()
+        # With their sizes, which are asked only of those that have to wait.
+        self._messages: deque[tuple[MessageT, int]] = deque()
+        self.num_bytes = 0
+        """Of the messages that wait behind another."""
         self._woken = asyncio.Event()
         self._writing = False
         self._begun: Begun[None] | None = None
@@ -32,7 +37,14 @@ class Outbox(Generic[MessageT]):
 
     def put(self, message: MessageT) -> None:
         """Append a message; `wake`, `begin` or `flush` must follow."""
-        self._messages.append(message)
+        size = message.ByteSize() if self._messages else 0
+        self.num_bytes += size
+        self._messages.append((message, size))
+
+    def _next(self) -> MessageT:
+        message, size = self._messages.popleft()
+        self.num_bytes -= size
+        return message
 
     def wake(self) -> None:
         """Have the writer write what is there."""
@@ -42,7 +54,7 @@ class Outbox(Generic[MessageT]):
         """Hand the first message to gRPC, unless one is being written; `flush` must follow."""
         if not self._writing:
             self._writing = True
-            self._begun = Begun(self._write(self._messages.popleft()))
+            self._begun = Begun(self._write(self._next()))
 
     async def flush(self) -> None:
         """Write what is there, unless that is being done already."""
@@ -54,7 +66,7 @@ class Outbox(Generic[MessageT]):
             if begun is not None:
                 await begun
             while self._messages:
-                await self._write(self._messages.popleft())
+                await self._write(self._next())
         finally:
             self._writing = False
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from cluster.decoding.events import Proposal
+from cluster.decoding.roster import MALFORMED_LIMIT
 from cluster.requests import Speculation, widest_proposal
 from paceline.errors import ProtocolError
 from paceline.rules import MAX_PROPOSED, Rule
@@ -18,6 +19,10 @@ from workers.verification.draft_probs import DraftProbs
 from workers.verification.rules import FACTS, check_proposal
 
 MAX_STOPPING_VALUES = 16
+"""Most numbers of a stopping rule's state; ours tell four."""
+
+MAX_STOPPING_NAME = 64
+"""Most characters of the name of such a number. It is kept as long as the request, and is told."""
 
 _log = logging.getLogger(__name__)
 
@@ -27,9 +32,9 @@ SpeculationOf = Callable[[int], Speculation | None]
 
 @dataclass(slots=True)
 class ReadBatch:
-    """What was read of a pass. `dropped`: proposals that crossed the end of their sequence.
+    """What was read of a message. `dropped`: proposals that crossed the end of their sequence.
 
-    `malformed`: messages that break the contract, which are dropped as well.
+    `malformed`: those that break the contract, which are dropped as well.
     """
 
     proposals: list[Proposal] = field(default_factory=list)
@@ -44,7 +49,10 @@ def read_proposals(
     vocab_size: int,
     drafter: str,
 ) -> ReadBatch:
-    """All that is of use in the message of a pass of `drafter`."""
+    """All that is of use in a message of `drafter`.
+
+    Once so many proposals are malformed that the drafter is suspect, the rest is not read.
+    """
     read = ReadBatch()
     told: list[drafting_pb2.Proposal | drafting_pb2.Tips] = [*batch.proposals, *batch.tips]
     for message in told:
@@ -61,6 +69,8 @@ def read_proposals(
             read.proposals.append(proposal_from_wire(message, speculation, vocab_size=vocab_size))
         except ProtocolError as error:
             read.malformed += 1
+            if read.malformed == MALFORMED_LIMIT:
+                break
             _log.info("a proposal of %s is dropped: %s", drafter, error)
     return read
 
@@ -186,12 +196,15 @@ def _check_candidates(
 
 
 def _stopping_state(message: drafting_pb2.Proposal) -> dict[str, float]:
-    if not message.stopping_state:
+    count = len(message.stopping_state)
+    if not count:
         return {}
-    state = dict(message.stopping_state)
-    if len(state) > MAX_STOPPING_VALUES or not all(map(math.isfinite, state.values())):
+    state = dict(message.stopping_state) if count <= MAX_STOPPING_VALUES else {}
+    longest = max(map(len, state), default=0)
+    if not state or longest > MAX_STOPPING_NAME or not all(map(math.isfinite, state.values())):
         raise ProtocolError(
-            f"expected at most {MAX_STOPPING_VALUES} finite numbers as the state of a stopping "
-            f"rule, got {len(state)}: name only what an operator can use"
+            f"expected at most {MAX_STOPPING_VALUES} finite numbers with names of at most "
+            f"{MAX_STOPPING_NAME} characters as the state of a stopping rule, got {count} with "
+            f"names of up to {longest}: name only what an operator can use"
         )
     return state

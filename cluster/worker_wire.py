@@ -205,6 +205,7 @@ def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruct
         opened.token_ids.extend(instruction.token_ids)
         opened.drafting.stopping = stopping_to_wire(instruction.stopping)
         opened.tenant = instruction.tenant
+        opened.target_vocab_size = instruction.vocab_size
         return True
     else:
         request.close.sequence_id = instruction.sequence_id

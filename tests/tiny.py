@@ -56,6 +56,7 @@ def make_tiny_checkpoint(
     tie_word_embeddings: bool = True,
     temperature: float | None = None,
     num_layers: int = 2,
+    padded_to: int | None = None,
     **sizes: Any,
 ) -> Path:
     """Save a random model of some 50,000 weights with tokenizer and chat template into `folder`.
@@ -63,7 +64,8 @@ def make_tiny_checkpoint(
     Token 0 (`<|endoftext|>`) and 2 (`<|im_end|>`) end a sequence. `temperature`, if given, goes
     into generation_config.json together with `do_sample`. The same arguments give the same files.
     `vocab_size` must be at least 259 (bytes and special tokens); the tokenizer may be smaller.
-    `sizes` are more fields of the configuration.
+    `padded_to`: with rows for so many token ids, more than the tokenizer has, whose weights the
+    others do not depend on. `sizes` are more fields of the configuration.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tiny_tokenizer(vocab_size)
@@ -77,6 +79,8 @@ def make_tiny_checkpoint(
         tie_word_embeddings=tie_word_embeddings,
         **sizes,
     )
+    if padded_to is not None:
+        _pad(model, padded_to)
     model.generation_config = GenerationConfig(
         do_sample=temperature is not None,
         temperature=temperature,
@@ -154,3 +158,13 @@ def _make_model(architecture: Architecture, *, seed: int, **sizes: Any) -> PreTr
         torch.random.set_rng_state(state)
     assert isinstance(model, PreTrainedModel)
     return model.to(torch.float32).eval()
+
+
+def _pad(model: PreTrainedModel, vocab_size: int) -> None:
+    """Give a model more token ids, of rows like those that it has: they are likely as often."""
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(vocab_size)
+        model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    finally:
+        torch.random.set_rng_state(state)

@@ -11,7 +11,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -32,21 +33,44 @@ HAND_OVER_SECONDS = 0.001
 """Answers that gRPC does not take do not either. A pass keeps it from taking any: one that is still
 in the outbox then leaves a pass late."""
 
+MOST_FAILURES = 3
+"""Passes in a row that may fail before the process is given up. One that fails so often has lost
+its device, or holds what makes every pass fail."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A stream's answers in order (an error aborts it, None ends it), and what reads it."""
+
+    outbox: asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None] = field(
+        default_factory=asyncio.Queue
+    )
+    reader: asyncio.Task[None] | None = None
 
 
 class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     """Answers UNAVAILABLE until `begin`."""
 
-    def __init__(self, clock: WorkerClock | None = None) -> None:
+    def __init__(
+        self,
+        clock: WorkerClock | None = None,
+    ) -> None:
         self._desk: DraftingDesk | None = None
         self._clock = clock or WorkerClock()
-        self._outboxes: dict[DraftingSession, _Outbox] = {}
+        self._give_up: Callable[[PacelineError], None] | None = None
+        self._failures = 0
+        self._streams: dict[DraftingSession, _Stream] = {}
         self._woken = asyncio.Event()
         # Messages handled, and how many of them when a pass was last prepared.
         self._handled = self._seen = 0
         self._drafting: asyncio.Task[None] | None = None
+
+    def on_failure(self, give_up: Callable[[PacelineError], None]) -> None:
+        """Have `give_up` told why, once drafting fails for good: the process is to end then."""
+        self._give_up = give_up
 
     def add_to(self, server: grpc.aio.Server) -> tuple[str]:
         """Have a server offer it; the names of its services."""
@@ -86,17 +110,16 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     ) -> None:
         desk = await self._loaded(context)
         session = desk.open_session()
-        outbox: _Outbox = asyncio.Queue()
-        self._outboxes[session] = outbox
-        reader = asyncio.create_task(self._read(request_iterator, session, outbox))
+        stream = self._streams[session] = _Stream()
+        stream.reader = asyncio.create_task(self._read(request_iterator, session, stream))
         try:
-            while (answer := await outbox.get()) is not None:
+            while (answer := await stream.outbox.get()) is not None:
                 if isinstance(answer, PacelineError):
                     await context.abort(status_code(answer), str(answer))
                 await context.write(answer)
         finally:
-            reader.cancel()
-            del self._outboxes[session]
+            stream.reader.cancel()
+            del self._streams[session]
             desk.close_session(session)
 
     async def _loaded(self, context: _Context) -> DraftingDesk:
@@ -111,9 +134,10 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self,
         requests: AsyncIterator[drafting_pb2.DraftRequest],
         session: DraftingSession,
-        outbox: _Outbox,
+        stream: _Stream,
     ) -> None:
-        """Handle a stream's messages until it ends; then let its writer end too."""
+        """Handle a stream's messages until it ends; then let its writer end too, and say why."""
+        outbox = stream.outbox
         try:
             async for request in requests:
                 for declined in apply_request(session, request):
@@ -123,10 +147,40 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                 self._woken.set()
         except PacelineError as error:
             outbox.put_nowait(error)
+        except Exception as error:
+            _log.exception("handling a driver's message failed; its stream is ended")
+            outbox.put_nowait(InternalError(f"handling a message failed: {error!r}"))
         else:
             outbox.put_nowait(None)
 
     async def _draft(self, desk: DraftingDesk) -> None:
+        """Run passes. What fails ends all streams, whose drivers come again; at last, give up."""
+        reason = ""
+        while self._failures < MOST_FAILURES:
+            try:
+                await self._draft_until_it_fails(desk)
+            except Exception as error:
+                self._failures += 1
+                _log.exception("drafting failed; all streams are ended")
+                self._end_streams(desk, InternalError(f"drafting failed: {error!r}"))
+                reason = f"{MOST_FAILURES} drafting passes in a row failed, the last with {error!r}"
+        _log.critical("%s; this drafter is of no use any more", reason)
+        if self._give_up is not None:
+            self._give_up(InternalError(reason))
+
+    def _end_streams(self, desk: DraftingDesk, error: PacelineError) -> None:
+        """Forget all sequences, read no more, and say why."""
+        self._woken.clear()
+        for session, stream in self._streams.items():
+            if stream.reader is not None:
+                stream.reader.cancel()
+            stream.outbox.put_nowait(error)
+            try:
+                desk.close_session(session)
+            except Exception:
+                _log.exception("a sequence could not be closed in good order")
+
+    async def _draft_until_it_fails(self, desk: DraftingDesk) -> None:
         while True:
             await self._woken.wait()
             self._woken.clear()
@@ -134,17 +188,9 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             while desk.has_work:
                 if (until := desk.hold_until(self._clock.now())) is not None:
                     await self._rest(until)
-                    await self._catch_up(desk)
-                    continue
-                try:
+                else:
                     self._run_pass(desk)
-                except Exception:
-                    _log.exception("a drafting pass failed; all streams are ended")
-                    for outbox in self._outboxes.values():
-                        outbox.put_nowait(
-                            InternalError("a drafting pass failed, as the drafter's log tells")
-                        )
-                    break  # until a stream brings something new
+                    self._failures = 0
                 await self._catch_up(desk)
 
     async def _rest(self, until: float) -> None:
@@ -164,7 +210,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             for answer in to_responses(
                 item, pass_seconds, overrun_seconds=self._clock.overrun_seconds
             ):
-                self._outboxes[item.session].put_nowait(answer)
+                self._streams[item.session].outbox.put_nowait(answer)
 
     async def _catch_up(self, desk: DraftingDesk) -> None:
         """Let answers go out and messages that have arrived be handled.
@@ -190,8 +236,4 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     @property
     def _has_answers(self) -> bool:
         """Whether an answer waits for its turn to be written."""
-        return any(not outbox.empty() for outbox in self._outboxes.values())
-
-
-_Outbox = asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None]
-"""Answers in order; an error aborts the stream, None ends it."""
+        return any(not stream.outbox.empty() for stream in self._streams.values())

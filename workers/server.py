@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import uuid
@@ -40,6 +41,8 @@ class RunningServer:
         self._set_health = set_health
         self._services = services
         self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._failure: PacelineError | None = None
+        self._ending: asyncio.Task[None] | None = None
 
     async def report_serving(self) -> None:
         """Let the health service answer SERVING from now on."""
@@ -68,9 +71,17 @@ class RunningServer:
         while self._closers:
             await self._closers.pop()()
 
+    def fail(self, reason: PacelineError) -> None:
+        """Stop for a reason, which `wait` raises: the process is to end."""
+        if self._failure is None:
+            self._failure = reason
+            self._ending = asyncio.create_task(self.stop())
+
     async def wait(self) -> None:
-        """Return when the server has stopped."""
+        """Return when the server has stopped. Raises what it was made to `fail` by."""
         await self._server.wait_for_termination()
+        if self._failure is not None:
+            raise self._failure
 
     async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", *self._services):

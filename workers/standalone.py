@@ -4,7 +4,7 @@
     python -m workers.drafter FOLDER --port 9002
     python -m workers.drafter --kind recycling --port 9003
 
-It prints its address once it serves, and ends on SIGTERM or SIGINT.
+It prints its address once it serves, and ends on SIGTERM or SIGINT, or once it is of no use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ Servers = RunningServer | Sequence[RunningServer]
 
 
 def run_standalone(serve: Callable[[], Awaitable[Servers]]) -> None:
-    """Serve until a signal comes. An error of ours becomes one line and the exit code."""
+    """Serve until a signal comes, or a worker gives up. An error of ours becomes one line and the
+    exit code."""
     try:
         asyncio.run(_serve(serve))
     except PacelineError as error:
@@ -41,9 +42,16 @@ async def _serve(serve: Callable[[], Awaitable[Servers]]) -> None:
     servers = [served] if isinstance(served, RunningServer) else served
     for server in servers:
         typer.echo(server.address)
-    await ended.wait()
-    for server in servers:
-        await server.stop()
+    ways = [asyncio.create_task(ended.wait()), *(asyncio.create_task(s.wait()) for s in servers)]
+    try:
+        done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for way in done:
+            way.result()
+    finally:
+        for way in ways:
+            way.cancel()
+        for server in servers:
+            await server.stop()
 
 
 def parse_cores(text: str | None) -> tuple[int, ...] | None:

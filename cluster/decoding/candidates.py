@@ -33,6 +33,7 @@ class Candidates:
     __slots__ = (
         "_by_hash",
         "_foreign",
+        "_foreign_draws",
         "_nodes",
         "_pinned",
         "_rank_chances",
@@ -53,7 +54,10 @@ class Candidates:
         self._nodes: list[Node] = []
         self._pinned: list[Node] = []
         self._by_hash: dict[int, Node] = {}
-        self._foreign = False
+        # Another drafter's, which are being verified, and of these the nodes of whose children the
+        # drafter of now has said nothing yet. Both by the nodes' ids.
+        self._foreign: frozenset[int] = frozenset()
+        self._foreign_draws: set[int] = set()
         self._set_root(root)
 
     @property
@@ -99,7 +103,7 @@ class Candidates:
         """There will be no verdict on what was pinned."""
         self._pinned = []
         if self._foreign:
-            self._foreign = False
+            self._forget_foreign()
             self._keep([])  # What the drafter of now drew may stand beside it.
 
     def run_ahead_follows(self, accepted: Sequence[int]) -> bool:
@@ -124,7 +128,14 @@ class Candidates:
     def drop_run_ahead(self) -> None:
         """Forget all candidates but those that are being verified: another drafter begins."""
         self._keep(self._pinned)
-        self._foreign = bool(self._pinned)
+        if self._pinned:
+            self._foreign = frozenset(map(id, self._pinned))
+            self._foreign_draws = {id(self.root), *self._foreign}
+        else:
+            self._forget_foreign()
+
+    def _forget_foreign(self) -> None:
+        self._foreign, self._foreign_draws = frozenset(), set()
 
     def check_integrity(self) -> None:
         """Assert that the tree hangs together."""
@@ -147,7 +158,13 @@ class Candidates:
         root.parent = None
         self.root = root
         self._pinned = []
-        self._foreign = False
+        if self._foreign:
+            # What another drafter drew may not stand beside what the drafter of now did.
+            is_mixed = any(id(child) in self._foreign for child in root.children)
+            self._forget_foreign()
+            if is_mixed:
+                self._keep([])
+                return
         self._keep_below(root)
 
     @property
@@ -181,6 +198,18 @@ class Candidates:
         # Of equal prefixes the first, but the root above all.
         self._by_hash = {node.prefix_hash: node for node in reversed(kept)}
         self._by_hash[root.prefix_hash] = root
+
+    def _cut_chain(self, child: Node) -> None:
+        """Drop a candidate of a chain, and all after it."""
+        parent = child.parent
+        assert parent is not None
+        first = child.length - self._nodes[0].length
+        for node in self._nodes[first:]:
+            if self._by_hash.get(node.prefix_hash) is node:
+                del self._by_hash[node.prefix_hash]
+        del self._nodes[first:]
+        child.parent = None
+        parent.children, parent.distribution = [], None
 
     def _keep(self, nodes: Sequence[Node]) -> None:
         """Hold those of `nodes` that hang from the root, and nothing else."""

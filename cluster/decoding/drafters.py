@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 from cluster.decoding.draft_view import view_of
@@ -15,10 +16,23 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Suspect,
 )
-from cluster.decoding.roster import Roster, RosterEntry, is_better, is_much_faster
-from cluster.decoding.sequence import Sequence
+from cluster.decoding.roster import (
+    MALFORMED_LIMIT,
+    Roster,
+    RosterEntry,
+    is_better,
+    is_much_faster,
+)
+from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.step_costs import StepCosts
 from paceline.rules import Rule, Stopping
+from workers.verification.rules import FACTS
+
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
+"""Seconds until a drafter that declined a sequence is asked again; each time twice as long."""
+
+_TOKENS_AN_ENTRY = 8.0
+"""A pass that prefills feeds at least so many tokens for the message that tells of it."""
 
 
 class Drafters:
@@ -28,6 +42,10 @@ class Drafters:
         self._costs = costs
         self._driver = DriverShare()
         self._drafters = Roster()
+        self.target_vocab_size = 0
+        """Token ids that the target has; 0: not known yet."""
+        # When a sequence may ask a drafter again that declined it; None: none waits for that.
+        self._ask_at: float | None = None
 
     def join(self, joined: DrafterJoined) -> None:
         """A drafter can be used; it knows no sequence."""
@@ -37,7 +55,7 @@ class Drafters:
         """A drafter is gone, and what it knew with it. Losing it twice is no error."""
         self._drafters.pop(drafter, None)
         for sequence in sequences:
-            sequence.declined_by.discard(drafter)
+            sequence.declined_by.pop(drafter, None)
             self._leave(sequence, drafter)
 
     @property
@@ -62,7 +80,15 @@ class Drafters:
         """It sent a malformed proposal; after three it is used no more."""
         if self._drafters.malformed(drafter):
             self.lose(drafter, sequences)
-            out.append(Suspect(drafter))
+            out.append(Suspect(drafter, f"{MALFORMED_LIMIT} of its proposals were malformed"))
+
+    def told(
+        self, drafter: str, entries: int, sequences: Iterable[Sequence], out: list[Instruction]
+    ) -> None:
+        """It told so many entries; where they are more than was granted, it is used no more."""
+        if self._drafters.overdraws(drafter, entries):
+            self.lose(drafter, sequences)
+            out.append(Suspect(drafter, "it told more than it was granted"))
 
     def assign(self, sequence: Sequence, out: list[Instruction]) -> None:
         """Give the sequence a drafter that fits, if it wants one: a model, the least loaded."""
@@ -75,6 +101,7 @@ class Drafters:
             return
         chosen = self._drafters.best_for(sequence)
         if chosen is None:
+            self._note_refusals(sequence)
             return
         sequence.drafter = chosen.joined.drafter
         sequence.draft_limit = chosen.joined.max_position
@@ -136,12 +163,57 @@ class Drafters:
             chains=sum(one.granted_chains for one in sequences),
         )
         self._drafters.stepped(now)
+        self._leave_the_dead(now, sequences, out)
+        self._ask_again(now, sequences, out)
         if len(self._drafters) == 1:
             return
         for sequence in sequences:
             if sequence.policy.spreads and sequence.drafter is not None:
                 self._move(now, sequence, out)
         self.share_out(sequences, out)
+
+    def _leave_the_dead(
+        self, now: float, sequences: Collection[Sequence], out: list[Instruction]
+    ) -> None:
+        """Have no sequence wait for a drafter that answers nothing; those that rested may again."""
+        for name in self._drafters.taken_for_dead(now):
+            for sequence in sequences:
+                if name in (sequence.drafter, *sequence.helpers):
+                    self._close(sequence, name, out)
+                    self.assign(sequence, out)
+                    self.grant(sequence, out)
+        if self._drafters.rested(now):
+            for sequence in sequences:
+                self.assign(sequence, out)
+
+    def _ask_again(
+        self, now: float, sequences: Collection[Sequence], out: list[Instruction]
+    ) -> None:
+        """Ask drafters again that declined: after a pause, or as many as others have left."""
+        freed = {name: one.freed for name, one in self._drafters.items() if one.freed}
+        for name in freed:
+            self._drafters[name].freed = 0
+        if self._ask_at is None or (now < self._ask_at and not freed):
+            return
+        self._ask_at = None
+        for sequence in sequences:
+            asks = False
+            for name, refusal in sequence.declined_by.items():
+                if refusal.is_over or refusal.again_at == math.inf:
+                    continue
+                has_room = freed.get(name, 0) > 0
+                if now >= refusal.again_at or has_room:
+                    refusal.is_over = asks = True
+                    freed[name] = freed.get(name, 0) - has_room
+            if asks:
+                self.assign(sequence, out)
+            self._note_refusals(sequence)
+
+    def _note_refusals(self, sequence: Sequence) -> None:
+        """See to it that drafters which declined the sequence are asked again."""
+        for refusal in sequence.declined_by.values():
+            if not refusal.is_over and refusal.again_at < math.inf:
+                self._ask_at = min(refusal.again_at, self._ask_at or math.inf)
 
     def _move(self, now: float, sequence: Sequence, out: list[Instruction]) -> None:
         """Change the sequence's drafters where others would do much better."""
@@ -174,6 +246,7 @@ class Drafters:
 
     def _open(self, sequence: Sequence, chosen: RosterEntry, out: list[Instruction]) -> None:
         chosen.load += 1
+        chosen.allowance += len(sequence.tree.token_ids) / _TOKENS_AN_ENTRY
         chosen.heard_at = max(chosen.heard_at, sequence.ready_since)
         chosen.steps_unheard = 0
         sequence.wants_top_tokens |= chosen.joined.wants_top_tokens
@@ -186,12 +259,14 @@ class Drafters:
                 tuple(sequence.tree.token_ids),
                 request.stopping,
                 request.tenant,
+                self.target_vocab_size,
             )
         )
 
     def _close(self, sequence: Sequence, drafter: str, out: list[Instruction]) -> None:
         out.append(CloseDraft(drafter, sequence.sequence_id))
         self._drafters[drafter].load -= 1
+        self._drafters[drafter].freed += 1
         self._leave(sequence, drafter)
 
     def _leave(self, sequence: Sequence, drafter: str) -> None:
@@ -241,7 +316,9 @@ class Drafters:
         sequence.granted_shares = len(team)
         sequence.granted_chains = len(team) + branches
         shares = sequence.num_sharing
+        leave = _leave_to_tell(sequence)
         for share, name in enumerate(team):
+            self._drafters[name].allow(leave)
             out.append(
                 Grant(
                     name,
@@ -269,9 +346,14 @@ class Drafters:
         """Tell its drafter what was committed, and how far it may go now."""
         if sequence.drafter is None:
             return
+        leave = _leave_to_tell(sequence) + len(token_ids)
         for name in (sequence.drafter, *sequence.helpers):
+            self._drafters[name].allow(leave)
             out.append(SendOutcome(name, sequence.sequence_id, position, token_ids, top_tokens))
         self.grant(sequence, out)
+        if sequence.granted_nodes and sequence.granted_until > sequence.tree.num_committed:
+            for name in (sequence.drafter, *sequence.helpers):
+                self._drafters[name].unanswered += 1
 
     def teach(
         self, sequence: Sequence, top_tokens: tuple[TopTokens, ...], out: list[Instruction]
@@ -282,9 +364,23 @@ class Drafters:
             if name is not None and self._drafters[name].joined.wants_top_tokens:
                 out.append(SendOutcome(name, sequence.sequence_id, position, (), top_tokens))
 
-    def decline(self, drafter: str, sequence: Sequence, out: list[Instruction]) -> None:
-        """A drafter will not work for the sequence; another may."""
-        sequence.declined_by.add(drafter)
+    def decline(
+        self,
+        now: float,
+        drafter: str,
+        sequence: Sequence,
+        out: list[Instruction],
+        *,
+        for_good: bool = False,
+    ) -> None:
+        """A drafter will not work for the sequence. Another may, and it may itself later."""
+        before = sequence.declined_by.get(drafter)
+        pause = FIRST_PAUSE if before is None else before.pause
+        if before is not None and before.is_over:
+            pause = min(2 * pause, LONGEST_PAUSE)
+        again_at = math.inf if for_good else now + pause
+        sequence.declined_by[drafter] = Refusal(again_at, pause)
+        self._note_refusals(sequence)
         if drafter in (sequence.drafter, *sequence.helpers):
             self._drafters[drafter].load -= 1
             self._leave(sequence, drafter)
@@ -307,3 +403,15 @@ class Drafters:
             for name in sequence.helpers:
                 counted[name] += 1
         assert counted == {name: one.load for name, one in self._drafters.items()}
+
+
+def _leave_to_tell(sequence: Sequence) -> float:
+    """Most entries that a drafter tells of a sequence until the next outcome, as it is granted now.
+
+    Each node comes once, alone in its message at worst; where draws are told, in trees, all nodes
+    come again with each.
+    """
+    nodes = sequence.granted_nodes
+    if not FACTS[sequence.request.spec.rule].needs_draft_probs:
+        return 4.0 * (1 + nodes)
+    return 20.0 * (1 + nodes) * (1 if sequence.tree.chain else nodes)

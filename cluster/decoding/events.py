@@ -85,12 +85,17 @@ class MalformedProposal:
 
 @value_class(frozen=True, slots=True)
 class Proposed:
-    """One message of a drafter, after a pass of `pass_seconds`; without proposals: a prefill."""
+    """One message of a drafter, after a pass of `pass_seconds`; without proposals: a prefill.
+
+    `entries`: of the message (batch_size.py), itself and those that were dropped as it was read
+    included; 0: not counted.
+    """
 
     now: float
     drafter: str
     proposals: tuple[Proposal, ...]
     pass_seconds: float = 0.0
+    entries: int = 0
 
     @property
     def believable_seconds(self) -> float:
@@ -100,11 +105,12 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class DraftDeclined:
-    """A drafter will not draft for this sequence."""
+    """A drafter will not draft for this sequence; `for_good`: asking it again is of no use."""
 
     now: float
     drafter: str
     sequence_id: int
+    for_good: bool = False
 
 
 @value_class(frozen=True, slots=True)

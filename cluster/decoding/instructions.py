@@ -63,7 +63,10 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class OpenDraft:
-    """Open a sequence at a drafter, with all its committed tokens."""
+    """Open a sequence at a drafter, with all its committed tokens.
+
+    `vocab_size`: token ids that the target has.
+    """
 
     drafter: str
     sequence_id: int
@@ -71,6 +74,7 @@ class OpenDraft:
     token_ids: tuple[int, ...]
     stopping: Stopping = Stopping.FIXED
     tenant: str = ""
+    vocab_size: int = 0
 
 
 @value_class(frozen=True, slots=True)
@@ -109,9 +113,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A drafter sent too many malformed proposals and is used no more."""
+    """A drafter broke the contract, as `reason` says, and is used no more."""
 
     drafter: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+
 from cluster.decoding.events import Proposed
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.state import DecodingState
+from cluster.decoding.state import DecodingState, Outbox
+from paceline.errors import ProtocolError
 from paceline.rules import Rule
 
+_log = logging.getLogger(__name__)
 
-def take_proposals(state: DecodingState, event: Proposed) -> None:
-    """A pass of a drafter, for all its sequences."""
+
+def take_proposals(state: DecodingState, event: Proposed, out: Outbox) -> None:
+    """A pass of a drafter, for all its sequences. It is blamed for what contradicts itself."""
     drafter, pass_seconds = event.drafter, event.believable_seconds
+    known = state.drafters.known(drafter)
     state.utilisation.drafted(drafter, pass_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
     state.drafters.heard(event.now, drafter, pass_seconds, drafted=drafted)
@@ -18,10 +24,16 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
     pace, total, dropped = state.drafters.pace(drafter), 0, 0
     vocab_size = state.vocab_size or 0
     sequence, sequence_id, leads, may_propose = None, -1, True, False
+    waiting: dict[int, Sequence] | None = None
+    contradictions = 0
     for proposal in event.proposals:
         if proposal.sequence_id != sequence_id:  # Those of a sequence come one after the other.
             sequence_id = proposal.sequence_id
-            sequence = state.find(sequence_id)
+            sequence = state.find_running(sequence_id)
+            if sequence is None:
+                if waiting is None:  # for all that follow: the line may be long
+                    waiting = {one.sequence_id: one for one in state.waiting}
+                sequence = waiting.get(sequence_id)
             if sequence is None:
                 continue
             if sequence.drafter == drafter:
@@ -33,13 +45,19 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
             continue
         tree, token_ids = sequence.tree, proposal.token_ids
         repeats = tree.repeats
-        if not (
-            may_propose
-            and _are_ids(token_ids, vocab_size)
-            and tree.attach(
-                proposal, sequence.ever_granted_until, sequence.ever_granted_nodes, leads
+        try:
+            taken = (
+                may_propose
+                and _are_ids(token_ids, vocab_size)
+                and tree.attach(
+                    proposal, sequence.ever_granted_until, sequence.ever_granted_nodes, leads
+                )
             )
-        ):
+        except ProtocolError as error:
+            taken = False
+            contradictions += 1
+            _log.info("a proposal of %s is dropped: %s", drafter, error)
+        if not taken:
             dropped += 1
         else:
             if proposal.last and leads:
@@ -53,6 +71,12 @@ def take_proposals(state: DecodingState, event: Proposed) -> None:
         total += new
     state.totals.dropped_proposals += dropped
     state.totals.counts.proposed += total
+    state.totals.malformed_proposals += contradictions
+    for _ in range(contradictions):
+        state.drafters.blame(drafter, state.sequences(), out.drafters)
+    state.drafters.told(drafter, event.entries, state.sequences(), out.drafters)
+    if known and not state.drafters.known(drafter):
+        state.assign(out)
 
 
 def _are_ids(token_ids: tuple[int, ...], vocab_size: int) -> bool:

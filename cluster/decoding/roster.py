@@ -16,6 +16,21 @@ _SLOW_CHANGE = 0.9
 MALFORMED_LIMIT = 3
 """So many malformed proposals make a drafter suspect."""
 
+UNANSWERED_OUTCOMES, UNANSWERED_SECONDS = 4, 10.0
+"""A drafter that says nothing upon so many outcomes, for so long, is taken for dead. One that is
+alive says something upon each, be it that nothing follows."""
+
+FIRST_REST, LONGEST_REST = 10.0, 60.0
+"""Seconds for which a drafter that is taken for dead gets no work; each time twice as long."""
+
+FIRST_ALLOWANCE = 4096.0
+"""Entries that a drafter may tell beyond what it is granted (drafting.proto, ProposalBatch). An
+honest one needs none of them: they are for what crosses the wire."""
+
+ALLOWED_ROUNDS = 8
+"""Of so many rounds of outcomes the leave to tell adds up; what was not used before is void. One is
+used while the next is under way."""
+
 SILENT_STEPS, SILENT_SECONDS = 16, 0.25
 """A drafter with work that says nothing for so long is avoided where work may move."""
 
@@ -36,6 +51,30 @@ class RosterEntry:
     heard_at: float = 0.0
     steps_unheard: int = 0
     shunned_until: float = 0.0
+    # Outcomes that it has not answered, and since when it owes an answer.
+    unanswered: int = 0
+    owes_since: float | None = None
+    rests_until: float | None = None
+    rest: float = FIRST_REST
+    # Entries that it may still tell. The most that an outcome added, the most sequences at once.
+    allowance: float = FIRST_ALLOWANCE
+    most_granted: float = 0.0
+    most_load: int = 0
+    # Sequences that have left it since the last step.
+    freed: int = 0
+
+    def allow(self, entries: float) -> None:
+        """It may tell so many more: an outcome or a grant for one of its sequences was sent."""
+        self.most_granted = max(self.most_granted, entries)
+        self.most_load = max(self.most_load, self.load)
+        most = FIRST_ALLOWANCE + ALLOWED_ROUNDS * self.most_granted * self.most_load
+        if self.allowance < most:
+            self.allowance = min(self.allowance + entries, most)
+
+    @property
+    def seems_dead(self) -> bool:
+        """Whether it rests, for it answered nothing."""
+        return self.rests_until is not None
 
     def fits(self, sequence: Sequence) -> bool:
         """Whether it can draft for this sequence at all."""
@@ -44,7 +83,10 @@ class RosterEntry:
             sequence.tree.num_committed < own.max_position
             and request.spec.rule in own.rules
             and request.drafter_kind in (None, own.kind)
-            and own.drafter not in sequence.declined_by
+            and not self.seems_dead
+            and (
+                own.drafter not in sequence.declined_by or sequence.declined_by[own.drafter].is_over
+            )
         )
 
 
@@ -62,6 +104,9 @@ class Roster(dict[str, RosterEntry]):
         if known is None:
             return
         known.heard_at, known.steps_unheard = now, 0
+        known.unanswered, known.owes_since = 0, None
+        if drafted:
+            known.rest = FIRST_REST
         if drafted and pass_seconds > 0:
             kept = _SLOW_CHANGE if known.pass_ms else 0.0
             known.pass_ms = kept * known.pass_ms + (1 - kept) * 1000 * pass_seconds
@@ -80,6 +125,39 @@ class Roster(dict[str, RosterEntry]):
             return False
         blamed.malformed += 1
         return blamed.malformed >= MALFORMED_LIMIT
+
+    def overdraws(self, drafter: str, entries: int) -> bool:
+        """It told so many entries; whether these are more than it may tell."""
+        known = self.get(drafter)
+        if known is None:
+            return False
+        known.allowance -= entries
+        return known.allowance < 0
+
+    def taken_for_dead(self, now: float) -> list[str]:
+        """Those that owe an answer for too long, and rest from now on."""
+        dead = []
+        for name, one in self.items():
+            if one.unanswered and one.owes_since is None:
+                one.owes_since = now
+            if (
+                one.unanswered >= UNANSWERED_OUTCOMES
+                and one.owes_since is not None
+                and now - one.owes_since >= UNANSWERED_SECONDS
+            ):
+                one.unanswered, one.owes_since = 0, None
+                one.rests_until = now + one.rest
+                one.rest = min(2 * one.rest, LONGEST_REST)
+                dead.append(name)
+        return dead
+
+    def rested(self, now: float) -> bool:
+        """End the rest of those that have rested; whether there were any."""
+        found = False
+        for one in self.values():
+            if one.rests_until is not None and one.rests_until <= now:
+                one.rests_until, found = None, True
+        return found
 
     def stepped(self, now: float) -> None:
         """A step was answered: those are avoided that have work and have been silent for long.

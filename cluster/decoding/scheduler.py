@@ -151,7 +151,7 @@ class Scheduler:
             case Cancelled():
                 self._cancel(event, out)
             case Proposed():
-                take_proposals(self._state, event)
+                take_proposals(self._state, event, out)
             case MalformedProposal():
                 self.totals.malformed_proposals += 1
                 self._state.drafters.blame(event.drafter, self._state.sequences(), out.drafters)
@@ -243,6 +243,7 @@ class Scheduler:
                 kv=PrefixCache(event.num_blocks, kind, enabled=self._prefix_cache),
             )
         )
+        self._state.drafters.target_vocab_size = event.vocab_size
         self._refuse_what_never_fits(list(self._state.waiting), out)
 
     def _refuse_what_never_fits(self, waiting: Iterable[Sequence], out: Outbox) -> None:
@@ -282,8 +283,16 @@ class Scheduler:
 
     def _decline(self, event: DraftDeclined, out: Outbox) -> None:
         sequence = self._state.find(event.sequence_id)
-        if sequence is not None and self._state.drafters.known(event.drafter):
-            self._state.drafters.decline(event.drafter, sequence, out.drafters)
+        drafters = self._state.drafters
+        if not drafters.known(event.drafter):
+            return
+        drafters.told(event.drafter, 1, self._state.sequences(), out.drafters)
+        if not drafters.known(event.drafter):
+            self._state.assign(out)
+        elif sequence is not None:
+            drafters.decline(
+                event.now, event.drafter, sequence, out.drafters, for_good=event.for_good
+            )
 
     def _take_answer(self, event: StepDone, out: Outbox) -> None:
         group = self._state.groups[event.group]

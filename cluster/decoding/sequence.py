@@ -22,6 +22,18 @@ CATCH_UP = 64
 """A group that others serve a sequence beside may lack so many tokens and still decode it."""
 
 
+@dataclass(slots=True)
+class Refusal:
+    """A drafter declined a sequence. `is_over`: it may be asked again.
+
+    That is at `again_at`, after `pause` seconds; math.inf: never, for it declined for good.
+    """
+
+    again_at: float
+    pause: float
+    is_over: bool = False
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One stream of tokens being decoded. Mutable, owned by the scheduler."""
@@ -59,7 +71,7 @@ class Sequence:
     ever_granted_until: int = 0
     ever_granted_nodes: int = 0
     draft_exhausted: bool = False
-    declined_by: set[str] = field(default_factory=set)
+    declined_by: dict[str, Refusal] = field(default_factory=dict)
     ready_since: float = 0.0
     # How many candidates the last verdict left; passes of its drafter in the time of a step.
     kept: int = 0
@@ -88,6 +100,8 @@ class Sequence:
                 chain=request.branches == 1 and not (fans_out or request.merge),
                 verified_width=request.branches if fans_out or request.merge else None,
                 merged=request.merge,
+                most_draws=request.branches,
+                counts_paths=request.spec.rule is Rule.KSEQ,
             ),
             policy=policy,
             max_length=len(request.prompt_token_ids) + request.max_tokens,

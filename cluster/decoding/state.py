@@ -51,11 +51,18 @@ class DecodingState:
 
     def find(self, sequence_id: int) -> Sequence | None:
         """The sequence of that id, if it has not ended."""
+        running = self.find_running(sequence_id)
+        if running is not None:
+            return running
+        return next((s for s in self.waiting if s.sequence_id == sequence_id), None)
+
+    def find_running(self, sequence_id: int) -> Sequence | None:
+        """The running sequence of that id."""
         for group in self.groups:
             running = group.batching.running.get(sequence_id)
             if running is not None:
                 return running.lead if isinstance(running, Replica) else running
-        return next((s for s in self.waiting if s.sequence_id == sequence_id), None)
+        return None
 
     @property
     def vocab_size(self) -> int | None:

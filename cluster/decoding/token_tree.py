@@ -7,7 +7,12 @@ from collections.abc import Collection, Sequence
 from cluster.decoding.candidates import Candidates
 from cluster.decoding.events import Proposal
 from cluster.decoding.windows import Node, put_child
+from paceline.errors import ProtocolError
 from paceline.prefix_hash import extend_hash, hash_prefix
+
+MAX_SIBLINGS = 64
+"""Most candidates under one node: several drafters' together, each of which draws at most some ten.
+Each new one is compared with all that are there."""
 
 # Where a token of a proposal lies: a number of committed tokens, a node, or nowhere.
 _Place = int | Node | None
@@ -22,7 +27,7 @@ class TokenTree(Candidates):
     drafter goes on from, but for those that are being verified.
     """
 
-    __slots__ = ("_hashes", "repeats", "token_ids")
+    __slots__ = ("_counts_paths", "_hashes", "_most_draws", "repeats", "token_ids")
 
     def __init__(
         self,
@@ -31,7 +36,14 @@ class TokenTree(Candidates):
         chain: bool = True,
         verified_width: int | None = None,
         merged: bool = False,
+        most_draws: int = MAX_SIBLINGS,
+        counts_paths: bool = False,
     ) -> None:
+        """`most_draws`: granted under a node, of draws that come with their distribution.
+        `counts_paths`: the draws are of paths (k-SEQ), no more of which go on than came.
+        """
+        self._most_draws = most_draws
+        self._counts_paths = counts_paths
         self.repeats = 0
         """Tokens of proposals that were held already as candidates."""
         self.token_ids = list(prompt_token_ids)
@@ -53,6 +65,7 @@ class TokenTree(Candidates):
 
         Takes no token at or beyond `until_position` and holds at most `max_nodes` candidates.
         Returns False, and takes nothing, when the proposal continues something else than this.
+        Raises ProtocolError, and takes nothing, when it contradicts what is held of the same draws.
         """
         token_ids, length = proposal.token_ids, proposal.base_length
         is_one = len(token_ids) == 1 and not (proposal.multiplicities or proposal.distributions)
@@ -71,6 +84,8 @@ class TokenTree(Candidates):
             return False
         if is_one:
             return self._after(base, token_ids[0], (), until_position, max_nodes, leads) is not None
+        if proposal.distributions and not self.chain:
+            self._check_draws(proposal, base)
         places: list[_Place] = [base]
         used: set[int] = set()
         for index, token_id in enumerate(token_ids):
@@ -83,8 +98,11 @@ class TokenTree(Candidates):
             places.append(place)
         for number, distribution in proposal.distributions.items():
             place = places[number]
-            if isinstance(place, Node) and place.distribution is None:
+            if isinstance(place, Node) and (
+                place.distribution is None or id(place) in self._foreign_draws
+            ):
                 place.distribution = distribution
+                self._foreign_draws.discard(id(place))
         return len(places) == 1 or places.count(None) < len(places) - 1
 
     def commit(self, accepted: Sequence[int], token_id: int | None) -> tuple[int, ...]:
@@ -153,21 +171,74 @@ class TokenTree(Candidates):
         if parent.length >= until_position:
             return None
         siblings = parent.children
-        for child in siblings:
-            if child.token_id == token_id and id(child) not in used:
-                if leads and not child.leads:
-                    siblings.remove(child)
-                    put_child(parent, child, leads=True)
-                self.repeats += 1
-                return child
+        child = self._held_child(parent, token_id, used)
+        if child is not None:
+            if leads and not child.leads:
+                siblings.remove(child)
+                put_child(parent, child, leads=True)
+            self.repeats += 1
+            return child
         if siblings and self.chain:
             if any(node.parent is parent for node in self._pinned):
                 return None
-            siblings[0].parent = None
-            self._keep(self._nodes)
-        if len(self._nodes) >= max_nodes:
+            self._cut_chain(siblings[0])
+        if len(self._nodes) >= max_nodes or len(parent.children) >= MAX_SIBLINGS:
             return None
         return self._add_child(parent, token_id, leads)
+
+    def _check_draws(self, proposal: Proposal, base: _Place) -> None:
+        """Raise ProtocolError where draws do not go together with those that are held.
+
+        All draws under a node are of one distribution, are no more than granted, and of k-SEQ's
+        paths no more go on than reach the node. What a proposal says by itself is in order.
+        """
+        token_ids, parents = proposal.token_ids, proposal.parents or range(len(proposal.token_ids))
+        counts = proposal.multiplicities or (1,) * len(token_ids)
+        places: list[_Place] = [base]
+        new: dict[Node, int] = {}
+        used: set[int] = set()
+        for token_id, parent, count in zip(token_ids, parents, counts, strict=True):
+            above, place = places[parent], None
+            if isinstance(above, int) and self.token_ids[above] == token_id:
+                place = self.root if above + 1 == len(self.token_ids) else above + 1
+            elif isinstance(above, Node):
+                place = self._held_child(above, token_id, used)
+                if place is None:
+                    new[above] = new.get(above, 0) + count
+                else:
+                    used.add(id(place))
+                    if place.multiplicity != count and id(place) not in self._foreign:
+                        raise ProtocolError(
+                            f"expected {place.multiplicity} paths through token {token_id}, as was "
+                            f"told before, got {count}"
+                        )
+            places.append(place)
+        for number, told in proposal.distributions.items():
+            place = places[number]
+            if isinstance(place, Node) and id(place) not in self._foreign_draws:
+                before = place.distribution
+                if before is not None and not before.equals(told):
+                    raise ProtocolError(
+                        "expected one distribution for all draws after a prefix, got another one "
+                        "than was told before"
+                    )
+        for above, count in new.items():
+            most = self._most_draws
+            if self._counts_paths and above is not self.root:
+                most = above.multiplicity
+            held = [one for one in above.children if id(one) not in self._foreign]
+            total = count + sum(one.multiplicity for one in held)
+            if total > most:
+                raise ProtocolError(
+                    f"expected at most {most} draws after a prefix, as granted, got {total}"
+                )
+
+    def _held_child(self, parent: Node, token_id: int, used: Collection[int]) -> Node | None:
+        """The first child with this token whose id is not in `used`."""
+        for child in parent.children:
+            if child.token_id == token_id and id(child) not in used:
+                return child
+        return None
 
     def _add_child(self, parent: Node, token_id: int, leads: bool) -> Node:
         prefix_hash = extend_hash(parent.prefix_hash, token_id)

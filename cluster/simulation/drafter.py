@@ -160,7 +160,7 @@ class SimulatedDrafter:
         for one in news:
             proposals = tuple(one.proposals)
             self.meter.drafted += sum([len(draft.token_ids) for draft in proposals])
-            declined = tuple([sequence_id for sequence_id, _ in one.declined])
+            declined = tuple([refusal.sequence_id for refusal in one.declined])
             self._listeners[one.session](DraftAnswer(proposals, declined, seconds))
         pause_ms = self._costs.pause_ms + self._costs.draft_ms * sum(
             len(one.proposals) for one in news
@@ -174,18 +174,20 @@ class SimulatedDrafter:
             match one:
                 case SendOutcome():
                     told = [TopTokens(top.token_id, top.top_ids) for top in one.top_tokens]
-                    session.outcome(one.sequence_id, one.position, one.token_ids, told)
+                    refusal = session.outcome(one.sequence_id, one.position, one.token_ids, told)
+                    if refusal is not None:
+                        declined.append(one.sequence_id)
                 case Grant():
                     session.grant(one.sequence_id, tree.Grant(*_grant_fields(one)))
                 case OpenDraft():
-                    reason = session.open(
+                    refusal = session.open(
                         one.sequence_id,
                         one.spec,
                         one.token_ids,
                         stopping=one.stopping,
                         tenant=one.tenant,
                     )
-                    if reason is not None:
+                    if refusal is not None:
                         declined.append(one.sequence_id)
                 case CloseDraft():
                     session.close(one.sequence_id)

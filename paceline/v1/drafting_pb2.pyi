@@ -159,10 +159,15 @@ class OpenSequence(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DRAFTING_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    TARGET_VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     tenant: _builtins.str
     """Whose requests share what the drafter learns (recycling tables) and computes (KV of equal
     prefixes). Empty: everybody's.
+    """
+    target_vocab_size: _builtins.int
+    """Number of token ids of the target: the drafter proposes none at or above it. A model of a larger
+    vocabulary draws from its distribution over the ids below, divided by their sum. 0: any id.
     """
     @_builtins.property
     def spec(self) -> _types_pb2.SequenceSpec: ...
@@ -180,10 +185,11 @@ class OpenSequence(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         drafting: Global___DraftingParams | None = ...,
         tenant: _builtins.str = ...,
+        target_vocab_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "sequence_id", b"sequence_id", "spec", b"spec", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafting", b"drafting", "sequence_id", b"sequence_id", "spec", b"spec", "target_vocab_size", b"target_vocab_size", "tenant", b"tenant", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,6 +375,13 @@ Global___DraftResponse: _TypeAlias = DraftResponse  # noqa: Y015
 class ProposalBatch(_message.Message):
     """What one forward pass of the drafter produced. `proposals` come before `tips`: what those
     continue may be there.
+
+    A batch has at most 2048 entries, and a response at most 256 KiB. A drafter sends more than that
+    in several responses, of which the first tells of the pass and the others have proposals alone. A
+    tip is an entry. A proposal is one, and so are each of its tokens and each value of its
+    stopping_state; each of its distributions is 8, and one more for every 16 pairs. A driver that gets
+    more, or more entries in all than it granted candidates for, uses this drafter no more until its
+    process is started again.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -530,7 +543,7 @@ class Proposal(_message.Message):
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The stopping rule's state by name, for the metrics of the request. Told once after an outcome;
-        left out: as it was told last.
+        left out: as it was told last. At most 16 finite numbers, whose names have at most 64 characters.
         """
 
     def __init__(
@@ -555,25 +568,31 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Declined(_message.Message):
-    """The drafter will not draft for this sequence: it is full, or the prompt exceeds its context. It may
-    say so when the sequence is opened or at any time after; the sequence is closed then.
+    """The drafter will not draft for this sequence: it is full, the prompt exceeds its context, or a token
+    is not in its vocabulary. It may say so when the sequence is opened or at any time after; the
+    sequence is closed then. A driver may open it again some seconds later.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    FOR_GOOD_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     reason: _builtins.str
+    """For the log, which cuts it at 200 characters."""
+    for_good: _builtins.bool
+    """It would decline the sequence again whenever it were asked."""
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         reason: _builtins.str = ...,
+        for_good: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_good", b"for_good", "reason", b"reason", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,13 @@ from paceline.sampling import SequenceSpec
 from paceline.value import value_class
 from workers.drafting.nodes import PIECE, Kept, NewNodes
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import Draft, DrafterInfo, Proposer, TopTokens
+from workers.drafting.proposer import (
+    Draft,
+    Pass,
+    Proposer,
+    TopTokens,
+    reason_of_failure,
+)
 from workers.drafting.rhythm import Rhythm
 from workers.drafting.telling import proposals_of
 from workers.drafting.tree import DraftTree, Grant
@@ -25,13 +31,22 @@ _SLOW_CHANGE = 0.8
 
 
 @value_class(frozen=True, slots=True)
+class Declined:
+    """A sequence that is closed now, and why. `for_good`: it would be declined again."""
+
+    sequence_id: int
+    reason: str
+    for_good: bool = False
+
+
+@value_class(frozen=True, slots=True)
 class SessionNews:
-    """What a pass gave for one session. `declined`: sequences that are closed now, and why."""
+    """What a pass gave for one session."""
 
     session: DraftingSession
     tokens_fed: int
     proposals: list[Proposal] = field(default_factory=list)
-    declined: list[tuple[int, str]] = field(default_factory=list)
+    declined: list[Declined] = field(default_factory=list)
 
 
 class DraftingSession:
@@ -54,10 +69,14 @@ class DraftingSession:
         spec: SequenceSpec,
         token_ids: Sequence[int],
         *,
+        vocab_size: int | None = None,
         stopping: Stopping = Stopping.FIXED,
         tenant: str = "",
-    ) -> str | None:
-        """Begin a sequence, replacing an open one. Returns why it is declined, or None."""
+    ) -> Declined | None:
+        """Begin a sequence, replacing an open one; None: it is open.
+
+        `vocab_size`: token ids that its target has, None: any.
+        """
         self.close(sequence_id)
         self._desk.changed()
         if not 1 <= spec.prompt_length <= len(token_ids):
@@ -65,21 +84,27 @@ class DraftingSession:
                 f"open.spec.prompt_length: expected 1 to {len(token_ids)}, the number of tokens, "
                 f"got {spec.prompt_length}"
             )
-        _check_vocabulary("open", token_ids, self._desk.info)
-        reason = self._desk.reason_to_decline(len(token_ids), spec)
-        if reason is not None:
-            return reason
+        never = self._desk.reason_never_to_take(token_ids, spec)
+        if never is not None:
+            return Declined(sequence_id, never, for_good=True)
+        if self._desk.is_full:
+            most = self._desk.max_sequences
+            reason = f"{most} sequences are open, the most that this drafter takes"
+            return Declined(sequence_id, reason)
         tree = DraftTree(
             spec,
             token_ids,
             max_position=self._desk.info.max_position,
+            vocab_size=vocab_size,
             stopping=stopping,
             tenant=tenant,
         )
         try:
             self._desk.proposer.open(tree)
         except OverloadedError as error:
-            return f"the drafter's KV memory is full: {error}"
+            return Declined(sequence_id, f"the drafter's KV memory is full: {error}")
+        except Exception as error:
+            return Declined(sequence_id, reason_of_failure(error))
         self.trees[sequence_id] = tree
         if not tree.is_settled:
             self._desk.opening.append(tree)
@@ -91,22 +116,35 @@ class DraftingSession:
         position: int,
         token_ids: Sequence[int],
         top_tokens: Sequence[TopTokens] = (),
-    ) -> None:
-        """Commit tokens; the subtree that agrees stays. Without tokens: learn from `top_tokens`."""
+    ) -> Declined | None:
+        """Commit tokens; the subtree that agrees stays. Without tokens: learn from `top_tokens`.
+
+        The refusal, if it cannot go on.
+        """
         if not (token_ids or top_tokens):
             raise ProtocolError("outcome.token_ids: expected at least one token")
         tree = self.trees.get(sequence_id)
-        if not token_ids:
-            if tree is not None and self._desk.info.wants_top_tokens:
-                unchanged = Kept((), (), tuple(range(1, tree.num_nodes + 1)), agreed=True)
-                self._desk.proposer.committed(tree, unchanged, top_tokens)
-            return
-        _check_vocabulary("outcome", token_ids, self._desk.info)
-        if tree is not None:
+        if tree is None or not (token_ids or self._desk.info.wants_top_tokens):
+            return None
+        if token_ids:
             self._had_outcome = True
             self._desk.changed()
-            kept = tree.outcome(position, token_ids)
+        foreign = self._desk.reason_not_to_know(token_ids)
+        if foreign is not None:
+            self.close(sequence_id)
+            return Declined(sequence_id, foreign, for_good=True)
+        try:
+            if token_ids:
+                kept = tree.outcome(position, token_ids)
+            else:
+                kept = Kept((), (), tuple(range(1, tree.num_nodes + 1)), agreed=True)
             self._desk.proposer.committed(tree, kept, top_tokens)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            self.close(sequence_id)
+            return Declined(sequence_id, reason_of_failure(error))
+        return None
 
     def grant(self, sequence_id: int, grant: Grant) -> None:
         """Leave to draft; replaces the grant before."""
@@ -148,7 +186,7 @@ class DraftingDesk:
     def __init__(self, proposer: Proposer, *, max_sequences: int) -> None:
         self.proposer = proposer
         self.info = proposer.info
-        self._max_sequences = max_sequences
+        self.max_sequences = max_sequences
         self._sessions: list[DraftingSession] = []
         self._pass_ms = 0.0
         self._drafted_only = False
@@ -168,11 +206,12 @@ class DraftingDesk:
         return session
 
     def close_session(self, session: DraftingSession) -> None:
-        """Forget a stream and everything kept for it."""
+        """Forget a stream and everything kept for it. Closing it twice is no error."""
+        if session in self._sessions:
+            self._sessions.remove(session)
+        self.changed()
         for sequence_id in list(session.trees):
             session.close(sequence_id)
-        self._sessions.remove(session)
-        self.changed()
 
     @property
     def has_work(self) -> bool:
@@ -186,8 +225,24 @@ class DraftingDesk:
         """How many sequences are open, those of all streams together."""
         return sum(len(session.trees) for session in self._sessions)
 
-    def reason_to_decline(self, num_tokens: int, spec: SequenceSpec) -> str | None:
-        """Why a sequence of so many tokens is not taken, or None."""
+    @property
+    def is_full(self) -> bool:
+        """Whether no further sequence can be opened."""
+        return self.num_open >= self.max_sequences
+
+    def reason_not_to_know(self, token_ids: Sequence[int]) -> str | None:
+        """Why nothing can be drafted after these tokens, or None.
+
+        A target's vocabulary may be larger, though the tokenizer is the same: it is padded.
+        """
+        known = self.info.vocab_size
+        if not known or max(token_ids, default=0) < known:
+            return None
+        return f"token id {max(token_ids)} is not in the drafter's vocabulary of {known}"
+
+    def reason_never_to_take(self, token_ids: Sequence[int], spec: SequenceSpec) -> str | None:
+        """Why a sequence with these tokens cannot be drafted for at all, or None."""
+        num_tokens = len(token_ids)
         if spec.rule not in self.info.rules:
             served = ", ".join(sorted(repr(rule.value) for rule in self.info.rules))
             return (
@@ -196,9 +251,7 @@ class DraftingDesk:
             )
         if num_tokens >= self.info.max_position:
             return f"{num_tokens} tokens leave no room in a context of {self.info.max_position}"
-        if self.num_open >= self._max_sequences:
-            return f"{self._max_sequences} sequences are open, the most that this drafter takes"
-        return None
+        return self.reason_not_to_know(token_ids)
 
     def hold_until(self, now: float) -> float | None:
         """Until when the next pass is better held back for the outcomes that are about to come.
@@ -221,19 +274,18 @@ class DraftingDesk:
 
     def run_pass(self) -> list[SessionNews]:
         """Draft once for every sequence that has room."""
-        settled_some = self._settle_some()
+        failures = Pass()
+        settled_some = self._settle_some(failures)
         everyone = list(self._all_trees())
         first_new = {tree: len(tree.tokens) for _, tree in self._ready_trees()}
-        ready = list(first_new)
         self.changed()
-        for tree in ready:
-            known = self.proposer.known(tree)
-            if known.token_ids:
-                tree.extend(known)
+        self._extend_by_what_is_known(list(first_new), failures)
+        failed = dict(failures.declined)
+        ready = [tree for tree in first_new if tree not in failed]
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
         drafts = {draft.tree: draft for draft in result.drafts}
         self._drafted_only = result.tokens_fed > 0 and not (result.prefilled or settled_some)
-        declined = dict(result.declined)
+        declined = failed | dict(result.declined)
         took_part = set(result.took_part)
         news: dict[DraftingSession, SessionNews] = {}
         for session, sequence_id, tree in everyone:
@@ -248,28 +300,46 @@ class DraftingDesk:
             if mine is None:
                 mine = news[session] = SessionNews(session, result.tokens_fed)
             if declined and tree in declined:
-                mine.declined.append((sequence_id, declined[tree]))
+                mine.declined.append(Declined(sequence_id, declined[tree]))
                 session.close(sequence_id)
             elif draft is not None:
                 first = len(tree.tokens) if first is None else first
-                mine.proposals.extend(proposals_of(sequence_id, draft, first))
+                try:
+                    mine.proposals.extend(proposals_of(sequence_id, draft, first))
+                except Exception as error:
+                    mine.declined.append(Declined(sequence_id, reason_of_failure(error)))
+                    session.close(sequence_id)
         return list(news.values())
 
-    def _settle_some(self) -> bool:
+    def _settle_some(self, failures: Pass) -> bool:
         """Take in a piece of the long texts that were opened; whether there were any."""
+        if not self.opening:
+            return False
         left = PIECE
-        while self.opening and left:
-            tree = self.opening[0]
+        for tree in list(self.opening):
             count = min(left, tree.num_committed - tree.num_settled)
-            self.proposer.settle(tree, count)
+            try:
+                self.proposer.settle(tree, count)
+            except Exception as error:
+                failures.fail(tree, error)
+                continue
             tree.settle(count)
             left -= count
-            if tree.is_settled:
-                del self.opening[0]
-        if left == PIECE:
-            return False
+            if not tree.is_settled:
+                break
+            self.opening.remove(tree)
         self.changed()
         return True
+
+    def _extend_by_what_is_known(self, trees: Sequence[DraftTree], failures: Pass) -> None:
+        """Add nodes that need no pass."""
+        for tree in trees:
+            try:
+                known = self.proposer.known(tree)
+                if known.token_ids:
+                    tree.extend(known)
+            except Exception as error:
+                failures.fail(tree, error)
 
     def pass_took(self, milliseconds: float) -> None:
         """How long the pass before took: the price of drafting. Prefill does not count."""
@@ -301,10 +371,3 @@ class DraftingDesk:
         for session in self._sessions:
             for sequence_id, tree in session.trees.items():
                 yield session, sequence_id, tree
-
-
-def _check_vocabulary(name: str, token_ids: Sequence[int], info: DrafterInfo) -> None:
-    if info.vocab_size and max(token_ids) >= info.vocab_size:
-        raise ProtocolError(
-            f"{name}.token_ids: expected ids below {info.vocab_size}, got {max(token_ids)}"
-        )

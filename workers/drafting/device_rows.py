@@ -18,9 +18,26 @@ from workers.engine.cuda.staging import to_device, to_host
 from workers.row_params import Row
 from workers.verification.distribution import check_likeliest
 
+Failure = tuple[DraftTree, Exception]
+_Fed = tuple[DraftTree, Growth, int]
 
-def expand_on_device(logits_TV: Tensor, fed: Sequence[tuple[DraftTree, Growth, int]]) -> None:
-    """Expand the node of each row. Waits for the device, once."""
+
+def expand_on_device(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
+    """Expand the node of each row; what failed with one tree alone.
+
+    Waits for the device, once for each number of token ids that targets have.
+    """
+    sizes = {tree.vocab_size for tree, _, _ in fed}
+    if len(sizes) == 1:
+        return _expand(logits_TV[:, : fed[0][0].vocab_size], fed)
+    failures: list[Failure] = []
+    for size in sizes:
+        rows = [row for row, (tree, _, _) in enumerate(fed) if tree.vocab_size == size]
+        failures += _expand(_pick(logits_TV, rows)[:, :size], [fed[row] for row in rows])
+    return failures
+
+
+def _expand(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
     drawn = [row for row, (_, growth, _) in enumerate(fed) if growth.needs_token_alone]
     copied = [row for row, (_, growth, _) in enumerate(fed) if not growth.needs_token_alone]
     wanted: list[Tensor] = []
@@ -30,14 +47,24 @@ def expand_on_device(logits_TV: Tensor, fed: Sequence[tuple[DraftTree, Growth, i
     if copied:
         wanted.append(_pick(logits_TV, copied))
     copies = to_host(*wanted) if wanted else []
+    failures: list[Failure] = []
     if drawn:
         for row, token_id, largest in zip(
             drawn, copies[0].tolist(), copies[1].tolist(), strict=True
         ):
-            check_likeliest(token_id, largest, logits_TV.shape[1])
-            fed[row][1].expand_chain(fed[row][2], token_id)
+            tree, growth, node = fed[row]
+            try:
+                check_likeliest(token_id, largest, logits_TV.shape[1])
+                growth.expand_chain(node, token_id)
+            except Exception as error:
+                failures.append((tree, error))
     for row, logits_V in zip(copied, copies[-1] if copied else (), strict=True):
-        fed[row][1].expand(fed[row][2], logits_V)
+        tree, growth, node = fed[row]
+        try:
+            growth.expand(node, logits_V)
+        except Exception as error:
+            failures.append((tree, error))
+    return failures
 
 
 def _pick(logits_TV: Tensor, rows: list[int]) -> Tensor:

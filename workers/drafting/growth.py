@@ -95,11 +95,16 @@ class Growth:
         return NewNodes(token_ids, (leaf,))
 
     def expand(self, node: int, logits_V: torch.Tensor) -> None:
-        """Draw the candidates under a node that was fed. The logits are on the CPU."""
+        """Draw the candidates under a node that was fed. The logits are on the CPU.
+
+        Of token ids that the target lacks there are none: all that is drawn and told is of the
+        distribution over the others.
+        """
         # torch is there where logits are; where tokens are drawn elsewhere it need not be.
         from workers.drafting.draw import draw_children, draw_one, draw_paths
 
         tree = self._tree
+        logits_V = logits_V[: tree.vocab_size]
         prefix = tree.prefix(node)
         _, prefix_hash = tree.base(node)
         if self.as_chain:

@@ -83,7 +83,7 @@ class ModelProposer:
                 sequence.adopt(tree.committed)
             # Its own blocks it takes with its first slice: what it shares may be there by then.
             sequence.check_room(tree.num_committed)
-        except OverloadedError:
+        except BaseException:
             self._cache.close(tree)
             raise
         stopper = Stopper(tree.stopping, self._stopping)
@@ -117,15 +117,18 @@ class ModelProposer:
         result = Pass()
         turns = self._choose(trees, result, pass_ms)
         fed = [turn for turn in turns if turn.piece is not None]
-        if fed:
-            self._feed(fed, result)
+        failed = self._feed(fed, result) if fed else set()
         for turn in turns:
             result.took_part.append(turn.tree)
-            if turn.nodes or turn.piece is None:
-                self._harvest(turn, result, pass_ms)
+            if turn.tree not in failed and (turn.nodes or turn.piece is None):
+                try:
+                    self._harvest(turn, result, pass_ms)
+                except Exception as error:
+                    result.fail(turn.tree, error)
         return result
 
-    def _feed(self, turns: Sequence[_Turn], result: Pass) -> None:
+    def _feed(self, turns: Sequence[_Turn], result: Pass) -> set[DraftTree]:
+        """Run the model and draw from its logits; the trees for which that failed."""
         logits_TV = self._engine.step([turn.piece for turn in turns if turn.piece is not None])
         result.sequences_fed = len(turns)
         fed: list[tuple[DraftTree, Growth, int]] = []
@@ -136,11 +139,18 @@ class ModelProposer:
             self._offer(held.kv)
             result.tokens_fed += len(turn.piece.token_ids)
             fed += [(turn.tree, held.growth, node) for node in turn.nodes]
-        if logits_TV.device.type == "cpu":
-            for row, (_, growth, node) in enumerate(fed):
-                growth.expand(node, logits_TV[row])
+        failed: dict[DraftTree, Exception] = {}
+        if logits_TV.device.type != "cpu":
+            failed = dict(expand_on_device(logits_TV, fed)) if fed else {}
         else:
-            expand_on_device(logits_TV, fed)
+            for row, (tree, growth, node) in enumerate(fed):
+                try:
+                    growth.expand(node, logits_TV[row])
+                except Exception as error:
+                    failed[tree] = error
+        for tree, why in failed.items():
+            result.fail(tree, why)
+        return set(failed)
 
     def _harvest(self, turn: _Turn, result: Pass, pass_ms: float) -> None:
         held = self._held[turn.tree]
@@ -176,13 +186,17 @@ class ModelProposer:
         prefilling: list[DraftTree] = []
         for tree in trees:
             held = self._held[tree]
-            held.kv.forget_unstored()
-            nodes = held.growth.to_feed(pass_ms=pass_ms)
+            try:
+                held.kv.forget_unstored()
+                nodes = held.growth.to_feed(pass_ms=pass_ms)
+                if self._shares_prefixes and nodes == [ROOT]:
+                    held.kv.adopt(tree)
+            except Exception as error:
+                result.fail(tree, error)
+                continue
             if not nodes:
                 turns.append(_Turn(tree, None, []))
                 continue
-            if self._shares_prefixes and nodes == [ROOT]:
-                held.kv.adopt(tree)
             if held.kv.missing(tree) <= SHORT:
                 self._take(turns, result, tree, nodes, limit=None)
             else:
@@ -217,5 +231,8 @@ class ModelProposer:
                 piece = kv.committed_slice(tree, limit=limit)
         except OverloadedError as error:
             result.declined.append((tree, f"the drafter's KV memory is full: {error}"))
+            return
+        except Exception as error:
+            result.fail(tree, error)
             return
         turns.append(_Turn(tree, piece, nodes if piece.num_logits else []))

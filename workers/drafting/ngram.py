@@ -48,7 +48,10 @@ class NgramProposer(TakesNoTime):
         for tree in trees:
             forked = tree.grant.branches > 1 or not tree.is_chain
             draft = _copy_branches if forked else _copy_chain
-            result.drafts.append(draft(tree, self._indices[tree]))
+            try:
+                result.drafts.append(draft(tree, self._indices[tree]))
+            except Exception as error:
+                result.fail(tree, error)
         return result
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,6 +11,8 @@ from paceline.rules import Rule
 from paceline.value import value_class
 from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.tree import DraftTree
+
+_log = logging.getLogger(__name__)
 
 ANY_POSITION = (1 << 32) - 1
 """The `max_position` of a drafter without memory of positions."""
@@ -73,6 +76,16 @@ class Pass:
     tokens_fed: int = 0
     prefilled: bool = False
 
+    def fail(self, tree: DraftTree, error: Exception) -> None:
+        """Decline a tree whose own drafting raised an error; the others go on."""
+        self.declined.append((tree, reason_of_failure(error)))
+
+
+def reason_of_failure(error: Exception) -> str:
+    """Log what went wrong with one sequence; why it is declined."""
+    _log.error("drafting for a sequence failed; it is declined", exc_info=error)
+    return f"drafting for it failed: {error!r}"
+
 
 class Proposer(Protocol):
     """Grows open trees. It reads them and leaves their changes to the caller."""
@@ -113,6 +126,8 @@ class Proposer(Protocol):
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         """Draft for `trees`, each of which is open and ready, within their grants.
+
+        What goes wrong with one tree alone is noted (Pass.fail); what concerns all is raised.
 
         A draft adds at most `tree.nodes_left` nodes, none to a parent whose `tree.room` is 0. A
         ready tree for which it can add nothing must be given a draft that says so (`last` or

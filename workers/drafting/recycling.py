@@ -20,6 +20,9 @@ from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, Ta
 from workers.drafting.recycled_rows import ROW_LENGTH, Row, RowChances, RowTable
 from workers.drafting.tree import DraftTree
 
+_Learner = tuple[str, int | None]
+"""A tenant, and how many token ids the target has: one has no use for what another says."""
+
 MAX_TREE_NODES = 80
 MAX_TABLES = 64
 """Tenants whose rows are kept; of more, those that opened a sequence longest ago are forgotten."""
@@ -33,7 +36,7 @@ class RecyclingProposer(TakesNoTime):
     """Follows the rows of a tenant's table. A draft is complete: the next one needs an outcome."""
 
     def __init__(self) -> None:
-        self._tables: OrderedDict[str, RowTable] = OrderedDict()
+        self._tables: OrderedDict[_Learner, RowTable] = OrderedDict()
         self._table_of: dict[DraftTree, RowTable] = {}
         self._chances = RowChances()
 
@@ -43,8 +46,9 @@ class RecyclingProposer(TakesNoTime):
         return DrafterInfo("recycling", "", 0, b"", ANY_POSITION, rules, wants_top_tokens=True)
 
     def open(self, tree: DraftTree) -> None:
-        table = self._tables.setdefault(tree.tenant, RowTable())
-        self._tables.move_to_end(tree.tenant)
+        learner = (tree.tenant, tree.vocab_size)
+        table = self._tables.setdefault(learner, RowTable())
+        self._tables.move_to_end(learner)
         if len(self._tables) > MAX_TABLES:
             self._tables.popitem(last=False)
         self._table_of[tree] = table
@@ -64,15 +68,21 @@ class RecyclingProposer(TakesNoTime):
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         result = Pass(took_part=list(trees))
         for tree in trees:
-            forked = tree.grant.branches > 1 or not tree.is_chain
-            follow = _follow_best if forked else _follow_first
-            price = _price(tree)
-            new, gain = follow(tree, self._table_of[tree], self._chances, price)
-            state = {}
-            if tree.stopping is Stopping.COST:
-                state = {"gain": gain, "price": price, "acceptance_rate": self._chances.first}
-            result.drafts.append(Draft(tree, new, last=True, stopping_state=state))
+            try:
+                result.drafts.append(self._draft(tree))
+            except Exception as error:
+                result.fail(tree, error)
         return result
+
+    def _draft(self, tree: DraftTree) -> Draft:
+        forked = tree.grant.branches > 1 or not tree.is_chain
+        follow = _follow_best if forked else _follow_first
+        price = _price(tree)
+        new, gain = follow(tree, self._table_of[tree], self._chances, price)
+        state = {}
+        if tree.stopping is Stopping.COST:
+            state = {"gain": gain, "price": price, "acceptance_rate": self._chances.first}
+        return Draft(tree, new, last=True, stopping_state=state)
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
         assert set(self._table_of) == set(trees), "a sequence was leaked or lost"

@@ -30,8 +30,8 @@ class Grant:
 class DraftTree(NodeTree):
     """The nodes of a sequence, within its spec and its grant.
 
-    `max_position`: no token is drafted at or beyond it. `tenant`: whose requests may share what
-    is learned.
+    `max_position`: no token is drafted at or beyond it. `vocab_size`: no token id at or above it is
+    drafted, None: any may be. `tenant`: whose requests may share what is learned.
     """
 
     def __init__(
@@ -40,11 +40,13 @@ class DraftTree(NodeTree):
         token_ids: Sequence[int],
         *,
         max_position: int,
+        vocab_size: int | None = None,
         stopping: Stopping = Stopping.FIXED,
         tenant: str = "",
     ) -> None:
         super().__init__(token_ids, prompt_length=spec.prompt_length)
         self.spec = spec
+        self.vocab_size = vocab_size
         self.stopping = stopping
         self.tenant = tenant
         self.max_position = max_position

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from paceline.convert import ANY_VOCABULARY, spec_from_wire, stopping_from_wire
+from paceline.convert import spec_from_wire, stopping_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.rules import MAX_PROPOSED
+from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, types_pb2
 from workers.draft_probs_wire import distributions_to_wire
-from workers.drafting.desk import DraftingSession, SessionNews
+from workers.drafting.batch_size import in_batches
+from workers.drafting.desk import Declined, DraftingSession, SessionNews
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import TopTokens
 from workers.drafting.tree import Grant
@@ -21,7 +24,7 @@ def apply_request(
     """Apply one message. Returns refusals; raises ProtocolError naming the field that is wrong."""
     if not request.HasField("batch"):
         declined = _apply_one(session, request)
-        return [] if declined is None else [declined]
+        return [] if declined is None else [_declined(declined)]
     if not request.batch.requests:
         raise ProtocolError("batch.requests: expected at least one")
     answers = []
@@ -30,16 +33,14 @@ def apply_request(
             answers.append(_apply_one(session, one))
         except ProtocolError as error:
             raise ProtocolError(f"batch.requests[{index}].{error}") from None
-    return [declined for declined in answers if declined is not None]
+    return [_declined(declined) for declined in answers if declined is not None]
 
 
-def _apply_one(
-    session: DraftingSession, request: drafting_pb2.DraftRequest
-) -> drafting_pb2.Declined | None:
+def _apply_one(session: DraftingSession, request: drafting_pb2.DraftRequest) -> Declined | None:
     kind = request.WhichOneof("message")
     if kind == "outcome":
         outcome = request.outcome
-        session.outcome(
+        return session.outcome(
             outcome.sequence_id,
             outcome.position,
             list(outcome.token_ids),
@@ -77,50 +78,72 @@ def _grant(message: drafting_pb2.Grant) -> Grant:
     )
 
 
-def _open(
-    session: DraftingSession, message: drafting_pb2.OpenSequence
-) -> drafting_pb2.Declined | None:
+def _open(session: DraftingSession, message: drafting_pb2.OpenSequence) -> Declined | None:
     try:
-        spec = spec_from_wire(message.spec, vocab_size=session.vocab_size or ANY_VOCABULARY)
+        spec = spec_from_wire(message.spec)
     except InvalidRequestError as error:
         raise ProtocolError(f"open.spec.{error}") from error
     try:
         stopping = stopping_from_wire(message.drafting.stopping)
     except InvalidRequestError as error:
         raise ProtocolError(f"open.drafting.{error}") from error
-    reason = session.open(
+    target_size = message.target_vocab_size or None
+    known = min((one for one in (session.vocab_size, target_size) if one), default=None)
+    return session.open(
         message.sequence_id,
-        spec,
+        spec if known is None else _within(spec, known),
         list(message.token_ids),
+        vocab_size=target_size,
         stopping=stopping,
         tenant=message.tenant,
     )
-    if reason is None:
-        return None
-    return drafting_pb2.Declined(sequence_id=message.sequence_id, reason=reason)
+
+
+def _within(spec: SequenceSpec, vocab_size: int) -> SequenceSpec:
+    """What a spec says of the token ids that can be drafted. It names others too, of the target's.
+
+    No distribution here has these, so a bias on them changes nothing, nor can they end a draft.
+    """
+    biases, end_token_ids = spec.sampling.logit_bias, spec.end_token_ids
+    if max((*biases, *end_token_ids), default=0) < vocab_size:
+        return spec
+    kept = {token_id: bias for token_id, bias in biases.items() if token_id < vocab_size}
+    return replace(
+        spec,
+        sampling=replace(spec.sampling, logit_bias=kept),
+        end_token_ids=tuple(one for one in end_token_ids if one < vocab_size),
+    )
+
+
+def _declined(declined: Declined) -> drafting_pb2.Declined:
+    return drafting_pb2.Declined(
+        sequence_id=declined.sequence_id, reason=declined.reason, for_good=declined.for_good
+    )
 
 
 def to_responses(
     news: SessionNews, pass_seconds: float, *, overrun_seconds: float = 0.0
 ) -> list[drafting_pb2.DraftResponse]:
-    """What a pass gave for one stream: a batch, then what it had to decline."""
+    """What a pass gave for one stream: a batch, or several, then what it had to decline."""
     tips, others = _split(news.proposals)
-    batch = drafting_pb2.ProposalBatch(
-        proposals=[_proposal(proposal) for proposal in others],
-        tips=[
-            _tips(tips[start : start + MAX_PROPOSED]) for start in range(0, len(tips), MAX_PROPOSED)
-        ],
-        pass_seconds=pass_seconds,
-        tokens_fed=news.tokens_fed,
-        overrun_seconds=overrun_seconds,
-    )
-    declined = [
-        drafting_pb2.DraftResponse(
-            declined=drafting_pb2.Declined(sequence_id=sequence_id, reason=reason)
-        )
-        for sequence_id, reason in news.declined
+    told = [_proposal(proposal) for proposal in others]
+    columns = [
+        _tips(tips[start : start + MAX_PROPOSED]) for start in range(0, len(tips), MAX_PROPOSED)
     ]
-    return [drafting_pb2.DraftResponse(proposals=batch), *declined]
+    batches = [
+        drafting_pb2.ProposalBatch(
+            proposals=[one for one in part if isinstance(one, drafting_pb2.Proposal)],
+            tips=[one for one in part if isinstance(one, drafting_pb2.Tips)],
+        )
+        for part in in_batches([*told, *columns])
+    ]
+    batches[0].pass_seconds = pass_seconds
+    batches[0].tokens_fed = news.tokens_fed
+    batches[0].overrun_seconds = overrun_seconds
+    answers = [drafting_pb2.DraftResponse(proposals=batch) for batch in batches]
+    return answers + [
+        drafting_pb2.DraftResponse(declined=_declined(declined)) for declined in news.declined
+    ]
 
 
 def _split(proposals: Sequence[Proposal]) -> tuple[Sequence[Proposal], Sequence[Proposal]]:

@@ -101,6 +101,11 @@ class ReplayProposer:
                 f"an emulated drafter has no logits to stop by: expected the stopping rule fixed, "
                 f"got {tree.stopping.value}"
             )
+        if tree.vocab_size is not None and tree.vocab_size < self._text.vocab_size:
+            raise OverloadedError(
+                f"an emulated drafter guesses among all its {self._text.vocab_size} token ids, and "
+                f"the target has {tree.vocab_size}"
+            )
         growth = Growth(tree, self._chances, Stopper(tree.stopping, self._stopping))
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
 
@@ -129,19 +134,23 @@ class ReplayProposer:
         for tree in trees:
             held = self._held[tree]
             growth = held.growth
-            nodes = growth.to_feed(pass_ms=pass_ms)
-            if nodes:
-                batch += 1
-                fed, held.num_unfed = held.num_unfed, 0
-                result.tokens_fed += fed if fed > len(nodes) else len(nodes)
-            if nodes and growth.needs_token_alone:
-                digest = self._leaf_reader(tree, held, nodes[0]).digest()
-                token_id = text.first_guess(digest, tree.spec, guess)
-                new = growth.lengthen(nodes[0], token_id)
-            else:
-                for node in nodes:
-                    self._expand(tree, held, node)
-                new = growth.harvest(nodes, pass_ms=pass_ms)
+            try:
+                nodes = growth.to_feed(pass_ms=pass_ms)
+                if nodes:
+                    batch += 1
+                    fed, held.num_unfed = held.num_unfed, 0
+                    result.tokens_fed += fed if fed > len(nodes) else len(nodes)
+                if nodes and growth.needs_token_alone:
+                    digest = self._leaf_reader(tree, held, nodes[0]).digest()
+                    token_id = text.first_guess(digest, tree.spec, guess)
+                    new = growth.lengthen(nodes[0], token_id)
+                else:
+                    for node in nodes:
+                        self._expand(tree, held, node)
+                    new = growth.harvest(nodes, pass_ms=pass_ms)
+            except Exception as error:
+                result.fail(tree, error)
+                continue
             if new.token_ids:
                 drafts.append(Draft(tree, new))
             elif not nodes:

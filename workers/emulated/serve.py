@@ -56,6 +56,7 @@ async def serve_replay_drafter(
         drafter = Drafter(clock)
         server = await start_server(drafter.add_to, host=host)
         server.on_stop(drafter.end)
+        drafter.on_failure(server.fail)
         proposer = ReplayProposer(
             info.max_model_len,
             profile,

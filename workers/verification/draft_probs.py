@@ -35,6 +35,13 @@ class SparseProbs:
         probs_M = self.probs_M.astype(np.float64)
         return DraftDistribution(self.token_ids_M, probs_M / probs_M.sum())
 
+    def equals(self, other: SparseProbs) -> bool:
+        """Whether the pairs are the same."""
+        return self is other or (
+            np.array_equal(self.token_ids_M, other.token_ids_M)
+            and np.array_equal(self.probs_M, other.probs_M)
+        )
+
     def check(self, *, vocab_size: int, node: int) -> None:
         """Raise ProtocolError where these are not the probabilities of some tokens."""
         ids, probs = self.token_ids_M, self.probs_M

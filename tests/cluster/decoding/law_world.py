@@ -177,10 +177,11 @@ class LawWorld:
                     self.text.extend(token_ids)
                 case Finish():
                     self._finished = True
-                case OpenDraft(_, sequence_id, spec, token_ids, stopping):
-                    assert (
-                        self._session.open(sequence_id, spec, token_ids, stopping=stopping) is None
+                case OpenDraft(_, sequence_id, spec, token_ids, stopping, _, vocab_size):
+                    declined = self._session.open(
+                        sequence_id, spec, token_ids, stopping=stopping, vocab_size=vocab_size
                     )
+                    assert declined is None
                 case SendOutcome(_, sequence_id, position, token_ids):
                     self._session.outcome(sequence_id, position, token_ids)
                 case Grant(_, sequence_id, until, branches, nodes):

@@ -104,7 +104,9 @@ def test_three_malformed_proposals_make_a_drafter_suspect() -> None:
     scheduler = started()
     for _ in range(2):
         assert scheduler.handle(MalformedProposal(0.5, "d")) == []
-    assert scheduler.handle(MalformedProposal(0.5, "d")) == [Suspect("d")]
+    assert scheduler.handle(MalformedProposal(0.5, "d")) == [
+        Suspect("d", "3 of its proposals were malformed")
+    ]
     out = scheduler.handle(verdict(1, 0, 10))
     assert [type(each) for each in out] == [RunStep, Emit], "it goes on plainly"
     assert scheduler.handle(DrafterLost(1, "d")) == []

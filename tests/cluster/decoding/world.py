@@ -82,7 +82,7 @@ class World:
                         assert self.losses >= MOST_LOST_STEPS
                 case WakeAt(time):
                     self.wake_at = time
-                case Suspect(drafter):
+                case Suspect(drafter, _):
                     self.suspects.append(drafter)
                 case _:
                     self.drafters[instruction.drafter].tell(instruction)

@@ -168,9 +168,9 @@ def _run_pass(
             mirror = mirrors[news.session, proposal.sequence_id]
             check(mirror, proposal)
             mirror.take(proposal, desk.info.max_position)
-        for declined, reason in news.declined:
-            assert reason
-            del mirrors[news.session, declined]
+        for declined in news.declined:
+            assert declined.reason
+            del mirrors[news.session, declined.sequence_id]
 
 
 def _drain(
@@ -229,7 +229,10 @@ def test_a_desk_takes_no_more_sequences_than_it_may() -> None:
     first, second = desk.open_session(), desk.open_session()
     assert first.open(1, SPECS[0], [1]) is None
     assert second.open(1, SPECS[0], [1]) is None
-    assert "2 sequences are open" in (second.open(2, SPECS[0], [1]) or "")
+    declined = second.open(2, SPECS[0], [1])
+    assert declined is not None
+    assert "2 sequences are open" in declined.reason
+    assert not declined.for_good
     desk.close_session(first)
     assert second.open(2, SPECS[0], [1]) is None
 

@@ -30,7 +30,7 @@ def _drafts_of_ten(
     while desk.has_work:
         for news in desk.run_pass():
             drafted |= {one.sequence_id: one.token_ids[0] for one in news.proposals}
-            gone |= {number for number, _ in news.declined}
+            gone |= {one.sequence_id for one in news.declined}
         most = max(most, _blocks_held(desk))
         if drafted and orders.random() < 0.3:  # while others wait, are fed, or are through
             number = orders.choice(sorted(session.trees))
@@ -79,7 +79,7 @@ def test_a_prompt_waits_without_blocks_and_is_declined_at_its_turn(long_engine: 
     declined: list[int] = []
     while desk.has_work:
         for news in desk.run_pass():
-            declined += [number for number, reason in news.declined if "KV memory" in reason]
+            declined += [one.sequence_id for one in news.declined if "KV memory" in one.reason]
             if declined == [3]:
                 session.close(0)  # in time for the last one
         desk.check_integrity()

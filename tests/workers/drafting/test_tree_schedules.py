@@ -127,9 +127,9 @@ def _run_pass(random: Random, desk: DraftingDesk, mirrors: dict[int, Mirror]) ->
         for proposal in news.proposals:
             mirrors[proposal.sequence_id].take(proposal)
             mirrors[proposal.sequence_id].check()
-        for declined, reason in news.declined:
-            assert reason
-            del mirrors[declined]
+        for declined in news.declined:
+            assert declined.reason
+            del mirrors[declined.sequence_id]
     desk.pass_took(random.random() * 10)
 
 

@@ -93,9 +93,11 @@ def test_stopping_rules_stop_and_show_their_state(
 def test_a_rule_that_a_drafter_cannot_serve_is_declined_by_name(engine: Engine) -> None:
     spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=1, rule=Rule.ONE_HOT)
     session = DraftingDesk(ModelProposer(engine), max_sequences=1).open_session()
-    reason = session.open(1, spec, [5]) or ""
-    assert "'model'" in reason
-    assert "'one-hot'" in reason
+    declined = session.open(1, spec, [5])
+    assert declined is not None
+    assert declined.for_good
+    assert "'model'" in declined.reason
+    assert "'one-hot'" in declined.reason
 
 
 def test_nodes_go_where_candidates_were_accepted(engine: Engine, fresh: FreshDrafter) -> None:
