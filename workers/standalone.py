@@ -4,7 +4,8 @@
     python -m workers.drafter FOLDER --port 9002
     python -m workers.drafter --kind recycling --port 9003
 
-It prints its address once it serves, and ends on SIGTERM or SIGINT.
+It prints its address once it serves, and ends on SIGTERM or SIGINT; or by itself, with status 70,
+where its device is broken (workers/faults.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ async def _serve(serve: Callable[[], Awaitable[Servers]]) -> None:
     servers = [served] if isinstance(served, RunningServer) else served
     for server in servers:
         typer.echo(server.address)
+    watches = [asyncio.create_task(server.exit_when_broken()) for server in servers]
     await ended.wait()
+    for watch in watches:
+        watch.cancel()
     for server in servers:
         await server.stop()
 

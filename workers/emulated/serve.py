@@ -33,7 +33,9 @@ async def serve_replay_target(
     engine = ReplayEngine(info, profile, text)
     shard = TargetShard(clock=engine.clock)
     shard.begin(engine, engine.verdicts)
-    return await start_server(shard.add_to, host=host, port=port)
+    server = await start_server(shard.add_to, host=host, port=port)
+    shard.on_broken = server.report_broken
+    return server
 
 
 async def serve_replay_drafter(
