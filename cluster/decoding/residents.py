@@ -64,7 +64,6 @@ class Residents:
         self.closes.clear()
         self.leaving.clear()
         for sequence in self.running.values():
-            sequence.lost_steps += sequence.kv.in_flight is not None
             sequence.forget_kv()
             self._give_back(sequence)
         self.running.clear()
@@ -82,12 +81,18 @@ class Residents:
                 "shorten the prompt or max_tokens",
             )
 
+    @property
+    def suspect(self) -> Sequence | None:
+        """The sequence that is tried alone here, if one is (suspects.py)."""
+        suspects = self.waiting.suspects
+        return suspects.first_of(self.running.values()) if suspects else None
+
     def has_room_for(self, sequence: Sequence) -> bool:
         """Whether a sequence that waits could run here now."""
         target = self.target
         if target is None or len(self.running) >= self._max_num_seqs:
             return False
-        if sequence.sequence_id in self.leaving:
+        if sequence.sequence_id in self.leaving or self.suspect is not None:
             return False
         length = sequence.tree.num_committed + sequence.request.window
         # What running prefills will still take is spoken for.

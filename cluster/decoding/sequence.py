@@ -41,8 +41,6 @@ class Sequence:
     # Hashes of its full blocks of committed tokens, as many as were asked for.
     block_keys: list[bytes] = field(default_factory=list)
     cancelled: bool = False
-    # How often its target group was lost in the midst of a step of it, since its last verdict.
-    lost_steps: int = 0
     # Drafting.
     drafter: str | None = None
     helpers: list[str] = field(default_factory=list)
