@@ -19,6 +19,7 @@ from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
 from paceline.errors import RequestFaultError
+from paceline.rules import Rule
 from paceline.value import value_class
 
 
@@ -104,7 +105,7 @@ def take_answer(
             sequence.tree.unpin()
             state.finish(event.now, sequence, FinishReason.CANCELLED, out)
         elif verdict is not None and verdict.error is not None:
-            _fail(state, batching, sequence, verdict.error, out)
+            _fail(state, batching, sequence, part, verdict.error, out)
         elif verdict is None:
             sequence.kv.length = part.start + len(part.token_ids)
             sequence.tree.unpin()
@@ -121,12 +122,29 @@ def take_answer(
 
 
 def _fail(
-    state: DecodingState, batching: Batching, sequence: Sequence, reason: str, out: Outbox
+    state: DecodingState,
+    batching: Batching,
+    sequence: Sequence,
+    part: Slice,
+    reason: str,
+    out: Outbox,
 ) -> None:
-    """The target has an error in place of a verdict. What it computed is of use to nobody."""
-    sequence.tree.unpin()
+    """The target has an error in place of a verdict. What it computed is of use to nobody.
+
+    A candidate may be what it fails at, of which plain decoding would know nothing. So one that had
+    some is computed again without, and without the drafters that gave them. Not under rules that
+    toss coins: there what is drawn instead must not depend on a candidate.
+    """
     batching.kv.forget(sequence)
     lead = sequence.lead if isinstance(sequence, Replica) else sequence
+    if part.window and lead.request.spec.rule is Rule.COUPLED:
+        lead.declined_by.update(lead.team)
+        state.drafters.release(lead, out.drafters)
+        state.drop_replicas_of(lead)
+        lead.forget_candidates()
+        if lead is sequence:
+            batching.give_back(lead)
+        return
     error = RequestFaultError(
         f"the target cannot go on with this request: {reason}. Sent again as it is it fails again"
     )

@@ -65,7 +65,7 @@ class Residents:
         self.leaving.clear()
         for sequence in self.running.values():
             sequence.forget_kv()
-            self._give_back(sequence)
+            self._stand_back(sequence)
         self.running.clear()
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
@@ -140,12 +140,16 @@ class Residents:
                 return False
             if isinstance(sequence, Replica) and not isinstance(youngest, Replica):
                 return False
-            del self.running[youngest.sequence_id]
-            self._release(youngest)
-            self._give_back(youngest)
+            self.give_back(youngest)
             self.preemptions += 1
         sequence.kv.block_table.extend(kv.allocate(wanted))
         return True
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Take a sequence that is in no step out of the batch, to be computed again later."""
+        del self.running[sequence.sequence_id]
+        self._release(sequence)
+        self._stand_back(sequence)
 
     def check_integrity(self) -> None:
         """Assert that blocks are neither leaked nor shared and tables cover what was computed."""
@@ -173,7 +177,7 @@ class Residents:
             reversed(self.running.values())
         )
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _stand_back(self, sequence: Sequence) -> None:
         """It runs here no more: it waits, or other groups serve it without this one."""
         if isinstance(sequence, Replica):
             sequence.lead.replicas.remove(sequence)

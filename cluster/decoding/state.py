@@ -156,11 +156,15 @@ class DecodingState:
             self.drafters.assign(sequence, out.drafters)
         self.drafters.share_out(running, out.drafters)
 
+    def drop_replicas_of(self, sequence: Sequence) -> None:
+        """Let the first of its groups serve it alone."""
+        for replica in list(sequence.replicas):
+            self._drop(replica)
+
     def remove(self, sequence: Sequence) -> None:
         """Take it out of all batches, or out of the line."""
         self.waiting.suspects.forget(sequence.sequence_id)
-        for replica in list(sequence.replicas):
-            self._drop(replica)
+        self.drop_replicas_of(sequence)
         if sequence.kv.group is None:
             self.waiting.remove(sequence)
         else:

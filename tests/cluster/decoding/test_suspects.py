@@ -7,13 +7,20 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.decoding.events import Admitted, Cancelled, SequenceVerdict, StepDone
+from cluster.decoding.events import (
+    Admitted,
+    Cancelled,
+    DrafterJoined,
+    SequenceVerdict,
+    StepDone,
+)
 from cluster.decoding.instructions import Finish, FinishReason, Refuse, RunStep
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.suspects import MOST_LOST_STEPS
 from paceline.errors import RequestFaultError
-from tests.cluster.decoding.true_text import request
+from tests.cluster.decoding.pretended_drafter import PretendedDrafter
+from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
 from workers.faults import MOST_FAILED_STEPS
 
@@ -226,6 +233,38 @@ def test_an_error_in_place_of_a_verdict_ends_that_request_alone() -> None:
     assert "all tokens are masked" in str(error)
     assert in_step(world) == {2}
     assert run(world, lambda step: False) == 0
+
+
+@pytest.mark.parametrize("policy", [PolicyName.CHAIN, PolicyName.FANOUT])
+def test_candidates_that_the_target_fails_at_are_dropped_and_not_the_request(
+    policy: PolicyName,
+) -> None:
+    """Plain decoding knows nothing of them. Its drafter drafts for it no more."""
+    world = World(Scheduler())
+    world.join_target()
+    world.drafters["d"] = PretendedDrafter(lambda path, seed: true_token(path, seed))
+    world.send(DrafterJoined(world.now, "d", 1000))
+    admit(world, 1, policy=policy)
+    world.answer()
+    world.draft("d")
+    world.draft("d")
+    world.answer()
+    step = world.steps.pop(0)
+    assert step.slices[0].window > 0
+    failed = SequenceVerdict(1, 0, 0, error="expected finite logits, got nan")
+    world.send(StepDone(world.now, step.step, (failed,)))
+    again = world.steps[0]
+    assert (again.close, again.slices[0].start, again.slices[0].window) == ((1,), 0, 0)
+    assert run(world, lambda step: any(part.window for part in step.slices)) == 0
+    assert world.finished[1].reason is FinishReason.LENGTH
+
+
+def test_an_error_without_candidates_after_one_with_is_the_requests_own() -> None:
+    world = world_of(1)
+    step = world.steps.pop(0)
+    failed = SequenceVerdict(1, 0, 0, error="expected finite logits, got nan")
+    world.send(StepDone(world.now, step.step, (failed,)))
+    assert world.refused.keys() == {1}
 
 
 def test_an_error_for_one_that_its_caller_has_left_is_its_end() -> None:
