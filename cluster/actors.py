@@ -52,6 +52,7 @@ class _Actor:
 
     def __init__(self) -> None:
         self._server: RunningServer | None = None
+        self._watch: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
         """Return when the server has stopped. A lost actor fails this call at once."""
@@ -69,6 +70,8 @@ class _Actor:
 
     def _serving(self, server: RunningServer) -> Serving:
         self._server = server
+        # The actor's death is how the controller learns of it.
+        self._watch = asyncio.create_task(server.exit_when_broken())
         return Serving(server.address, os.getpid())
 
 

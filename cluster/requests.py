@@ -110,6 +110,14 @@ class RequestResolver:
                 _log.warning("request %s: %s", request_id, error, exc_info=error.__cause__)
             raise
         ends = () if options.ignore_eos else self._checkpoint.end_token_ids
+        end_token_ids = tuple(dict.fromkeys((*ends, *stop_token_ids)))
+        if sampling.min_tokens and len(end_token_ids) >= self._checkpoint.vocab_size:
+            raise InvalidRequestError(
+                "stop_token_ids",
+                f"they leave no token that could be chosen before min_tokens "
+                f"({sampling.min_tokens}): expected fewer than the {self._checkpoint.vocab_size} "
+                "of the vocabulary, or min_tokens 0",
+            )
         return ResolvedRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -117,7 +125,7 @@ class RequestResolver:
                 sampling=sampling,
                 seed=_seed(options.seed),
                 prompt_length=len(prompt_token_ids),
-                end_token_ids=tuple(dict.fromkeys((*ends, *stop_token_ids))),
+                end_token_ids=end_token_ids,
                 rule=speculation.rule,
             ),
             max_tokens=_max_tokens(options, len(prompt_token_ids), room),

@@ -135,6 +135,7 @@ def _verdict_from_wire(verdict: target_pb2.Verdict) -> SequenceVerdict:
         verdict.token_id,
         tuple(accepted) if accepted else (),
         tuple(map(_top_tokens_from_wire, top)) if top else (),
+        verdict.error or None,
     )
 
 

@@ -9,6 +9,7 @@ from paceline.errors import (
     OverloadedError,
     PacelineError,
     PromptTooLongError,
+    RequestFaultError,
     UnavailableError,
 )
 from paceline.generation import (
@@ -44,6 +45,7 @@ __all__ = [
     "OverloadedError",
     "PacelineError",
     "PromptTooLongError",
+    "RequestFaultError",
     "RequestStats",
     "SamplingParams",
     "SpeculationStats",

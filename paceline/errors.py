@@ -8,6 +8,7 @@ PacelineError
 ├── VocabularyMismatchError   drafter and target have different vocabularies
 ├── ModelFetchError           a demo model could not be fetched
 ├── ProtocolError             a peer broke the contract of proto/paceline/v1
+├── RequestFaultError         the target cannot decode this request; not to be sent again
 ├── OverloadedError           a queue is full; try again later
 ├── UnavailableError          no server, cluster or worker could be reached or started
 │   └── WorkerLostError       a worker that was in use went away
@@ -55,6 +56,10 @@ class ProtocolError(PacelineError):
     """A peer broke the wire contract."""
 
 
+class RequestFaultError(PacelineError):
+    """The target failed at this request, though its fields are valid. Sent again it fails again."""
+
+
 class OverloadedError(PacelineError):
     """A queue is full."""
 
@@ -87,6 +92,7 @@ _TABLE: dict[type[PacelineError], Outward] = {
     VocabularyMismatchError: Outward("FAILED_PRECONDITION", 500, 2),
     ModelFetchError: Outward("UNAVAILABLE", 503, 3),
     ProtocolError: Outward("INVALID_ARGUMENT", 400, 1),
+    RequestFaultError: Outward("FAILED_PRECONDITION", 422, 1),
     OverloadedError: Outward("RESOURCE_EXHAUSTED", 429, 1),
     UnavailableError: Outward("UNAVAILABLE", 503, 3),
     InternalError: Outward("INTERNAL", 500, 1),

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError
 from paceline.rules import Rule
+
+MAX_LOGIT_BIAS = 10_000.0
+"""Largest size of a bias. Far beyond any difference of logits (OpenAI allows 100), and small enough
+that no logit leaves float32 for it, whatever penalty comes on top: -inf is for masked tokens alone."""
+
+MAX_REPETITION_PENALTY = 100.0
+"""The least is its inverse. It multiplies logits, biases included, which must stay within float32."""
+
+_LEAST_FLOAT32, _MOST_FLOAT32 = 1.1754944e-38, 3.4028234e38
+"""What float32, which the wire has, rounds neither to 0 nor to infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +58,17 @@ class SamplingParams:
                 raise InvalidRequestError(name, f"expected {expected}, got {getattr(self, name)}")
 
         require(
-            math.isfinite(self.temperature) and self.temperature >= 0,
+            0 <= self.temperature <= _MOST_FLOAT32,
             "temperature",
             "a finite number of at least 0",
         )
         require(self.top_k >= 0, "top_k", "an integer of at least 0 (0: all tokens)")
-        require(0 < self.top_p <= 1, "top_p", "a number above 0 and at most 1")
+        require(_LEAST_FLOAT32 <= self.top_p <= 1, "top_p", "a number above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", "a number from 0 to 1")
         require(
-            math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+            1 / MAX_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
             "repetition_penalty",
-            "a finite number above 0",
+            f"a number from {1 / MAX_REPETITION_PENALTY:g} to {MAX_REPETITION_PENALTY:g}",
         )
         require(-2 <= self.presence_penalty <= 2, "presence_penalty", "a number from -2 to 2")
         require(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "a number from -2 to 2")
@@ -69,9 +78,11 @@ class SamplingParams:
                 raise InvalidRequestError(
                     "logit_bias", f"token id {token_id} is not in the vocabulary of {vocab_size}"
                 )
-            if not math.isfinite(bias):
+            if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
                 raise InvalidRequestError(
-                    "logit_bias", f"the bias of token {token_id} is {bias}, not a finite number"
+                    "logit_bias",
+                    f"expected biases from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}, got {bias} "
+                    f"for token {token_id}",
                 )
 
 

@@ -67,7 +67,7 @@ async def serve_once_loaded(
     """Listen, have `load` make the drafter begin, then report SERVING."""
     server = await start_server(drafter.add_to, host=host, port=port, serving=False)
     server.on_stop(drafter.end)
-    drafter.on_failure(server.fail)
+    drafter.on_broken = server.report_broken
     await server.serve_once(load)
     return server
 

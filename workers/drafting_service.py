@@ -60,17 +60,14 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     ) -> None:
         self._desk: DraftingDesk | None = None
         self._clock = clock or WorkerClock()
-        self._give_up: Callable[[PacelineError], None] | None = None
+        self.on_broken: Callable[[str], None] | None = None
+        """Told why this process is of no use any more and should end."""
         self._failures = 0
         self._streams: dict[DraftingSession, _Stream] = {}
         self._woken = asyncio.Event()
         # Messages handled, and how many of them when a pass was last prepared.
         self._handled = self._seen = 0
         self._drafting: asyncio.Task[None] | None = None
-
-    def on_failure(self, give_up: Callable[[PacelineError], None]) -> None:
-        """Have `give_up` told why, once drafting fails for good: the process is to end then."""
-        self._give_up = give_up
 
     def add_to(self, server: grpc.aio.Server) -> tuple[str]:
         """Have a server offer it; the names of its services."""
@@ -165,8 +162,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                 self._end_streams(desk, InternalError(f"drafting failed: {error!r}"))
                 reason = f"{MOST_FAILURES} drafting passes in a row failed, the last with {error!r}"
         _log.critical("%s; this drafter is of no use any more", reason)
-        if self._give_up is not None:
-            self._give_up(InternalError(reason))
+        if self.on_broken is not None:
+            self.on_broken(reason)
 
     def _end_streams(self, desk: DraftingDesk, error: PacelineError) -> None:
         """Forget all sequences, read no more, and say why."""

@@ -7,21 +7,29 @@ All ranks do the same collectives, since all have the same tasks; rank 0 alone h
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.v1 import target_pb2
 from workers.device_verdicts import ChosenTokens
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.tensor_parallel.ranked import RankedEngine
+from workers.faults import Part, judge_each
 from workers.target_session import VerdictTask
 from workers.verdicts import message_of, verdicts_of
 from workers.verification.coupled import follow
+from workers.verification.verdict import Verdict
 from workers.verification.vocabulary_parts import best_score, parts_suffice
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +50,8 @@ def group_verdicts(
 ) -> list[target_pb2.Verdict]:
     """What verdicts_of gives for the whole logits, at rank 0; an empty list at the others.
 
-    `part_TV` is what Engine.step_part returned. Raises InternalError at rank 0 as verify does.
+    `part_TV` is what Engine.step_part returned. Whatever is wrong with one task is told in its
+    verdict, by rank 0: no rank may leave out a collective that others wait in.
     """
     group = engine.group
     assert group is not None
@@ -86,24 +95,44 @@ def _by_parts(
     if drawn:
         rows_NV = group.settle(part_RV).cpu().numpy()
         best = [
-            best_score(rows_NV[row], np.float32(largest[row]), held, task.spec, position)
-            if held
-            else (-np.inf, 0)
+            _best_drawn(rows_NV[row], largest[row], held, task, position)
             for row, task, position in drawn
         ]
         scores = torch.tensor([score for score, _ in best], dtype=torch.float64)
         ids = torch.tensor([token_id for _, token_id in best], dtype=torch.float64)
-        _, ids_drawn = _exchange(group, scores, ids).over_ranks()
-        for (row, _, _), token_id in zip(drawn, ids_drawn, strict=True):
+        best_scores, ids_drawn = _exchange(group, scores, ids).over_ranks()
+        for (row, _, _), token_id, score in zip(drawn, ids_drawn, best_scores, strict=True):
             chosen[row] = token_id
+            if math.isnan(score):  # Some rank could not draw from its part.
+                largest[row] = score
     if group.place.rank:
         return {}
-    trees = [task.candidates.tree for task in tasks]
-    tokens = ChosenTokens(chosen, largest, trees, engine.info.vocab_size)
+    ends = list(accumulate(task.num_rows for task in tasks))
+    parts = [(task, slice(end - task.num_rows, end)) for task, end in zip(tasks, ends, strict=True)]
+
+    def judge(some: Sequence[Part[slice]]) -> list[Verdict]:
+        trees = [task.candidates.tree for task, _ in some]
+        ids = [token_id for _, rows in some for token_id in chosen[rows]]
+        logits = [logit for _, rows in some for logit in largest[rows]]
+        return follow(trees, ChosenTokens(ids, logits, trees, engine.info.vocab_size).tokens_after)
+
     verdicts = {}
-    for task, verdict in zip(tasks, follow(trees, tokens.tokens_after), strict=True):
+    for task, verdict in zip(tasks, judge_each(judge, parts), strict=True):
         verdicts[task.sequence_id] = message_of(verdict, task)
     return verdicts
+
+
+def _best_drawn(
+    logits_N: NDArray[np.float32], largest: float, held: range, task: VerdictTask, position: int
+) -> tuple[float, int]:
+    """Score and id of the best token of this rank's part; NaN where it cannot be told."""
+    if not held:
+        return -np.inf, 0
+    try:
+        return best_score(logits_N, np.float32(largest), held, task.spec, position)
+    except Exception:  # The other ranks are about to exchange scores: this one must, too.
+        _log.exception("a defect left a row of sequence %d without a token", task.sequence_id)
+        return np.nan, held.start
 
 
 def _likeliest(part_RV: Tensor, held: range) -> tuple[Tensor, Tensor]:

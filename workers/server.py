@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -19,6 +21,12 @@ from paceline.status import status_of
 
 AddServices = Callable[[grpc.aio.Server], Sequence[str]]
 """Adds services to a server and returns their full names (`paceline.v1.TargetService`)."""
+
+LAST_WORD_SECONDS = 1.0
+"""How long a broken worker waits for its streams to end, so that their peers hear why."""
+
+EXIT_BROKEN = 70
+"""Exit status of a worker that ended since it was broken (EX_SOFTWARE of sysexits.h)."""
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +49,7 @@ class RunningServer:
         self._set_health = set_health
         self._services = services
         self._closers: list[Callable[[], Awaitable[None]]] = []
-        self._failure: PacelineError | None = None
-        self._ending: asyncio.Task[None] | None = None
+        self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def report_serving(self) -> None:
         """Let the health service answer SERVING from now on."""
@@ -61,6 +68,23 @@ class RunningServer:
         """Have `closer` awaited once the server has stopped."""
         self._closers.append(closer)
 
+    def report_broken(self, reason: str) -> None:
+        """The process can serve no more, and no new connection would help."""
+        if not self._broken.done():
+            self._broken.set_result(reason)
+
+    async def exit_when_broken(self) -> None:
+        """End the process, with a status that is not 0, once `report_broken` has said why.
+
+        Streams are given a moment to end with the reason that they have. Nothing is cleaned up: a
+        device that does not answer would keep the process from ending.
+        """
+        _log.critical("this process ends: %s", await self._broken)
+        with suppress(Exception):
+            await asyncio.wait_for(self.stop(LAST_WORD_SECONDS), 2 * LAST_WORD_SECONDS)
+        logging.shutdown()
+        os._exit(EXIT_BROKEN)
+
     async def stop(self, grace: float | None = None) -> None:
         """Take no new calls, wait at most `grace` seconds for running ones, end them, close.
 
@@ -71,17 +95,9 @@ class RunningServer:
         while self._closers:
             await self._closers.pop()()
 
-    def fail(self, reason: PacelineError) -> None:
-        """Stop for a reason, which `wait` raises: the process is to end."""
-        if self._failure is None:
-            self._failure = reason
-            self._ending = asyncio.create_task(self.stop())
-
     async def wait(self) -> None:
-        """Return when the server has stopped. Raises what it was made to `fail` by."""
+        """Return when the server has stopped."""
         await self._server.wait_for_termination()
-        if self._failure is not None:
-            raise self._failure
 
     async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", *self._services):

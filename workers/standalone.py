@@ -4,7 +4,8 @@
     python -m workers.drafter FOLDER --port 9002
     python -m workers.drafter --kind recycling --port 9003
 
-It prints its address once it serves, and ends on SIGTERM or SIGINT, or once it is of no use.
+It prints its address once it serves, and ends on SIGTERM or SIGINT; or by itself, with status 70,
+where its device is broken (workers/faults.py) or its drafting keeps failing.
 """
 
 from __future__ import annotations
@@ -42,16 +43,12 @@ async def _serve(serve: Callable[[], Awaitable[Servers]]) -> None:
     servers = [served] if isinstance(served, RunningServer) else served
     for server in servers:
         typer.echo(server.address)
-    ways = [asyncio.create_task(ended.wait()), *(asyncio.create_task(s.wait()) for s in servers)]
-    try:
-        done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-        for way in done:
-            way.result()
-    finally:
-        for way in ways:
-            way.cancel()
-        for server in servers:
-            await server.stop()
+    watches = [asyncio.create_task(server.exit_when_broken()) for server in servers]
+    await ended.wait()
+    for watch in watches:
+        watch.cancel()
+    for server in servers:
+        await server.stop()
 
 
 def parse_cores(text: str | None) -> tuple[int, ...] | None:

@@ -8,8 +8,9 @@ Python, so a long pass does not look like a dead process.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -19,6 +20,7 @@ from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.begun import Begun
 from workers.engine.tensor_parallel.ranked import RankedEngine, group_of
 from workers.engine.tensor_parallel.sharding import Place
+from workers.faults import StepFailures
 from workers.own_thread import in_own_thread
 from workers.server import status_code
 from workers.step_rehearsal import WORTH_SECONDS, StepRehearsal
@@ -31,6 +33,7 @@ TAKE_OVER_SECONDS = 0.5
 """How long a second Step stream waits for the first to end, before it is refused."""
 
 _LONGEST_SESSION = 64
+_log = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 _END = grpc.aio.EOF  # type: ignore[attr-defined]
 
@@ -43,6 +46,9 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         self._verdicts_of: VerdictsOf = verdicts_of
         self._threads = threads
         self._clock = clock or WorkerClock()
+        self.on_broken: Callable[[str], None] | None = None
+        """Told why this process is of no use any more and should end."""
+        self._failures = StepFailures(self._give_up)
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
 
@@ -108,7 +114,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 if request is None:
                     reading = Begun(context.read())
                     continue
-                response = stepper.step(request)
+                response = self._step(stepper, request)
                 writing = Begun(context.write(response))
                 reading = Begun(context.read())
                 await writing
@@ -116,12 +122,34 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                     rehearsal.run()
         except PacelineError as error:
             await context.abort(status_code(error), str(error))
+        except Exception as error:
+            _log.exception("a defect ended a Step stream")
+            await context.abort(
+                grpc.StatusCode.INTERNAL, f"a defect ended the stream: {type(error).__name__}"
+            )
         finally:
             if (group := group_of(engine)) is not None:
                 group.leave()  # Whoever waits for this rank fails at once.
             self._live.release()
             if reading is not None:
                 reading.cancel()
+
+    def _step(self, stepper: Stepper, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
+        """Run a step. Raises an error of ours, whatever goes wrong; failures are counted."""
+        try:
+            response = stepper.step(request)
+        except Exception as error:
+            failure = self._failures.step_failed(request.step, error)
+            if failure is None:
+                raise
+            raise failure from error
+        if request.slices:
+            self._failures.step_answered()
+        return response
+
+    def _give_up(self, reason: str) -> None:
+        if self.on_broken is not None:
+            self.on_broken(reason)
 
     async def _loaded(self, context: _Context) -> StepEngine:
         if self._engine is None:

@@ -2,7 +2,8 @@
 
 No I/O and no tensors here: a step is checked and turned into slices for the engine, and what must
 be verified afterwards is handed back. A step that breaks the contract of target.proto raises
-ProtocolError naming the field; the session is of no use after that, since its stream ends.
+ProtocolError naming the field; the session is of no use after that, since its stream ends. A spec
+that is refused is the fault of its sequence alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 from paceline.convert import spec_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
-from paceline.sampling import SequenceSpec
+from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.value import value_class
 from workers.engine.block_pool import blocks_for
@@ -21,6 +22,8 @@ from workers.engine.slices import Slice
 from workers.slice_candidates import Candidates, read_candidates
 from workers.tree_slots import TreeSlots
 from workers.verification.prefix import CountedText
+
+_NO_SPEC = SequenceSpec(SamplingParams(), seed=0, prompt_length=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,10 @@ class EngineLimits:
 class _Sequence:
     spec: SequenceSpec
     text: CountedText
-    block_table: list[int] = field(default_factory=list)
+    block_table: list[int]
+    fault: str | None = None
+    """Why its spec was refused: it is fed like others, whose prefix it may compute, and its verdicts
+    say this."""
     tree: TreeSlots | None = None
     """Where the last slice's candidates lie, if not as a chain."""
 
@@ -85,6 +91,8 @@ class StepWork:
     kv_moves: list[tuple[Sequence[int], list[tuple[int, int]]]] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     tasks: list[VerdictTask] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+    """Of sequences that asked for a verdict and can have none: why, by id."""
 
 
 class TargetSession:
@@ -130,12 +138,13 @@ class TargetSession:
         name = f"open: sequence {opened.sequence_id}"
         if opened.sequence_id in self._sequences:
             raise ProtocolError(f"{name} is open already")
+        spec, fault = _NO_SPEC, None
         try:
             spec = spec_from_wire(opened.spec, vocab_size=self._limits.vocab_size)
         except InvalidRequestError as error:
-            raise ProtocolError(f"{name}: spec.{error}") from error
+            fault = f"the target refuses its parameters: {error}"
         text = CountedText(opened.token_ids, prompt_length=spec.prompt_length)
-        sequence = _Sequence(spec, text, list(opened.shared_blocks))
+        sequence = _Sequence(spec, text, list(opened.shared_blocks), fault)
         num_positions = len(sequence.block_table) * self._limits.block_size
         if len(text.token_ids) != num_positions:
             raise ProtocolError(
@@ -186,6 +195,8 @@ class TargetSession:
         self._check_length(first + candidates.tree.height)
         sequence.text.truncate_to(start)
         sequence.text.extend(fed)
+        if sequence.fault is not None and message.verdict:
+            work.faults[sequence_id] = sequence.fault
         task = _task_of(message, sequence, fed, candidates, first)
         if task is not None:
             work.tasks.append(task)
@@ -241,7 +252,7 @@ def _task_of(
     first: int,
 ) -> VerdictTask | None:
     """What is to be said of a slice, if anything is; `first`: where its candidates begin."""
-    if not (message.verdict or message.top_tokens):
+    if sequence.fault is not None or not (message.verdict or message.top_tokens):
         return None
     return VerdictTask(
         message.sequence_id,

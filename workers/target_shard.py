@@ -96,6 +96,7 @@ async def serve_once_loaded(
 ) -> RunningServer:
     """Listen, have `load` make the shard begin, then report SERVING."""
     server = await start_server(shard.add_to, host=host, port=port, serving=False)
+    shard.on_broken = server.report_broken
     await server.serve_once(load)
     return server
 

@@ -11,6 +11,7 @@ from paceline.v1 import target_pb2
 from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 from workers.engine.tensor_parallel.ranked import RankedEngine, group_of
+from workers.faults import MAX_REASON_CHARACTERS
 from workers.group_verdicts import group_verdicts
 from workers.target_session import EngineLimits, StepWork, TargetSession, VerdictTask
 from workers.worker_clock import WorkerClock
@@ -105,10 +106,10 @@ class Stepper:
         self._forward_end: float | None = None
 
     def step(self, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
-        """Run one step.
+        """Run one step. What is wrong with one sequence alone is told in its verdict.
 
         Raises ProtocolError naming the field that is wrong; WorkerLostError when a rank of the
-        group is lost, or got another step.
+        group is lost, or got another step; anything else where the forward pass fails.
         """
         begin = self._clock.now()
         if self._group is not None:
@@ -120,7 +121,7 @@ class Stepper:
         for block_table, moves in work.kv_moves:
             self._engine.move_kv(block_table, moves)
         if work.slices:
-            response.verdicts.extend(self._verdicts(work))
+            response.verdicts.extend(self._with_faults(self._verdicts(work), request, work))
             for task in work.tasks:
                 if task.top_tokens and not task.has_verdict:
                     response.fed.add(sequence_id=task.sequence_id, top_tokens=task.top_tokens)
@@ -135,6 +136,19 @@ class Stepper:
             response.overrun_seconds = self._clock.overrun_seconds
         response.step_seconds = self._clock.now() - begin
         return response
+
+    def _with_faults(
+        self, verdicts: list[target_pb2.Verdict], request: target_pb2.StepRequest, work: StepWork
+    ) -> list[target_pb2.Verdict]:
+        """All verdicts in the order of the slices; some sequences have a fault in place of one."""
+        if not work.faults or (self._group is not None and self._group.place.rank):
+            return verdicts
+        of_sequence = {verdict.sequence_id: verdict for verdict in verdicts}
+        for sequence_id, fault in work.faults.items():
+            of_sequence[sequence_id] = target_pb2.Verdict(
+                sequence_id=sequence_id, error=fault[:MAX_REASON_CHARACTERS]
+            )
+        return [of_sequence[part.sequence_id] for part in request.slices if part.verdict]
 
     def _verdicts(self, work: StepWork) -> list[target_pb2.Verdict]:
         engine = self._engine

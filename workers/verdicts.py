@@ -8,6 +8,7 @@ import torch
 
 from paceline.v1 import target_pb2, types_pb2
 from workers.device_verdicts import device_verdicts, verify_on_host
+from workers.faults import Part, SliceFault, judge_each
 from workers.target_session import VerdictTask
 from workers.verification.verdict import Verdict
 
@@ -18,7 +19,8 @@ NUM_TOP_IDS = 8
 def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
     """A verdict for each task that has one. Their rows stand in `logits_TV` in the same order.
 
-    Verified on the device that has the logits. Raises InternalError as verify does.
+    Verified on the device that has the logits. A task that cannot be verified has an error in its
+    verdict. Raises what is no task's own fault (faults.judge_each).
     """
     top_ids_TK = None
     if any(task.fed for task in tasks):
@@ -26,12 +28,8 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
         top_ids_TK = torch.topk(logits_TV, count).indices
     ends = _ends(tasks)
     decided = [i for i, task in enumerate(tasks) if task.has_verdict]
-    spans = [(ends[i] - 1 - len(tasks[i].candidates.tree), ends[i]) for i in decided]
-    judged = [tasks[i] for i in decided]
-    if logits_TV.device.type == "cpu":
-        found = verify_on_host([logits_TV[first:end] for first, end in spans], judged)
-    else:
-        found, top_ids_TK = device_verdicts(logits_TV, judged, spans, top_ids_TK)
+    parts = [(tasks[i], (ends[i] - 1 - len(tasks[i].candidates.tree), ends[i])) for i in decided]
+    found, top_ids_TK = _judge(logits_TV, parts, top_ids_TK)
     verdicts = dict(zip(decided, found, strict=True))
     messages = []
     for i, task in enumerate(tasks):
@@ -41,6 +39,33 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
         if i in verdicts:
             messages.append(message_of(verdicts[i], task))
     return messages
+
+
+def _judge(
+    logits_TV: torch.Tensor, parts: Sequence[Part[tuple[int, int]]], top_ids_TK: torch.Tensor | None
+) -> tuple[list[Verdict | SliceFault], torch.Tensor | None]:
+    """Of each part, a task with the span of its rows; and `top_ids_TK` on the host."""
+    if logits_TV.device.type == "cpu":
+
+        def on_host(some: Sequence[Part[tuple[int, int]]]) -> list[Verdict]:
+            rows = [logits_TV[first:end] for _, (first, end) in some]
+            return verify_on_host(rows, [task for task, _ in some])
+
+        return judge_each(on_host, parts), top_ids_TK
+    copied: torch.Tensor | None = None
+
+    def on_device(some: Sequence[Part[tuple[int, int]]]) -> list[Verdict]:
+        nonlocal copied
+        tasks, spans = [task for task, _ in some], [span for _, span in some]
+        also = top_ids_TK if copied is None else None
+        verdicts, also_copied = device_verdicts(logits_TV, tasks, spans, also)
+        copied = also_copied if copied is None else copied
+        return verdicts
+
+    found = judge_each(on_device, parts)
+    if top_ids_TK is not None and copied is None:
+        copied = top_ids_TK.cpu()
+    return found, copied
 
 
 def _ends(tasks: Sequence[VerdictTask]) -> list[int]:
@@ -53,8 +78,10 @@ def _ends(tasks: Sequence[VerdictTask]) -> list[int]:
     return ends
 
 
-def message_of(verdict: Verdict, task: VerdictTask) -> target_pb2.Verdict:
+def message_of(verdict: Verdict | SliceFault, task: VerdictTask) -> target_pb2.Verdict:
     """A verdict as the wire has it, with the top tokens of its task."""
+    if isinstance(verdict, SliceFault):
+        return target_pb2.Verdict(sequence_id=task.sequence_id, error=verdict.reason)
     message = target_pb2.Verdict(
         sequence_id=task.sequence_id,
         num_accepted=verdict.num_accepted,

@@ -18,6 +18,8 @@ from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
+from paceline.errors import RequestFaultError
+from paceline.rules import Rule
 from paceline.value import value_class
 
 
@@ -91,6 +93,7 @@ def take_answer(
     state.utilisation.stepped(event.step_seconds)
     answer = Answer(event, step, batching, state.totals.counts.committed)
     verdicts = iter(event.verdicts)
+    suspects, cleared = state.waiting.suspects, False
     for part in step.slices:
         verdict = next(verdicts) if part.verdict else None
         if part.sequence_id in batching.leaving:
@@ -101,15 +104,51 @@ def take_answer(
         if sequence.cancelled:
             sequence.tree.unpin()
             state.finish(event.now, sequence, FinishReason.CANCELLED, out)
+        elif verdict is not None and verdict.error is not None:
+            _fail(state, batching, sequence, part, verdict.error, out)
         elif verdict is None:
             sequence.kv.length = part.start + len(part.token_ids)
             sequence.tree.unpin()
             batching.kv.keep(sequence)
-        elif sequence.policy.replicates:
-            _commit_what_is_new(state, answer, sequence, part, verdict, out)
         else:
-            _commit(state, answer, sequence, part, verdict, out)
+            cleared |= suspects.answered(part.sequence_id)
+            if sequence.policy.replicates:
+                _commit_what_is_new(state, answer, sequence, part, verdict, out)
+            else:
+                _commit(state, answer, sequence, part, verdict, out)
+    if cleared:
+        group.answered_at = state.totals.steps
     return answer
+
+
+def _fail(
+    state: DecodingState,
+    batching: Batching,
+    sequence: Sequence,
+    part: Slice,
+    reason: str,
+    out: Outbox,
+) -> None:
+    """The target has an error in place of a verdict. What it computed is of use to nobody.
+
+    A candidate may be what it fails at, of which plain decoding would know nothing. So one that had
+    some is computed again without, and without the drafters that gave them. Not under rules that
+    toss coins: there what is drawn instead must not depend on a candidate.
+    """
+    batching.kv.forget(sequence)
+    lead = sequence.lead if isinstance(sequence, Replica) else sequence
+    if part.window and lead.request.spec.rule is Rule.COUPLED:
+        lead.declined_by.update(lead.team)
+        state.drafters.release(lead, out.drafters)
+        state.drop_replicas_of(lead)
+        lead.forget_candidates()
+        if lead is sequence:
+            batching.give_back(lead)
+        return
+    error = RequestFaultError(
+        f"the target cannot go on with this request: {reason}. Sent again as it is it fails again"
+    )
+    state.refuse(lead, error, out)
 
 
 def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
@@ -234,7 +273,6 @@ def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Out
 
 
 def _count(state: DecodingState, now: float, sequence: Sequence, verdict: CountedVerdict) -> None:
-    sequence.lost_steps = 0
     sequence.counts.add(verdict)
     state.totals.counts.add(verdict)
     if sequence.first_token_at is None:

@@ -9,6 +9,7 @@ none overtakes, so none waits for ever.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cluster.decoding.draft_view import view_of
@@ -55,6 +56,7 @@ class Batching(Residents):
         """Tokens that sequences found computed."""
         self.wake_at: float | None = None
         self._last_step = 0
+        self._suspect_is_next = True
 
     def join_target(self, target: Target) -> None:
         """A fresh target: nothing is known to it."""
@@ -85,8 +87,24 @@ class Batching(Residents):
         self.wake_at = None
         if self.target is None:
             return None
+        suspect = self.suspect
+        if suspect is None:
+            return self._step_of(self.running.values(), now)
+        # Alone, in every other step: nobody who ran here before waits for more than one.
+        others = [one for one in self.running.values() if one is not suspect]
+        turns = [(True, [suspect]), (False, others)]
+        for is_trial, members in turns if self._suspect_is_next else reversed(turns):
+            step = self._step_of(members, now)
+            if step is not None:
+                self._suspect_is_next = not is_trial
+                return step
+        return None
+
+    def _step_of(self, members: Iterable[Sequence], now: float) -> RunStep | None:
+        """A step of these running sequences alone, if there is anything to do for them."""
+        assert self.target is not None
         draft = _Draft(self._max_step_tokens)
-        decoding, prefilling = self._windows(now)
+        decoding, prefilling = self._windows(members, now)
         to_prefill = self._to_prefill(prefilling) if prefilling else []
         spare, room = draft.budget - len(decoding), self.target.room
         for sequence, wanted in decoding:
@@ -111,13 +129,15 @@ class Batching(Residents):
         self.closes.clear()
         return step
 
-    def _windows(self, now: float) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
-        """Sequences that may decode now, with the windows that their policies want.
+    def _windows(
+        self, members: Iterable[Sequence], now: float
+    ) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
+        """Those of `members` that may decode now, with the windows that their policies want.
 
         And those that prefill.
         """
         ready, prefilling = [], []
-        for sequence in self.running.values():
+        for sequence in members:
             if sequence.prefilling:
                 prefilling.append(sequence)
                 continue

@@ -117,7 +117,8 @@ class DraftDeclined:
 class SequenceVerdict:
     """The target's answer for one sequence: accepted candidates and the token after them.
 
-    `accepted` are the candidates of the accepted path; left out, the first `num_accepted`.
+    `accepted` are the candidates of the accepted path; left out, the first `num_accepted`. `error`:
+    why there is no such answer, in which case nothing else counts.
     """
 
     sequence_id: int
@@ -125,6 +126,7 @@ class SequenceVerdict:
     token_id: int
     accepted: tuple[int, ...] = ()
     top_tokens: tuple[TopTokens, ...] = ()
+    error: str | None = None
 
 
 @value_class(frozen=True, slots=True)

@@ -16,6 +16,8 @@ class Group:
     number: int
     batching: Batching
     step: RunStep | None = None
+    answered_at: int = 0
+    """Answered steps, of all groups, up to this one's last that left none of its own a suspect."""
 
     @property
     def joined(self) -> bool:

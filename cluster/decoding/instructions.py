@@ -170,8 +170,8 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A sequence can never be held by the target that there is, or the target is lost at each of
-    its steps; nothing more will be said of it."""
+    """A sequence can never be held by the target that there is, or is what the target fails at;
+    nothing more will be said of it."""
 
     sequence_id: int
     error: PacelineError

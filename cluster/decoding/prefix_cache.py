@@ -53,6 +53,10 @@ class PrefixCache(SharedBlocks):
             self.offer(keys[index], held.block_table[index])
         held.blocks_kept = verified
 
+    def forget(self, sequence: Sequence) -> None:
+        """Let nobody else have the blocks of a sequence, which may hold what is no number."""
+        self.take_back(sequence.kv.block_table)
+
     def wanted(self, sequence: Sequence, length: int) -> int:
         """How many of the available blocks a sequence takes until it has `length` positions."""
         lacking = blocks_for(length, self.block_size) - len(sequence.kv.block_table)

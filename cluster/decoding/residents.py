@@ -64,9 +64,8 @@ class Residents:
         self.closes.clear()
         self.leaving.clear()
         for sequence in self.running.values():
-            sequence.lost_steps += sequence.kv.in_flight is not None
             sequence.forget_kv()
-            self._give_back(sequence)
+            self._stand_back(sequence)
         self.running.clear()
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
@@ -82,12 +81,18 @@ class Residents:
                 "shorten the prompt or max_tokens",
             )
 
+    @property
+    def suspect(self) -> Sequence | None:
+        """The sequence that is tried alone here, if one is (suspects.py)."""
+        suspects = self.waiting.suspects
+        return suspects.first_of(self.running.values()) if suspects else None
+
     def has_room_for(self, sequence: Sequence) -> bool:
         """Whether a sequence that waits could run here now."""
         target = self.target
         if target is None or len(self.running) >= self._max_num_seqs:
             return False
-        if sequence.sequence_id in self.leaving:
+        if sequence.sequence_id in self.leaving or self.suspect is not None:
             return False
         length = sequence.tree.num_committed + sequence.request.window
         # What running prefills will still take is spoken for.
@@ -135,12 +140,16 @@ class Residents:
                 return False
             if isinstance(sequence, Replica) and not isinstance(youngest, Replica):
                 return False
-            del self.running[youngest.sequence_id]
-            self._release(youngest)
-            self._give_back(youngest)
+            self.give_back(youngest)
             self.preemptions += 1
         sequence.kv.block_table.extend(kv.allocate(wanted))
         return True
+
+    def give_back(self, sequence: Sequence) -> None:
+        """Take a sequence that is in no step out of the batch, to be computed again later."""
+        del self.running[sequence.sequence_id]
+        self._release(sequence)
+        self._stand_back(sequence)
 
     def check_integrity(self) -> None:
         """Assert that blocks are neither leaked nor shared and tables cover what was computed."""
@@ -168,7 +177,7 @@ class Residents:
             reversed(self.running.values())
         )
 
-    def _give_back(self, sequence: Sequence) -> None:
+    def _stand_back(self, sequence: Sequence) -> None:
         """It runs here no more: it waits, or other groups serve it without this one."""
         if isinstance(sequence, Replica):
             sequence.lead.replicas.remove(sequence)

@@ -27,7 +27,7 @@ from cluster.decoding.events import (
     Tick,
 )
 from cluster.decoding.group import Group
-from cluster.decoding.instructions import FinishReason, Instruction, Refuse, RunStep, WakeAt
+from cluster.decoding.instructions import FinishReason, Instruction, RunStep, WakeAt
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.proposals import take_proposals
 from cluster.decoding.residents import Target
@@ -36,16 +36,12 @@ from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import check_verdicts
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import (
-    PacelineError,
     PromptTooLongError,
     ProtocolError,
-    WorkerLostError,
+    RequestFaultError,
 )
 from paceline.generation import SpeculationStats
 from workers.engine.shared_blocks import KvKind
-
-MOST_LOST_STEPS = 5
-"""A request in whose steps the target was lost so often, without a verdict between, fails."""
 
 
 class Scheduler:
@@ -253,25 +249,35 @@ class Scheduler:
             try:
                 self.check_fits(len(request.prompt_token_ids), request.max_tokens)
             except PromptTooLongError as error:
-                self._refuse(sequence, error, out)
-
-    def _refuse(self, sequence: Sequence, error: PacelineError, out: Outbox) -> None:
-        self._state.remove(sequence)
-        self._state.drafters.release(sequence, out.drafters)
-        out.callers.append(Refuse(sequence.sequence_id, error))
+                self._state.refuse(sequence, error, out)
 
     def _lose_target(self, now: float, group: Group, out: Outbox) -> None:
-        group.step = None
+        step, group.step = group.step, None
         group.batching.lose_target()
         for sequence in [s for s in self._state.waiting if s.cancelled]:
             self._state.finish(now, sequence, FinishReason.CANCELLED, out)
-        for sequence in [s for s in self._state.waiting if s.lost_steps >= MOST_LOST_STEPS]:
-            # It may be what ends the target. Tried for ever, it would take all others with it.
-            error = WorkerLostError(
-                f"the target was lost {sequence.lost_steps} times in a row in the midst of a step "
-                "of this request, which is not tried again: the shards' logs tell why they ended"
+        slices = step.slices if step is not None else ()
+        for part in slices:
+            self._suspect(part.sequence_id, group, out, alone=len(slices) == 1)
+
+    def _suspect(self, sequence_id: int, group: Group, out: Outbox, *, alone: bool) -> None:
+        """The target was lost in a step of the sequence. Refuse it where it must be the cause."""
+        sequence = self._state.find(sequence_id)
+        if sequence is None:
+            return
+        lost_steps = self._state.waiting.suspects.lost(
+            sequence_id,
+            alone=alone,
+            now=self.totals.steps,
+            others_answered_at=group.answered_at,
+        )
+        if lost_steps is not None:
+            error = RequestFaultError(
+                f"the target was lost in the midst of {lost_steps} steps of this request in a row, "
+                "in the last of them with no other request; it is not tried again, and should not "
+                "be sent again as it is"
             )
-            self._refuse(sequence, error, out)
+            self._state.refuse(sequence, error, out)
 
     def _cancel(self, event: Cancelled, out: Outbox) -> None:
         sequence = self._state.find(event.sequence_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from cluster.decoding.counts import Counts
@@ -54,8 +54,6 @@ class Sequence:
     # By which its full blocks of committed tokens are known; None: nobody has asked.
     block_keys: BlockKeys | None = None
     cancelled: bool = False
-    # How often its target group was lost in the midst of a step of it, since its last verdict.
-    lost_steps: int = 0
     # Drafting.
     drafter: str | None = None
     helpers: list[str] = field(default_factory=list)
@@ -88,22 +86,11 @@ class Sequence:
     @classmethod
     def admitted(cls, request: Request, now: float) -> Sequence:
         """A sequence that has only its prompt."""
-        policy = policy_named(request.policy)
-        fans_out = (
-            policy.fans_out and request.spec.rule in policy_named(PolicyName.FANOUT).needs.rules
-        )
         return cls(
             request=request,
             admitted_at=now,
-            tree=TokenTree(
-                request.prompt_token_ids,
-                chain=request.branches == 1 and not (fans_out or request.merge),
-                verified_width=request.branches if fans_out or request.merge else None,
-                merged=request.merge,
-                most_draws=request.branches,
-                counts_paths=request.spec.rule is Rule.KSEQ,
-            ),
-            policy=policy,
+            tree=_tree_of(request, request.prompt_token_ids),
+            policy=policy_named(request.policy),
             max_length=len(request.prompt_token_ids) + request.max_tokens,
             window=request.window,
             pilot=Pilot.of(request) if request.policy is PolicyName.AUTO else None,
@@ -114,6 +101,17 @@ class Sequence:
     def sequence_id(self) -> int:
         """The id of the request's sequence."""
         return self.request.sequence_id
+
+    @property
+    def team(self) -> list[str]:
+        """All its drafters."""
+        return [] if self.drafter is None else [self.drafter, *self.helpers]
+
+    def forget_candidates(self) -> None:
+        """Nothing was drafted for it."""
+        width = self.tree.verified_width
+        self.tree = _tree_of(self.request, self.tree.token_ids)
+        self.tree.verified_width = width
 
     def forget_drafters(self) -> None:
         """It has none, and none was told anything."""
@@ -226,6 +224,20 @@ class Sequence:
                 estimates={} if self.pilot is None else self.pilot.estimates,
             ),
         )
+
+
+def _tree_of(request: Request, token_ids: Iterable[int]) -> TokenTree:
+    """These tokens, and no candidates yet."""
+    policy = policy_named(request.policy)
+    fans_out = policy.fans_out and request.spec.rule in policy_named(PolicyName.FANOUT).needs.rules
+    return TokenTree(
+        tuple(token_ids),
+        chain=request.branches == 1 and not (fans_out or request.merge),
+        verified_width=request.branches if fans_out or request.merge else None,
+        merged=request.merge,
+        most_draws=request.branches,
+        counts_paths=request.spec.rule is Rule.KSEQ,
+    )
 
 
 @dataclass(slots=True, eq=False)

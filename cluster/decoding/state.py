@@ -9,12 +9,13 @@ from itertools import chain
 from cluster.decoding.auto import Controller
 from cluster.decoding.drafters import Drafters
 from cluster.decoding.group import Group
-from cluster.decoding.instructions import Finish, FinishReason, Instruction
+from cluster.decoding.instructions import Finish, FinishReason, Instruction, Refuse
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.step_costs import StepCosts
 from cluster.decoding.totals import Totals
 from cluster.decoding.utilisation import Utilisation
 from cluster.decoding.waiting import WaitingLine
+from paceline.errors import PacelineError
 
 
 @dataclass(slots=True)
@@ -86,14 +87,17 @@ class DecodingState:
         )
 
     def admit(self) -> bool:
-        """Let in who waits, in their order, each to the least loaded group; whether any was."""
+        """Let in who waits, in their order, each to the least loaded group; whether any was.
+
+        While a suspect waits for room, so does everybody.
+        """
         count = len(self.waiting)
         self._go_on_elsewhere()
         while self.waiting:
-            first = self.waiting[0]
+            first = self.waiting.first
             able = [group for group in self.groups if group.batching.has_room_for(first)]
             if able:
-                self.waiting.popleft()
+                self.waiting.remove(first)
                 group = min(able, key=lambda group: group.cost_of(first))
                 group.drop_replicas()
                 group.batching.let_in(first)
@@ -128,7 +132,10 @@ class DecodingState:
         """Give groups without sequences of their own to those that several may verify, in turn."""
         if len(self.groups) == 1 or self.waiting:
             return
-        takers = [one for one in self.running if one.policy.replicates]
+        suspects = self.waiting.suspects
+        takers = [
+            one for one in self.running if one.policy.replicates and one.sequence_id not in suspects
+        ]
         if not takers:
             return
         spare = sum(group.joined and not group.num_leads for group in self.groups)
@@ -154,14 +161,25 @@ class DecodingState:
             self.drafters.assign(sequence, out.drafters)
         self.drafters.share_out(running, out.drafters)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take it out of all batches, or out of the line."""
+    def drop_replicas_of(self, sequence: Sequence) -> None:
+        """Let the first of its groups serve it alone."""
         for replica in list(sequence.replicas):
             self._drop(replica)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take it out of all batches, or out of the line."""
+        self.waiting.suspects.forget(sequence.sequence_id)
+        self.drop_replicas_of(sequence)
         if sequence.kv.group is None:
             self.waiting.remove(sequence)
         else:
             self._group_of(sequence).batching.remove(sequence)
+
+    def refuse(self, sequence: Sequence, error: PacelineError, out: Outbox) -> None:
+        """The sequence cannot be decoded."""
+        self.remove(sequence)
+        self.drafters.release(sequence, out.drafters)
+        out.callers.append(Refuse(sequence.sequence_id, error))
 
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
         """The sequence ended."""

@@ -12,12 +12,17 @@ from paceline.rules import Rule
 
 
 def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_size: int) -> None:
-    """Raise ProtocolError unless these answer the step: its sequences, paths of their windows."""
+    """Raise ProtocolError unless these answer the step: its sequences, paths of their windows.
+
+    Where there is an error in place of an answer, that is one too.
+    """
     asked = [part for part in step.slices if part.verdict]
     if [part.sequence_id for part in asked] != [v.sequence_id for v in verdicts]:
         raise ProtocolError(f"the verdicts of step {step.step} are not those of its slices")
     for part, verdict in zip(asked, verdicts, strict=True):
         sequence_id, window = part.sequence_id, part.window
+        if verdict.error is not None:
+            continue
         if not 0 <= verdict.num_accepted <= window or not (0 <= verdict.token_id < vocab_size):
             raise ProtocolError(
                 f"the verdict of sequence {sequence_id} accepts {verdict.num_accepted} of "

@@ -216,7 +216,9 @@ class TargetSequence(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     @_builtins.property
-    def spec(self) -> _types_pb2.SequenceSpec: ...
+    def spec(self) -> _types_pb2.SequenceSpec:
+        """A spec that the shard refuses is told as the error of the sequence's first verdict."""
+
     @_builtins.property
     def shared_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Blocks that hold the KV of its first tokens already, computed by other sequences over this
@@ -438,11 +440,17 @@ class Verdict(_message.Message):
     TOKEN_ID_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     num_accepted: _builtins.int
     """How many candidates were accepted."""
     token_id: _builtins.int
     """The token after them: the bonus when all were accepted, else the recovered token."""
+    error: _builtins.str
+    """Not empty: this sequence has no next token, and why, in words for its caller. At most 1,000
+    characters. The other fields but sequence_id then say nothing. The sequence stays open until
+    it is closed.
+    """
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Of a tree: the accepted candidates, from the root on. Empty for chains."""
@@ -459,10 +467,11 @@ class Verdict(_message.Message):
         token_id: _builtins.int = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
         top_tokens: _abc.Iterable[_types_pb2.TopTokens] | None = ...,
+        error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "num_accepted", b"num_accepted", "sequence_id", b"sequence_id", "token_id", b"token_id", "top_tokens", b"top_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "error", b"error", "num_accepted", b"num_accepted", "sequence_id", b"sequence_id", "token_id", b"token_id", "top_tokens", b"top_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

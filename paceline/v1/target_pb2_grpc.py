@@ -79,7 +79,9 @@ class TargetServiceServicer:
         Steps run in the order received and are answered in that order. Several may be sent ahead.
         A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
         content of each step before they run it: where those differ, and when a shard is lost or late in
-        the midst of a step, the streams of all shards end with UNAVAILABLE.
+        the midst of a step, the streams of all shards end with UNAVAILABLE. A fault of one sequence
+        alone is told in its verdict (Verdict.error) and the stream goes on. A step that fails as a
+        whole ends the stream with INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

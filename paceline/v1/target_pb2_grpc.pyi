@@ -47,7 +47,9 @@ class TargetServiceStub:
     Steps run in the order received and are answered in that order. Several may be sent ahead.
     A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
     content of each step before they run it: where those differ, and when a shard is lost or late in
-    the midst of a step, the streams of all shards end with UNAVAILABLE.
+    the midst of a step, the streams of all shards end with UNAVAILABLE. A fault of one sequence
+    alone is told in its verdict (Verdict.error) and the stream goes on. A step that fails as a
+    whole ends the stream with INTERNAL.
     """
 
 @_typing.type_check_only
@@ -69,7 +71,9 @@ class TargetServiceAsyncStub(TargetServiceStub):
     Steps run in the order received and are answered in that order. Several may be sent ahead.
     A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
     content of each step before they run it: where those differ, and when a shard is lost or late in
-    the midst of a step, the streams of all shards end with UNAVAILABLE.
+    the midst of a step, the streams of all shards end with UNAVAILABLE. A fault of one sequence
+    alone is told in its verdict (Verdict.error) and the stream goes on. A step that fails as a
+    whole ends the stream with INTERNAL.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -106,7 +110,9 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         Steps run in the order received and are answered in that order. Several may be sent ahead.
         A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
         content of each step before they run it: where those differ, and when a shard is lost or late in
-        the midst of a step, the streams of all shards end with UNAVAILABLE.
+        the midst of a step, the streams of all shards end with UNAVAILABLE. A fault of one sequence
+        alone is told in its verdict (Verdict.error) and the stream goes on. A step that fails as a
+        whole ends the stream with INTERNAL.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -161,7 +161,9 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Drop tokens less likely than min_p times the likeliest. In [0, 1]; 0: none."""
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output. > 0; 1: off."""
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output. In
+    [0.01, 100]; 1: off.
+    """
     presence_penalty: _builtins.float
     """Subtracted once from the logit of each token that the output holds. In [-2, 2]; 0: off."""
     frequency_penalty: _builtins.float
@@ -170,7 +172,7 @@ class SamplingParams(_message.Message):
     """Until the output holds so many tokens, the end tokens cannot be chosen."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of the named token ids. Finite values."""
+        """Added to the logits of the named token ids. In [-10000, 10000]."""
 
     def __init__(
         self,

@@ -30,9 +30,11 @@ class ShardProcesses:
         *,
         hosts: Sequence[Host] = (),
         collective_seconds: float = 10.0,
+        module: str = "workers.target_shard",
     ) -> None:
         """A rank for each folder, usually all the same, and for each host if they are given."""
         self._folders = folders
+        self._module = module
         self._hosts = hosts or [Host()] * len(folders)
         self._collective_seconds = collective_seconds
         self._held = ExitStack()
@@ -73,7 +75,7 @@ class ShardProcesses:
     def _start(self, rank: int) -> subprocess.Popen[str]:
         command = [
             *self._hosts[rank].run,
-            *(sys.executable, "-m", "workers.target_shard", str(self._folders[rank])),
+            *(sys.executable, "-m", self._module, str(self._folders[rank])),
             *("--host", self._hosts[rank].address),
             *("--port", str(self.ports[rank]), "--kv-memory-mib", "4"),
             *("--rank", str(rank), "--degree", str(len(self._folders))),

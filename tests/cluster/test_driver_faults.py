@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster.decoding.suspects import MOST_LOST_STEPS
 from cluster.driver import Driver, DriverOptions
 from cluster.generation import Generation
 from cluster.inference import serve_driver
@@ -19,7 +20,12 @@ from paceline import (
     UnavailableError,
 )
 from paceline.channel import WORKERS
-from paceline.errors import OverloadedError, VocabularyMismatchError, WorkerLostError
+from paceline.errors import (
+    OverloadedError,
+    RequestFaultError,
+    VocabularyMismatchError,
+    WorkerLostError,
+)
 from tests.cluster.hostile import (
     HungTarget,
     LyingTarget,
@@ -130,9 +136,10 @@ async def test_a_false_target_is_left(checkpoints: Checkpoints, kind: type[HungT
     try:
         await driver.start()
         generation = await driver.submit(PROMPT, OPTIONS)
-        with pytest.raises(WorkerLostError, match="lost 5 times in a row"):
+        lost = rf"lost in the midst of {MOST_LOST_STEPS} steps of this request in a row"
+        with pytest.raises(RequestFaultError, match=lost):
             await asyncio.wait_for(_to_its_end(generation), 120)
-        assert driver.stats().workers[0].reconnects >= 4
+        assert driver.stats().workers[0].reconnects >= MOST_LOST_STEPS - 1
         await eventually(lambda: driver.scheduler.num_running == 0)
         driver.scheduler.check_integrity()
     finally:

@@ -77,29 +77,40 @@ def test_a_bad_slice_is_named(session: TargetSession, message: str) -> None:
     assert str(refusal.value).startswith(f"slices[1].{message}")
 
 
+BAD_SPECS: dict[str, types_pb2.SequenceSpec] = {
+    "rule: expected one of": types_pb2.SequenceSpec(),
+    "temperature: expected a finite": spec_to_wire(
+        SequenceSpec(SamplingParams(temperature=-1), seed=0, prompt_length=1)
+    ),
+    "logit_bias: token id 100 is not": spec_to_wire(
+        SequenceSpec(SamplingParams(logit_bias={100: 1}), seed=0, prompt_length=1)
+    ),
+    "sampling: expected sampling": types_pb2.SequenceSpec(rule=types_pb2.VERIFICATION_RULE_COUPLED),
+}
+
+
+@pytest.mark.parametrize("message", BAD_SPECS)
+def test_a_bad_spec_is_the_fault_of_its_sequence(session: TargetSession, message: str) -> None:
+    """It is fed like the others, for a prefix that it computes may be shared; it gets no logits."""
+    bad = target_pb2.TargetSequence(sequence_id=3, spec=BAD_SPECS[message])
+    chunk = piece(sequence_id=3, start=0, token_ids=[5], verdict=False, new_blocks=[2])
+    work = session.begin_step(target_pb2.StepRequest(step=2, open=[bad], slices=[chunk]))
+    assert (len(work.slices), work.tasks, work.faults) == (1, [], {})
+    last = piece(sequence_id=3, start=1, token_ids=[6])
+    work = session.begin_step(target_pb2.StepRequest(step=3, slices=[piece(), last]))
+    assert [task.sequence_id for task in work.tasks] == [1]
+    assert [one.num_logits for one in work.slices] == [1, 0]
+    assert work.faults[3].startswith(f"the target refuses its parameters: {message}")
+    session.begin_step(target_pb2.StepRequest(step=4, close=[3]))
+    session.check_integrity()
+
+
 BAD_STEPS: dict[str, dict[str, Any]] = {
     "step: expected 2, got 3": {"step": 3},
     "step: expected 2, got 1": {"step": 1},
     "close: sequence 3 is not open": {"close": [3]},
     "close: sequence 1 is not open": {"close": [1, 1]},
     "open: sequence 1 is open already": {"open": [opened(1)]},
-    "open: sequence 3: spec.rule": {"open": [target_pb2.TargetSequence(sequence_id=3)]},
-    "open: sequence 3: spec.temperature": {
-        "open": [opened(3, SequenceSpec(SamplingParams(temperature=-1), seed=0, prompt_length=1))]
-    },
-    "open: sequence 3: spec.logit_bias": {
-        "open": [
-            opened(3, SequenceSpec(SamplingParams(logit_bias={100: 1}), seed=0, prompt_length=1))
-        ]
-    },
-    "open: sequence 3: spec.sampling": {
-        "open": [
-            target_pb2.TargetSequence(
-                sequence_id=3,
-                spec=types_pb2.SequenceSpec(rule=types_pb2.VERIFICATION_RULE_COUPLED),
-            )
-        ]
-    },
     "slices[1].sequence_id: sequence 1 has a slice": {"slices": [piece(), piece()]},
     "slices[0].sequence_id: sequence 1 is not open": {"close": [1], "slices": [piece()]},
 }

@@ -22,7 +22,10 @@ from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import PrefixReader, ReplayText
 from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice, positions_of
+from workers.faults import Part, judge_each
 from workers.target_session import VerdictTask
+from workers.verdicts import message_of
+from workers.verification.verdict import Verdict
 
 BLOCK_SIZE = 16
 DTYPE = "int32"
@@ -85,20 +88,27 @@ class ReplayEngine:
         """A verdict for each task: candidates are accepted while they are the true tokens.
 
         Returns when the device would be done. What it computes here, a GPU verifies on its own.
-        Raises InvalidRequestError for a rule that tosses coins: a replay has no distribution.
+        A rule that tosses coins is its task's fault: a replay has no distribution.
         """
-        found = []
+        parts = []
         end = 0
         for task in tasks:
             end += task.num_rows
             if task.has_verdict:
                 window = 1 + len(task.candidates.tree)
-                found.append(self._verdict(rows.digests[end - window : end], task))
+                parts.append((task, rows.digests[end - window : end]))
+        judged = judge_each(self._judge, parts)
+        found = [
+            message_of(verdict, task) for verdict, (task, _) in zip(judged, parts, strict=True)
+        ]
         self.forward_end = self.clock.finish(self._begin, self.forward_seconds)
         self.forward_seconds += self.clock.overrun_seconds
         return found
 
-    def _verdict(self, digests: Sequence[int], task: VerdictTask) -> target_pb2.Verdict:
+    def _judge(self, parts: Sequence[Part[Sequence[int]]]) -> list[Verdict]:
+        return [self._verdict(digests, task) for task, digests in parts]
+
+    def _verdict(self, digests: Sequence[int], task: VerdictTask) -> Verdict:
         if task.spec.rule is not Rule.COUPLED:
             raise InvalidRequestError(
                 "rule", f"expected coupled, got {task.spec.rule.value}: a replay has no logits"
@@ -111,12 +121,7 @@ class ReplayEngine:
                 break
             path.append(child)
             node = child + 1
-        return target_pb2.Verdict(
-            sequence_id=task.sequence_id,
-            num_accepted=len(path),
-            token_id=token_id,
-            accepted=path if task.names_path else (),
-        )
+        return Verdict(len(path), token_id, tuple(path))
 
     def _feed(self, piece: Slice) -> list[int]:
         """Write the fed tokens, read back what each row with logits sees."""

@@ -33,7 +33,9 @@ async def serve_replay_target(
     engine = ReplayEngine(info, profile, text)
     shard = TargetShard(clock=engine.clock)
     shard.begin(engine, engine.verdicts)
-    return await start_server(shard.add_to, host=host, port=port)
+    server = await start_server(shard.add_to, host=host, port=port)
+    shard.on_broken = server.report_broken
+    return server
 
 
 async def serve_replay_drafter(
@@ -56,7 +58,7 @@ async def serve_replay_drafter(
         drafter = Drafter(clock)
         server = await start_server(drafter.add_to, host=host)
         server.on_stop(drafter.end)
-        drafter.on_failure(server.fail)
+        drafter.on_broken = server.report_broken
         proposer = ReplayProposer(
             info.max_model_len,
             profile,

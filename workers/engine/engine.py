@@ -26,7 +26,7 @@ from workers.engine.linears import MIN_ROWS, activation_dtype
 from workers.engine.model import load_model, part_config
 from workers.engine.rank_parts import Progress
 from workers.engine.self_test import rows_are_invariant
-from workers.engine.slices import Slice, check_tree, origins_of
+from workers.engine.slices import Slice, blocks_begun, check_tree, origins_of
 from workers.engine.step_plan import make_plan
 from workers.engine.tensor_parallel.group import Group
 from workers.engine.tensor_parallel.ranked import RankedEngine
@@ -132,6 +132,8 @@ class Engine(RankedEngine):
         """As `step`, but with this rank's columns alone."""
         for piece in slices:
             check_tree(piece)
+        if begun := blocks_begun(slices, BLOCK_SIZE):
+            self._cache.clear(begun)
         plan = make_plan(
             slices,
             num_query_heads=self._num_query_heads,

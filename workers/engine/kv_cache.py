@@ -5,6 +5,7 @@ Shapes: L layers, H key/value heads, N blocks, D head size, S = N x 128 slots.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +26,11 @@ class LayerCache:
 
 
 class KVCache:
-    """Buffers for `num_blocks` blocks, allocated once. Zeroed: masked slots must hold numbers."""
+    """Buffers for `num_blocks` blocks, allocated once. Zeroed: masked slots must hold numbers.
+
+    A masked slot has weight 0, and 0 times NaN is NaN. So a block is cleared when a sequence begins
+    it (`clear`): what the one before left there may be the NaN that ended it.
+    """
 
     def __init__(
         self,
@@ -43,6 +48,13 @@ class KVCache:
         slots = torch.zeros(2 * num_heads, self.num_blocks * BLOCK_SIZE, head_size, dtype=dtype)
         blocks = slots.view(2, num_heads, -1, BLOCK_SIZE, head_size).transpose(1, 2)
         return LayerCache(slots, blocks[0], blocks[1])
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero blocks, in all layers."""
+        for layer in self.layers:
+            for block in blocks:
+                layer.keys_NHBD[block].zero_()
+                layer.values_NHBD[block].zero_()
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
         """Copy keys and values of slots to others, in all layers; all are read before any write."""

@@ -78,6 +78,14 @@ class SharedBlocks:
             self._block_of[key] = block
             self._key_of[block] = key
 
+    def take_back(self, blocks: Iterable[int]) -> None:
+        """Let blocks that are held be known by no key any more."""
+        for block in blocks:
+            key = self._key_of.pop(block, None)
+            if key is not None:
+                del self._block_of[key]
+                self._pool.free([block])
+
     def is_idle(self, key: bytes) -> bool:
         """Whether the known block of this key is held by no sequence."""
         return self._block_of[key] in self._idle

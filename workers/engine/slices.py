@@ -41,6 +41,15 @@ class Slice:
     parents: tuple[int, ...] = ()
 
 
+def blocks_begun(slices: Sequence[Slice], block_size: int) -> list[int]:
+    """The blocks whose first slot these slices write: nothing in them is of use to anybody."""
+    begun: list[int] = []
+    for piece in slices:
+        end = piece.start + len(piece.token_ids)
+        begun += piece.block_table[-(-piece.start // block_size) : -(-end // block_size)]
+    return begun
+
+
 def is_tree(piece: Slice) -> bool:
     """Whether the slice holds a tree that is no chain."""
     return piece.tree_start is not None and piece.parents != tuple(range(len(piece.parents)))

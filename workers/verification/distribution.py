@@ -137,9 +137,16 @@ def likeliest_token(logits_V: NDArray[np.float32]) -> int:
 
 
 def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
-    """Raise InternalError where the largest logit of a row, that of `token_id`, is not finite."""
+    """Raise InternalError where the largest logit of a row, that of `token_id`, is not finite, or
+    where that is no token.
+    """
     if math.isfinite(largest):
-        return
+        if 0 <= token_id < vocab_size:
+            return
+        raise InternalError(
+            f"expected a token id below {vocab_size}, got {token_id}: the choice of a token went "
+            "wrong"
+        )
     if math.isnan(largest) or largest > 0:
         raise InternalError(
             f"expected finite logits, got {largest} for token {token_id}: the model's step went "

@@ -19,19 +19,16 @@ from cluster.decoding.events import (
     TargetLost,
 )
 from cluster.decoding.instructions import (
-    CloseDraft,
     Emit,
     Grant,
-    Instruction,
     OpenDraft,
-    Refuse,
     RunStep,
     Suspect,
 )
 from cluster.decoding.policies import PolicyName
-from cluster.decoding.scheduler import MOST_LOST_STEPS, Scheduler
+from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.step_costs import StepCosts
-from paceline.errors import ProtocolError, WorkerLostError
+from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule, Stopping
 from tests.cluster.decoding.scripts import (
@@ -64,40 +61,6 @@ def test_a_lost_target_is_prefilled_again_from_committed_tokens() -> None:
     part = the_step(out).slices[0]
     assert (part.start, part.token_ids, part.verdict) == (0, (*PROMPT, 10), True)
     assert the_step(out).step == 1, "steps count from 1 on a fresh stream"
-
-
-def test_a_request_that_ends_the_target_at_each_step_fails_and_leaves_it_to_others() -> None:
-    """Tried for ever, it would starve all who come after it."""
-    scheduler = started()
-    scheduler.handle(verdict(1, 0, 10))
-    told: list[Instruction] = []
-    for time in range(MOST_LOST_STEPS):
-        assert told == [], "until then it is computed again"
-        told = scheduler.handle(TargetLost(2 + time))
-        if not time:
-            scheduler.handle(Admitted(2, request(2, PROMPT)))  # in one lost step less
-        if time < MOST_LOST_STEPS - 1:
-            out = scheduler.handle(TargetJoined(2 + time, 50, 1000, 4, 64))
-            assert 1 in {part.sequence_id for part in the_step(out).slices}
-    *close, refused = told
-    assert close == [CloseDraft("d", 1)]
-    assert isinstance(refused, Refuse)
-    assert isinstance(refused.error, WorkerLostError)
-    assert "lost 5 times in a row" in str(refused.error)
-    scheduler.check_integrity()
-    out = scheduler.handle(TargetJoined(9, 50, 1000, 4, 64))
-    assert [part.sequence_id for part in the_step(out).slices] == [2]
-
-
-def test_a_verdict_between_losses_shows_that_a_request_does_no_harm() -> None:
-    scheduler = started()
-    scheduler.handle(verdict(1, 0, 10))
-    for time in range(2 * MOST_LOST_STEPS):
-        assert scheduler.handle(TargetLost(2 + time)) == []
-        scheduler.handle(TargetJoined(2 + time, 50, 1000, 4, 64))
-        if time % (MOST_LOST_STEPS - 1) == 0:
-            scheduler.handle(verdict(1, 0, 11, now=2 + time))
-    assert scheduler.num_running == 1
 
 
 def test_three_malformed_proposals_make_a_drafter_suspect() -> None:

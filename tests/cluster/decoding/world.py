@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from cluster.decoding.events import (
@@ -23,8 +24,8 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.policies import policy_named
-from cluster.decoding.scheduler import MOST_LOST_STEPS, Scheduler
-from paceline.errors import WorkerLostError
+from cluster.decoding.scheduler import Scheduler
+from paceline.errors import RequestFaultError
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.pretended_target import BLOCK_SIZE, PretendedTarget
 from tests.cluster.decoding.true_text import VOCAB_SIZE, plain_text
@@ -52,19 +53,26 @@ class World:
         self.emitted: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
         self.refused: dict[int, Refuse] = {}
-        self.losses = 0
-        """How often a group of the target was lost."""
+        self.lost_steps: Counter[int] = Counter()
+        """How often the target was lost in the midst of a step, by sequence."""
+        self.in_error: set[int] = set()
+        """Who had an error in place of a verdict."""
+        self.hits: Counter[int] = Counter()
+        """How often a sequence lost what was computed of it, or was about to be."""
 
     def send(self, event: Event) -> None:
         """Hand in an event and carry out what comes back."""
         if isinstance(event, Admitted):
             self.requests[event.request.sequence_id] = event.request
             self.emitted[event.request.sequence_id] = []
+        if isinstance(event, StepDone):
+            self.in_error.update(one.sequence_id for one in event.verdicts if one.error)
         for instruction in self.scheduler.handle(event):
             match instruction:
                 case RunStep():
                     assert instruction.group not in self.steps, "two steps in flight"
                     self.steps[instruction.group] = instruction
+                    self.check_trial(instruction)
                 case Emit(sequence_id, offset, token_ids, num_drafted):
                     assert sequence_id not in self.finished
                     assert offset == len(self.emitted[sequence_id])
@@ -78,8 +86,9 @@ class World:
                 case Refuse(sequence_id):
                     assert sequence_id not in self.finished
                     self.refused[sequence_id] = instruction
-                    if isinstance(instruction.error, WorkerLostError):
-                        assert self.losses >= MOST_LOST_STEPS
+                    if isinstance(instruction.error, RequestFaultError):
+                        blamed = self.lost_steps[sequence_id] >= 2
+                        assert blamed or sequence_id in self.in_error, "blamed for one loss"
                 case WakeAt(time):
                     self.wake_at = time
                 case Suspect(drafter, _):
@@ -96,6 +105,12 @@ class World:
             # A policy that waits by its nature may hold the last blocks for its bounded time.
             assert not policies or any(one.waits for one in policies), "the target idles"
             assert group.batching.running or not group.batching.waiting, "nobody is let in"
+
+    def check_trial(self, step: RunStep) -> None:
+        """A suspect is alone in its steps."""
+        suspects = self.scheduler._state.waiting.suspects
+        tried = [part.sequence_id for part in step.slices if part.sequence_id in suspects]
+        assert not tried or len(step.slices) == 1, "a suspect has company"
 
     def _shared_steps(self) -> set[int]:
         """Sequences in flight whose policy has several groups verify them."""
@@ -130,7 +145,7 @@ class World:
     def join_target(self, group: int = 0, *, block_size: int = BLOCK_SIZE) -> None:
         """A fresh target group joins."""
         self.targets[group] = PretendedTarget(block_size)
-        self.steps.pop(group, None)
+        self._note_loss(group)
         self.send(
             TargetJoined(
                 self.now,
@@ -144,9 +159,14 @@ class World:
 
     def lose_target(self, group: int = 0) -> None:
         """A target group is gone, with its step in flight."""
-        self.losses += 1
-        self.steps.pop(group, None)
+        self._note_loss(group)
         self.send(TargetLost(self.now, group=group))
+
+    def _note_loss(self, group: int) -> None:
+        step = self.steps.pop(group, None)
+        self.lost_steps.update(part.sequence_id for part in (step.slices if step else ()))
+        running = self.scheduler._state.groups[group].batching.running.values()
+        self.hits.update(one.sequence_id for one in running if one.kv.open_at_target)
 
     def answer(self, group: int | None = None) -> None:
         """The step in flight is done: that of a group, or the only one's."""

@@ -19,7 +19,12 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.errors import InternalError
-from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.sampling import (
+    MAX_LOGIT_BIAS,
+    MAX_REPETITION_PENALTY,
+    SamplingParams,
+    SequenceSpec,
+)
 from workers.verification.distribution import adjusted_logits, distribution_of
 from workers.verification.prefix import Prefix
 
@@ -136,6 +141,22 @@ def test_huge_biases_and_penalties_stay_finite() -> None:
     assert adjusted_V[1] == np.finfo(np.float32).max
     kept = distribution_of(adjusted_V, SamplingParams(temperature=1e-300))
     assert kept.log_weights.tolist() == [-math.inf, 0, -math.inf, -math.inf]
+
+
+def test_whatever_passes_the_checks_leaves_tokens_that_can_be_chosen() -> None:
+    """All at their limits, for every token, of logits as large as any model gives."""
+    tokens = range(4)
+    for sign in (-1, 1):
+        sampling = SamplingParams(
+            logit_bias=dict.fromkeys(tokens, sign * MAX_LOGIT_BIAS),
+            repetition_penalty=MAX_REPETITION_PENALTY,
+            presence_penalty=2.0,
+            frequency_penalty=2.0,
+        )
+        sampling.validate(len(tokens))
+        spec = SequenceSpec(sampling, seed=0, prompt_length=0)
+        adjusted = _adjusted([sign * 1e30] * 4, spec, [*tokens] * 1000)
+        assert np.isfinite(np.array(adjusted, dtype=np.float32)).all()
 
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-3, 1.0, 1e30])
