@@ -6,6 +6,7 @@ estimates are told, drafters and callers (`settle`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from cluster.decoding.batching import Batching
@@ -15,7 +16,7 @@ from cluster.decoding.group import Group
 from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
 from cluster.decoding.pilot import FIRST_WINDOW
 from cluster.decoding.replicas import Told, told_by
-from cluster.decoding.sequence import Replica, Sequence
+from cluster.decoding.sequence import Refusal, Replica, Sequence
 from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
 from paceline.errors import RequestFaultError
@@ -138,7 +139,7 @@ def _fail(
     batching.kv.forget(sequence)
     lead = sequence.lead if isinstance(sequence, Replica) else sequence
     if part.window and lead.request.spec.rule is Rule.COUPLED:
-        lead.declined_by.update(lead.team)
+        lead.declined_by |= {name: Refusal(math.inf, 0.0) for name in lead.team}
         state.drafters.release(lead, out.drafters)
         state.drop_replicas_of(lead)
         lead.forget_candidates()
