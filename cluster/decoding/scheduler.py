@@ -20,7 +20,9 @@ from cluster.decoding.events import (
     DrafterLost,
     Event,
     MalformedProposal,
+    Paused,
     Proposed,
+    Resumed,
     StepDone,
     TargetJoined,
     TargetLost,
@@ -92,8 +94,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no place in the batch."""
-        return len(self._state.waiting)
+        """Sequences that have no place in the batch; those that are paused are among them."""
+        return len(self._state.waiting) + len(self._state.paused)
 
     @property
     def num_running(self) -> int:
@@ -149,6 +151,10 @@ class Scheduler:
                 self._refuse_what_never_fits([sequence], out)
             case Cancelled():
                 self._cancel(event, out)
+            case Paused():
+                self._pause(event, out)
+            case Resumed():
+                self._resume(event, out)
             case Proposed():
                 take_proposals(self._state, event)
             case MalformedProposal():
@@ -202,6 +208,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert every invariant. For tests."""
+        for sequence in self._state.paused.values():
+            sequence.tree.check_integrity()
+            assert sequence.paused
+            assert sequence.kv.group is None
+            assert not sequence.kv.block_table
+            assert not sequence.replicas
+            assert sequence.drafter is None
         for group in self._state.groups:
             group.check_integrity()
         self._state.drafters.check_integrity(self._state.sequences())
@@ -269,6 +282,8 @@ class Scheduler:
                 "of this request, which is not tried again: the shards' logs tell why they ended"
             )
             self._refuse(sequence, error, out)
+        for sequence in [s for s in self._state.waiting if s.paused]:
+            self._state.pause(sequence, out)
 
     def _cancel(self, event: Cancelled, out: Outbox) -> None:
         sequence = self._state.find(event.sequence_id)
@@ -277,6 +292,18 @@ class Scheduler:
         sequence.cancelled = True
         if sequence.kv.in_flight is None or sequence.policy.replicates:
             self._state.finish(event.now, sequence, FinishReason.CANCELLED, out)
+
+    def _pause(self, event: Paused, out: Outbox) -> None:
+        sequence = self._state.find(event.sequence_id)
+        if sequence is not None and not sequence.paused:
+            self._state.pause(sequence, out)
+
+    def _resume(self, event: Resumed, out: Outbox) -> None:
+        sequence = self._state.find(event.sequence_id)
+        if sequence is not None and sequence.paused:
+            self._state.resume(event.now, sequence)
+            self._refuse_what_never_fits([sequence], out)  # the target may be another by now
+            self._state.assign(out)
 
     def _decline(self, event: DraftDeclined, out: Outbox) -> None:
         sequence = self._state.find(event.sequence_id)

@@ -41,6 +41,8 @@ class Sequence:
     # Hashes of its full blocks of committed tokens, as many as were asked for.
     block_keys: list[bytes] = field(default_factory=list)
     cancelled: bool = False
+    # Its caller does not read (events.Paused).
+    paused: bool = False
     # How often its target group was lost in the midst of a step of it, since its last verdict.
     lost_steps: int = 0
     # Drafting.

@@ -31,6 +31,8 @@ class DecodingState:
     def __init__(self, groups: Iterable[Group], waiting: WaitingLine, *, serves_auto: bool) -> None:
         self.groups = tuple(groups)
         self.waiting = waiting
+        self.paused: dict[int, Sequence] = {}
+        """Those whose callers do not read. They have no place, no KV blocks and no drafters."""
         self.costs = StepCosts()
         self.drafters = Drafters(self.costs)
         self.auto = Controller(observes=serves_auto)
@@ -46,11 +48,13 @@ class DecodingState:
         return [one for one in everywhere if not isinstance(one, Replica)]
 
     def sequences(self) -> Iterable[Sequence]:
-        """Those that wait, then those that run."""
-        return chain(self.waiting, self.running)
+        """Those that are paused, then those that wait, then those that run."""
+        return chain(self.paused.values(), self.waiting, self.running)
 
     def find(self, sequence_id: int) -> Sequence | None:
         """The sequence of that id, if it has not ended."""
+        if sequence_id in self.paused:
+            return self.paused[sequence_id]
         for group in self.groups:
             running = group.batching.running.get(sequence_id)
             if running is not None:
@@ -121,7 +125,7 @@ class DecodingState:
         """Give groups without sequences of their own to those that several may verify, in turn."""
         if len(self.groups) == 1 or self.waiting:
             return
-        takers = [one for one in self.running if one.policy.replicates]
+        takers = [one for one in self.running if one.policy.replicates and not one.paused]
         if not takers:
             return
         spare = sum(group.joined and not group.num_leads for group in self.groups)
@@ -141,7 +145,7 @@ class DecodingState:
 
     def assign(self, out: Outbox) -> None:
         """Give running sequences the drafters that they want."""
-        running = self.running
+        running = [one for one in self.running if not one.paused]
         self.drafters.share_out(running, out.drafters)  # those who have several give some back
         for sequence in running:
             self.drafters.assign(sequence, out.drafters)
@@ -151,10 +155,29 @@ class DecodingState:
         """Take it out of all batches, or out of the line."""
         for replica in list(sequence.replicas):
             self._drop(replica)
+        if self.paused.pop(sequence.sequence_id, None) is not None:
+            return
         if sequence.kv.group is None:
             self.waiting.remove(sequence)
         else:
             self._group_of(sequence).batching.remove(sequence)
+
+    def pause(self, sequence: Sequence, out: Outbox) -> None:
+        """Decode no more of it, once its step in flight is answered, until `resume`."""
+        sequence.paused = True
+        self.drafters.release(sequence, out.drafters)
+        for replica in list(sequence.replicas):
+            self._drop(replica)
+        if sequence.kv.in_flight is None:
+            self.remove(sequence)
+            self.paused[sequence.sequence_id] = sequence
+
+    def resume(self, now: float, sequence: Sequence) -> None:
+        """Decode on: it waits in its place among all that came, unless its step is in flight."""
+        sequence.paused = False
+        sequence.ready_since = now
+        if self.paused.pop(sequence.sequence_id, None) is not None:
+            self.waiting.put_back(sequence)
 
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
         """The sequence ended."""

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from cluster.decoding.events import (
     Admitted,
     Event,
+    Paused,
     Proposed,
     Request,
+    Resumed,
     StepDone,
     TargetJoined,
     TargetLost,
@@ -17,6 +19,8 @@ from cluster.decoding.instructions import (
     Emit,
     Finish,
     FinishReason,
+    Grant,
+    OpenDraft,
     Refuse,
     RunStep,
     Suspect,
@@ -52,6 +56,8 @@ class World:
         self.emitted: dict[int, list[int]] = {}
         self.finished: dict[int, Finish] = {}
         self.refused: dict[int, Refuse] = {}
+        self.paused: set[int] = set()
+        """Requests whose callers do not read."""
         self.losses = 0
         """How often a group of the target was lost."""
 
@@ -60,11 +66,17 @@ class World:
         if isinstance(event, Admitted):
             self.requests[event.request.sequence_id] = event.request
             self.emitted[event.request.sequence_id] = []
+        elif isinstance(event, Paused) and event.sequence_id in self.requests:
+            self.paused.add(event.sequence_id)
+        elif isinstance(event, Resumed):
+            self.paused.discard(event.sequence_id)
         for instruction in self.scheduler.handle(event):
             match instruction:
                 case RunStep():
                     assert instruction.group not in self.steps, "two steps in flight"
                     self.steps[instruction.group] = instruction
+                    stepping = {part.sequence_id for part in instruction.slices}
+                    assert not stepping & self.paused, "a paused sequence is in a new step"
                 case Emit(sequence_id, offset, token_ids, num_drafted):
                     assert sequence_id not in self.finished
                     assert offset == len(self.emitted[sequence_id])
@@ -85,6 +97,8 @@ class World:
                 case Suspect(drafter):
                     self.suspects.append(drafter)
                 case _:
+                    if isinstance(instruction, Grant | OpenDraft):
+                        assert instruction.sequence_id not in self.paused
                     self.drafters[instruction.drafter].tell(instruction)
         self.scheduler.check_integrity()
         for group in self.scheduler._state.groups:
