@@ -58,6 +58,9 @@ class DrafterListener(Protocol):
     def declined(self, name: str, sequence_id: int, reason: str) -> None:
         """It will not draft for a sequence."""
 
+    def break_down(self, error: BaseException) -> None:
+        """A link ended by a defect: nobody would look for the drafter again."""
+
 
 @dataclass(frozen=True, slots=True)
 class TargetVocabulary:
@@ -97,7 +100,14 @@ class DrafterLink:
         """Send them in one message, or drop them: a drafter that is away has forgotten all."""
         if self._outbox is None:
             return
-        self._outbox.put(drafts_to_wire(instructions))
+        try:
+            message = drafts_to_wire(instructions)
+        except Exception:
+            # What the drafter knows would be wrong from here on, so it begins anew.
+            _log.exception("a defect kept a message from drafter %s", self.meter.name)
+            self._overflown.set()
+            return
+        self._outbox.put(message)
         self._outbox.wake()
         if len(self._outbox) > MAX_UNSENT:
             self._overflown.set()
@@ -233,5 +243,6 @@ class DrafterLink:
     async def _watch(self) -> None:
         await self._overflown.wait()
         raise WorkerLostError(
-            f"{self.meter.name} left {MAX_UNSENT} messages unread; it is taken for hung"
+            f"{self.meter.name} left {MAX_UNSENT} messages unread and is taken for hung, or could "
+            "not be told something; its stream begins anew"
         )

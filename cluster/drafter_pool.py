@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
+from cluster.connections import start_heard
 from cluster.drafter_link import DrafterLink, DrafterListener, TargetVocabulary
 from cluster.meters import WorkerMeter
 from cluster.worker_wire import DraftInstruction
@@ -82,7 +83,7 @@ class DrafterPool:
         meter.suspect = False
         link = DrafterLink(meter, self._listener, self._target, probe_timeout=self._probe_timeout)
         self._links[name] = link
-        self._tasks[name] = asyncio.create_task(link.run())
+        self._tasks[name] = start_heard(link.run(), self._listener.break_down)
 
     async def _drop(self, name: str) -> None:
         task = self._tasks.pop(name)

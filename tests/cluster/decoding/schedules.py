@@ -1,8 +1,8 @@
 """Random schedules of the scheduler, with drafters that nobody would want.
 
 They lag, burst, reorder, repeat, go silent, send garbage, come and go; the clock jumps; of several
-target groups one answers late or is lost; callers stop reading and read again. The text stays plain decoding's, and all invariants hold
-after each event (World.send).
+target groups one answers late or is lost; callers stop reading and read again. The text stays plain
+decoding's, and all invariants hold after each event (World.send).
 
 A schedule is a tape of bytes that says what happens next, so that a failure shrinks to a short one.
 """
