@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from cluster.decoding.instructions import Emit, Finish, Refuse
 from cluster.generation import Generation
 from paceline.errors import PacelineError
+from workers.server import unexpected
 
 
 class Callers:
@@ -44,31 +45,40 @@ class Callers:
         """Tell this at the next `tell`."""
         self._untold.append(instruction)
 
-    def tell(self) -> None:
-        """Tell all that waits. A sequence's last tokens and its end are told together."""
-        waiting = self._untold
-        while waiting:
-            match waiting.popleft():
-                case Emit() as emit:
-                    follows = waiting[0] if waiting else None
-                    finish = None
-                    if isinstance(follows, Finish) and follows.sequence_id == emit.sequence_id:
-                        finish = follows
-                        waiting.popleft()
-                    self._emit(emit, finish)
-                case Finish() as finish:
-                    generation = self._generations.pop(finish.sequence_id, None)
-                    if generation is not None:
-                        generation.finish(finish)
-                case Refuse() as refuse:
-                    generation = self._generations.pop(refuse.sequence_id, None)
-                    if generation is not None:
-                        generation.fail(refuse.error)
+    def tell(self) -> list[int]:
+        """Tell all that waits. A sequence's last tokens and its end are told together.
 
-    def _emit(self, emit: Emit, finish: Finish | None) -> None:
-        if finish is None:
-            generation = self._generations.get(emit.sequence_id)
-        else:
-            generation = self._generations.pop(emit.sequence_id, None)
-        if generation is not None:  # else its caller has gone
-            generation.emit(emit, finish)
+        Where telling a request fails, that request ends with InternalError; returns these.
+        """
+        waiting, failed = self._untold, []
+        while waiting:
+            instruction, finish = waiting.popleft(), None
+            if isinstance(instruction, Emit) and waiting:
+                follows = waiting[0]
+                if isinstance(follows, Finish) and follows.sequence_id == instruction.sequence_id:
+                    finish = follows
+                    waiting.popleft()
+            generation = self._generations.get(instruction.sequence_id)
+            if generation is None:
+                continue  # Its caller has gone.
+            if finish is not None or not isinstance(instruction, Emit):
+                del self._generations[instruction.sequence_id]
+            try:
+                _tell(generation, instruction, finish)
+            except Exception:
+                generation.fail(unexpected(generation.request_id))
+                if self.drop(instruction.sequence_id):
+                    failed.append(instruction.sequence_id)
+        return failed
+
+
+def _tell(
+    generation: Generation, instruction: Emit | Finish | Refuse, finish: Finish | None
+) -> None:
+    match instruction:
+        case Emit():
+            generation.emit(instruction, finish)
+        case Finish():
+            generation.finish(instruction)
+        case Refuse():
+            generation.fail(instruction.error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -54,6 +54,20 @@ async def run_until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
+
+
+def start_heard(
+    part: Coroutine[Any, Any, None], on_defect: Callable[[BaseException], None]
+) -> asyncio.Task[None]:
+    """Run it in a task that ends when it is cancelled; if it raises, `on_defect` hears what."""
+
+    def hear(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            on_defect(error)
+
+    task = asyncio.create_task(part)
+    task.add_done_callback(hear)
+    return task
 
 
 def open_stream(method: Any) -> Any:

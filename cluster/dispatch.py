@@ -22,8 +22,10 @@ from cluster.decoding.events import (
     DrafterLost,
     Event,
     MalformedProposal,
+    Paused,
     Proposed,
     Request,
+    Resumed,
     StepDone,
     TargetJoined,
     TargetLost,
@@ -50,17 +52,18 @@ from cluster.round_tap import RoundTap
 from cluster.target_description import TargetDescription
 from cluster.target_groups import TargetGroups
 from cluster.worker_wire import DraftInstruction, fed_from_wire, verdicts_from_wire
-from paceline.errors import PacelineError
+from paceline.errors import InternalError, PacelineError, ProtocolError
 from paceline.v1 import drafting_pb2, target_pb2
 
 _log = logging.getLogger(__name__)
 
 
 class Dispatch:
-    """The scheduler's ears and hands. `TargetListener` and `DrafterListener` at once.
+    """The scheduler's ears and hands. `TargetListener`, `DrafterListener` and `CallerListener`.
 
     `target_patience`: seconds that requests wait for a target, when its last group is lost, before
-    they fail. `num_groups`: how many groups it has.
+    they fail. `num_groups`: how many groups it has. `on_change` is called whenever `can_serve` may
+    have changed, `on_broken` once if a defect ends everything.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class Dispatch:
         target_patience: float,
         clock: DriverClock,
         num_groups: int = 1,
+        on_change: Callable[[], None] = lambda: None,
+        on_broken: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.clock = clock
@@ -79,7 +84,7 @@ class Dispatch:
         self.unavailable: PacelineError | None = None
         """Why no request can be taken, if none can."""
         self.taps: list[RoundTap] = []
-        """Whoever traces."""
+        """Whoever traces. One that raises is told so (`RoundTap.fail`), and nothing more."""
         self.rehearsal = Rehearsal()
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
@@ -92,6 +97,8 @@ class Dispatch:
         self._will_tell = False
         self._wake: asyncio.TimerHandle | None = None
         self._stopped = False
+        self._on_change = on_change
+        self._on_broken = on_broken
 
     def connect(
         self,
@@ -114,6 +121,19 @@ class Dispatch:
         if self._callers.drop(sequence_id):
             self._handle(Cancelled(self.clock.now(), sequence_id))
 
+    def pause(self, sequence_id: int) -> None:
+        """The caller of a sequence leaves too much unread."""
+        self._handle(Paused(self.clock.now(), sequence_id))
+
+    def resume(self, sequence_id: int) -> None:
+        """The caller of a sequence has read most of what it left unread."""
+        self._handle(Resumed(self.clock.now(), sequence_id))
+
+    @property
+    def can_serve(self) -> bool:
+        """A request that came now could run: some group of the target is there."""
+        return self.groups.any_joined and self.unavailable is None and not self._stopped
+
     @property
     def num_open(self) -> int:
         """Requests that have not ended."""
@@ -124,22 +144,43 @@ class Dispatch:
         self.unavailable = error
         for sequence_id in self._callers.fail_all(error):
             self._handle(Cancelled(self.clock.now(), sequence_id))
+        self._on_change()
 
     def stop(self, error: PacelineError) -> None:
         """`fail_all`, and be deaf from now on."""
         self.fail_all(error)
         self._stopped = True
+        self._on_change()
         self.groups.wait_no_more()
         self.rehearsal.end()
         if self._wake is not None:
             self._wake.cancel()
 
+    def break_down(self, error: BaseException) -> None:
+        """A defect of ours left nobody knows what half done: end all requests, and the process.
+
+        Whoever started the process starts another one.
+        """
+        _log.critical("a defect ends the driver and all of its requests", exc_info=error)
+        if not self._stopped:
+            self._stopped = True  # The scheduler is told nothing more.
+            self.stop(
+                InternalError(
+                    "a defect ended the server in the midst of its work; its log tells more. Send "
+                    "the request again once the server is up"
+                )
+            )
+            self._on_broken()
+
     # The target.
 
     def target_joined(self, group: int, description: TargetDescription) -> None:
         """Fresh streams to every shard of a group are open. Raises CheckpointError."""
+        if self._stopped:
+            return
         self.groups.join(group, description)
         self.unavailable = None
+        self._on_change()
         self._handle(
             TargetJoined(
                 self.clock.now(),
@@ -160,8 +201,8 @@ class Dispatch:
         """
         if self._stopped or not self.groups.lose(group, reason):
             return
-        for tap in self.taps:
-            tap.target_lost(group)
+        self._on_change()
+        self._tell_taps(lambda tap: tap.target_lost(group))
         self._handle(TargetLost(self.clock.now(), group=group))
 
     def note_target(self, trouble: str) -> None:
@@ -186,8 +227,7 @@ class Dispatch:
         )
         goes_on = group in self._handle(done)
         self.gaps.step_sent(group, upon_answer=goes_on)
-        for tap in self.taps:
-            tap.step_answered(group, response, done.now)
+        self._tell_taps(lambda tap: tap.step_answered(group, response, done.now))
         if not goes_on:
             self.driver_time.pause()
 
@@ -220,8 +260,7 @@ class Dispatch:
                 batch, self._speculation_of, vocab_size=target.vocab_size, drafter=name
             )
         totals.dropped_proposals += read.dropped
-        for tap in self.taps:
-            tap.proposed(name, batch, read.proposals)
+        self._tell_taps(lambda tap: tap.proposed(name, batch, read.proposals))
         proposals = tuple(read.proposals)
         self._handle(
             Proposed(
@@ -248,23 +287,34 @@ class Dispatch:
     # Events in, instructions out.
 
     def _handle(self, event: Event) -> Sequence[int]:
-        """The groups to which steps were sent."""
+        """The groups to which steps were sent. Raises ProtocolError as `Scheduler.begin` does."""
         if self._stopped:
             return ()
+        try:
+            return self._carry_out(event)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            self.break_down(error)
+            return ()
+
+    def _carry_out(self, event: Event) -> Sequence[int]:
         self._take_rest()
         steps = self.scheduler.begin(event)
         self._has_rest = True
         for step in steps:
-            self._send_step(step)
-            for tap in self.taps:
-                tap.step_sent(step)
-            self._loop.call_soon(self._expect_answer, len(step.slices))
+            self._send(step)
         if not steps:
             self._take_rest()
         if (self._has_rest or self._for_drafters) and not self._will_tell:
             self._will_tell = True
-            self._loop.call_soon(self._tell_drafters)
+            self._loop.call_soon(self._guarded, self._tell_drafters)
         return [step.group for step in steps]
+
+    def _send(self, step: RunStep) -> None:
+        self._send_step(step)
+        self._tell_taps(lambda tap: tap.step_sent(step))
+        self._loop.call_soon(self._expect_answer, len(step.slices))
 
     def _expect_answer(self, sequences: int) -> None:
         """A step of so many is on its way. It will take about what the last one took."""
@@ -281,7 +331,7 @@ class Dispatch:
         """Send what is for drafters; what is for callers waits until that is on its way."""
         self._will_tell = False
         self._take_rest()
-        self._loop.call_soon(self._callers.tell)
+        self._loop.call_soon(self._guarded, self._tell_callers)
         messages: dict[str, list[DraftInstruction]] = {}
         suspects: list[Suspect] = []
         for instructions in self._for_drafters:
@@ -299,6 +349,25 @@ class Dispatch:
             self._send_drafts(drafter, message)
         for suspect in suspects:  # nothing follows for them: their stream will end
             self._suspect(suspect.drafter, suspect.reason)
+
+    def _tell_callers(self) -> None:
+        for sequence_id in self._callers.tell():
+            self._handle(Cancelled(self.clock.now(), sequence_id))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do what was left for a later turn of the event loop, where nobody hears an exception."""
+        try:
+            work()
+        except Exception as error:
+            self.break_down(error)
+
+    def _tell_taps(self, tell: Callable[[RoundTap], None]) -> None:
+        for tap in tuple(self.taps):
+            try:
+                tell(tap)
+            except Exception as error:
+                self.taps.remove(tap)
+                tap.fail(error)
 
     def _wake_at(self, when: float) -> None:
         if self._wake is not None:

@@ -110,7 +110,14 @@ class DrafterLink:
         """Send them together, or drop them: a drafter that is away has forgotten all."""
         if self._outbox is None:
             return
-        for request in drafts_to_wire(instructions):
+        try:
+            requests = drafts_to_wire(instructions)
+        except Exception:
+            # What the drafter knows would be wrong from here on, so it begins anew.
+            _log.exception("a defect kept a message from drafter %s", self.meter.name)
+            self._overflown.set()
+            return
+        for request in requests:
             self._outbox.put(request)
         self._outbox.wake()
         if len(self._outbox) > MAX_UNSENT or self._outbox.num_bytes > MAX_UNSENT_BYTES:
@@ -270,5 +277,6 @@ class DrafterLink:
     async def _watch(self) -> None:
         await self._overflown.wait()
         raise WorkerLostError(
-            f"{self.meter.name} left {MAX_UNSENT} messages unread; it is taken for hung"
+            f"{self.meter.name} left {MAX_UNSENT} messages unread and is taken for hung, or could "
+            "not be told something; its stream begins anew"
         )

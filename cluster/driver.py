@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,16 +19,26 @@ from cluster.drafter_link import TargetVocabulary
 from cluster.drafter_pool import DrafterPool
 from cluster.driver_clock import DriverClock
 from cluster.fitting import can_have
-from cluster.generation import Generation
-from cluster.requests import RequestResolver, Speculation
+from cluster.generation import MAX_UNREAD_SECONDS, Generation
+from cluster.requests import RequestResolver, ResolvedRequest, Speculation
 from cluster.round_tap import RoundTap
 from cluster.target_description import TargetDescription
 from cluster.target_link import StepTimeout
 from cluster.target_pool import TargetPool
 from cluster.text import TextCodec, TextStream
 from paceline.errors import OverloadedError, UnavailableError
-from paceline.generation import GenerateInput, GenerateOptions, ModelDescription, Stats
+from paceline.generation import (
+    GenerateInput,
+    GenerateOptions,
+    Message,
+    ModelDescription,
+    Stats,
+)
 from workers.engine.checkpoint import CheckpointInfo, describe_checkpoint
+
+SHORT_PROMPT_CHARACTERS = 64 * 1024
+"""Prompts up to this length are tokenised in at most some 100 ms. Longer ones take a second per
+million characters, so they have a thread of their own, and short ones never wait for them."""
 
 _LOOK_SECONDS = 0.02
 """How often it is looked whether requests have ended, while a driver is drained."""
@@ -42,7 +52,9 @@ class DriverOptions:
     `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
     `drafter_addresses`: by name. `speculation`: of requests that do not say. `wait_ms`: most that
     policies which wait do so in a step. `prefix_cache`: whether requests of one tenant share KV.
-    `max_waiting`: requests beyond the running ones before callers are turned away.
+    `max_waiting`: requests beyond the running ones before callers are turned away; those being
+    tokenised and those that are paused count. `max_unread_seconds`: for which a caller may leave
+    any part of an answer unread.
     `drafter_timeout`: seconds in which a drafter must answer a question about itself.
     `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long
     `start` waits for workers. `dilation`: how many times slower than the devices that they emulate
@@ -59,6 +71,7 @@ class DriverOptions:
     max_step_tokens: int = 512
     prefix_cache: bool = True
     max_waiting: int = 1024
+    max_unread_seconds: float = MAX_UNREAD_SECONDS
     step_timeout: StepTimeout = field(default_factory=StepTimeout)
     drafter_timeout: float = 10.0
     target_patience: float = 30.0
@@ -95,12 +108,26 @@ class Driver:
             target_patience=options.target_patience,
             clock=self.clock,
             num_groups=options.target_groups,
+            on_change=self._note_change,
+            on_broken=lambda: self.on_broken(),
         )
         self._running: _Running | None = None
         self._ready = self._draining = False
         self._began = self.clock.now()
         self._sequence_ids = count(1)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._short_prompts, self._long_prompts = asyncio.Semaphore(1), asyncio.Semaphore(1)
+        self._num_arriving = 0
+        self.on_serving: Callable[[bool], None] = lambda serving: None
+        """Called with whether requests can be served, whenever that changes."""
+        self.on_broken: Callable[[], None] = lambda: None
+        """Called when a defect has ended everything: the process is of no more use."""
+        self._was_serving = False
+
+    @property
+    def is_serving(self) -> bool:
+        """A request that came now could run: the driver takes requests, and the target is there."""
+        return self._ready and not self._draining and self._dispatch.can_serve
 
     async def start(self) -> None:
         """Read the checkpoint, connect to all workers; return when requests can be served.
@@ -122,6 +149,7 @@ class Driver:
             await self.stop()
             raise
         self._ready = True
+        self._note_change()
 
     async def stop(self) -> None:
         """End all requests with UnavailableError, and all streams. Stopping twice is no error."""
@@ -137,6 +165,7 @@ class Driver:
         Returns how many are left; `stop` will end them.
         """
         self._draining = True
+        self._note_change()
         give_up = self.clock.now() + seconds
         while self._dispatch.num_open and self.clock.now() < give_up:
             await asyncio.sleep(_LOOK_SECONDS)
@@ -144,7 +173,8 @@ class Driver:
 
     async def submit(self, generate_input: GenerateInput, options: GenerateOptions) -> Generation:
         """Begin a request. Raises InvalidRequestError, OverloadedError or UnavailableError."""
-        running, target = self._open_for_requests()
+        running, target = self._check_open()
+        self._check_queue()
         resolve = partial(
             running.resolver.resolve,
             generate_input,
@@ -154,15 +184,25 @@ class Driver:
             num_drafters=len(running.drafters.meters),
             num_groups=self._options.target_groups,
         )
-        loop = asyncio.get_running_loop()
-        resolved = await loop.run_in_executor(self._threads, resolve)
-        self._open_for_requests()  # things may have changed meanwhile
+        self._num_arriving += 1
+        try:
+            resolved = await self._in_turn(resolve, _num_characters(generate_input))
+        finally:
+            self._num_arriving -= 1
+        self._check_open()
+        self._check_queue()
         self.scheduler.check_fits(len(resolved.prompt_token_ids), resolved.max_tokens)
         sequence_id = next(self._sequence_ids)
         text = TextStream(
             running.codec, stop=resolved.stop, end_token_ids=resolved.spec.end_token_ids
         )
-        generation = Generation(resolved, sequence_id, text, self._dispatch.cancel)
+        generation = Generation(
+            resolved,
+            sequence_id,
+            text,
+            self._dispatch,
+            max_unread_seconds=self._options.max_unread_seconds,
+        )
         request = Request(
             sequence_id=sequence_id,
             prompt_token_ids=resolved.prompt_token_ids,
@@ -170,7 +210,7 @@ class Driver:
             max_tokens=resolved.max_tokens,
             policy=resolved.speculation.policy,
             window=resolved.speculation.window,
-            stop_scanner=text if resolved.stop else None,
+            stop_scanner=generation if resolved.stop else None,
             stopping=resolved.speculation.stopping,
             branches=resolved.speculation.branches,
             drafter_kind=resolved.speculation.drafter,
@@ -179,6 +219,25 @@ class Driver:
         )
         self._dispatch.admit(request, generation)
         return generation
+
+    async def _in_turn(
+        self, resolve: Callable[[], ResolvedRequest], num_characters: int
+    ) -> ResolvedRequest:
+        """Do it in a thread when those before it are done. Who goes away meanwhile leaves nothing.
+
+        What has begun in the thread goes on to its end; until then nobody else has its turn.
+        """
+        is_short = num_characters <= SHORT_PROMPT_CHARACTERS
+        turn = self._short_prompts if is_short else self._long_prompts
+        await turn.acquire()
+        try:
+            self._check_open()  # things may have changed meanwhile
+            working = asyncio.get_running_loop().run_in_executor(self._threads, resolve)
+        except BaseException:
+            turn.release()
+            raise
+        working.add_done_callback(lambda _: turn.release())
+        return await asyncio.shield(working)
 
     def set_target(self, addresses: Sequence[str]) -> None:
         """The target's shards are at these addresses from the next connection on.
@@ -202,7 +261,8 @@ class Driver:
         try:
             yield
         finally:
-            self._dispatch.taps.remove(tap)
+            if tap in self._dispatch.taps:  # else it has failed
+                self._dispatch.taps.remove(tap)
 
     def describe(self) -> ModelDescription:
         """What is served. Raises UnavailableError before the start."""
@@ -271,12 +331,19 @@ class Driver:
             drafters=drafters,
         )
 
+    def _note_change(self) -> None:
+        serving = self.is_serving
+        if serving != self._was_serving:
+            self._was_serving = serving
+            self.on_serving(serving)
+
     def _started(self) -> _Running:
         if not self._ready or self._running is None:
             raise UnavailableError("the server is still starting; try again in a moment")
         return self._running
 
-    def _open_for_requests(self) -> tuple[_Running, TargetDescription]:
+    def _check_open(self) -> tuple[_Running, TargetDescription]:
+        """Raise what keeps all requests from being taken, if anything does."""
         running, target = self._started(), self._dispatch.groups.target
         if self._draining:
             raise UnavailableError(
@@ -285,13 +352,26 @@ class Driver:
             )
         if self._dispatch.unavailable is not None:
             raise self._dispatch.unavailable
-        if self.scheduler.num_waiting >= self._options.max_waiting:
-            raise OverloadedError(
-                f"{self.scheduler.num_waiting} requests are waiting, as many as may; "
-                "try again later"
-            )
         assert target is not None
         return running, target
+
+    def _check_queue(self) -> None:
+        """Raise OverloadedError when as many requests wait as may."""
+        options, scheduler = self._options, self.scheduler
+        free_places = options.target_groups * options.max_num_seqs - scheduler.num_running
+        waiting = scheduler.num_waiting + max(0, self._num_arriving - max(0, free_places))
+        if waiting >= options.max_waiting:
+            raise OverloadedError(
+                f"{waiting} requests are waiting, as many as may (server.max_waiting); "
+                "try again later"
+            )
+
+
+def _num_characters(generate_input: GenerateInput) -> int:
+    """What there is to tokenise; token ids take no time."""
+    if isinstance(generate_input, str):
+        return len(generate_input)
+    return sum(len(one.content) for one in generate_input if isinstance(one, Message))
 
 
 def read_checkpoint(folder: Path) -> tuple[TextCodec, CheckpointInfo]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from cluster.decoding.instructions import Emit, Finish, SequenceStats
 from cluster.requests import ResolvedRequest
 from cluster.text import TextStream
-from paceline.errors import PacelineError
+from paceline.errors import OverloadedError, PacelineError
 from paceline.generation import (
     Chunk,
     Finished,
@@ -18,15 +20,48 @@ from paceline.generation import (
     Started,
 )
 
+MAX_UNREAD_BYTES = 32 * 1024
+"""Bytes of a request's answer (`size_of`) that its caller may leave unread before the request is
+paused: some 600 tokens. 1,000 callers that read nothing then cost the driver some 100 MB."""
+
+MAX_UNREAD_SECONDS = 60.0
+"""Seconds for which a caller may leave any part of an answer unread before the request is ended.
+A suspended laptop is gone sooner (`paceline.channel.CALLERS`)."""
+
 _DRAFT: tuple[Origin, ...] = ("draft",)
 _TARGET: tuple[Origin, ...] = ("target",)
+
+Answer = GenerateEvent | PacelineError
+"""What a caller is told; an error is the last."""
+
+
+def size_of(answer: Answer) -> int:
+    """An upper bound of a chunk's bytes on the wire, cheap to compute; 0 for what is no chunk."""
+    if isinstance(answer, Chunk):
+        # A token: its id, its origin, the length of its piece. A character is in text and pieces.
+        return 64 + 16 * len(answer.token_ids) + 8 * len(answer.text)
+    return 0
+
+
+class CallerListener(Protocol):
+    """Hears what callers do, by sequence. Of a sequence that has ended it need not hear."""
+
+    def cancel(self, sequence_id: int) -> None:
+        """The caller wants no more."""
+
+    def pause(self, sequence_id: int) -> None:
+        """The caller leaves too much unread."""
+
+    def resume(self, sequence_id: int) -> None:
+        """It has read most of that."""
 
 
 class Generation:
     """Iterate over its events: `Started`, any number of `Chunk`, `Finished`.
 
-    Or have them passed to a function. A caller who stops early must `cancel`. What is not read is
-    kept; max_tokens bounds it.
+    Or `take` them whenever `on_told` says that there are some. A caller who stops early must
+    `cancel`. What is not read is kept, but not much of it: beyond MAX_UNREAD_BYTES the request is
+    paused until half of that is read; what is unread for too long ends it with OverloadedError.
     """
 
     def __init__(
@@ -34,51 +69,91 @@ class Generation:
         request: ResolvedRequest,
         sequence_id: int,
         text: TextStream,
-        on_cancel: Callable[[int], None],
+        listener: CallerListener,
+        *,
+        max_unread_seconds: float = MAX_UNREAD_SECONDS,
     ) -> None:
         self.sequence_id = sequence_id
         self.request_id = request.request_id
         self.speculation = request.speculation
         self._text = text
-        self._on_cancel = on_cancel
-        self._events: asyncio.Queue[GenerateEvent | PacelineError] = asyncio.Queue()
-        self._put: Callable[[GenerateEvent | PacelineError], None] = self._events.put_nowait
-        self._put(Started(request.request_id, request.spec.seed, request.prompt_token_ids))
+        self._text_error: Exception | None = None
+        self._listener = listener
+        self._unread: deque[tuple[Answer, float]] = deque()
+        """Each with the time at which it was told, by the event loop's clock."""
+        self._unread_bytes = 0
+        self._paused = False
         self._num_output = 0
         self._over = False
+        """Nothing more is told."""
+        self._woken = asyncio.Event()
+        self._on_told: Callable[[], None] = self._woken.set
+        self._loop = asyncio.get_running_loop()
+        self._max_unread_seconds = max_unread_seconds
+        self._looks: asyncio.TimerHandle | None = None
+        self._put(Started(request.request_id, request.spec.seed, request.prompt_token_ids))
 
     def __aiter__(self) -> Generation:
         return self
 
     async def __anext__(self) -> GenerateEvent:
-        if self._over:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        if isinstance(event, PacelineError):
-            self._over = True
-            raise event
-        if isinstance(event, Finished):
-            self._over = True
-        return event
+        while not self._unread:
+            if self._over:
+                raise StopAsyncIteration
+            await self._woken.wait()
+            self._woken.clear()
+        answer = self.take()
+        if isinstance(answer, PacelineError):
+            raise answer
+        return answer
 
-    def pass_to(self, take: Callable[[GenerateEvent | PacelineError], None]) -> None:
-        """Give every event to `take` at once rather than to who iterates; an error is the last."""
-        while not self._events.empty():
-            take(self._events.get_nowait())
-        self._put = take
+    @property
+    def next_answer(self) -> Answer | None:
+        """What `take` would return; None: there is nothing."""
+        return self._unread[0][0] if self._unread else None
+
+    def take(self) -> Answer:
+        """Read what was told first. There must be something."""
+        answer, _ = self._unread.popleft()
+        self._unread_bytes -= size_of(answer)
+        if self._paused and self._unread_bytes <= MAX_UNREAD_BYTES // 2:
+            self._paused = False
+            self._listener.resume(self.sequence_id)
+        if self._over and not self._unread:
+            self._look_no_more()
+        return answer
+
+    def on_told(self, told: Callable[[], None]) -> None:
+        """Have `told` called whenever there is something to take, now if there is."""
+        self._on_told = told
+        if self._unread:
+            told()
 
     def cancel(self) -> None:
         """The caller wants no more. No error when it has ended."""
+        self._unread.clear()
+        self._unread_bytes = 0
+        self._look_no_more()
         if not self._over:
             self._over = True
-            self._on_cancel(self.sequence_id)
+            self._listener.cancel(self.sequence_id)
 
     def fail(self, error: PacelineError) -> None:
         """End the stream with an error."""
         self._put(error)
 
+    def first_stop(self, token_ids: Sequence[int]) -> int | None:
+        """For the scheduler (events.StopScanner). An error shows when the tokens are emitted."""
+        try:
+            return self._text.first_stop(token_ids)
+        except Exception as error:
+            self._text_error = error
+            return None
+
     def emit(self, emit: Emit, finish: Finish | None) -> None:
         """Committed tokens, and how the sequence ended with them if it did."""
+        if self._text_error is not None:
+            raise self._text_error
         pieces, rest = self._text.take(emit.token_ids, last=finish is not None)
         if rest:
             pieces[-1] += rest
@@ -95,6 +170,41 @@ class Generation:
         if rest:
             self._put(Chunk(self._num_output, (), (), rest, ()))
         self._put(_finished(finish))
+
+    def _put(self, answer: Answer) -> None:
+        if self._over:
+            return
+        self._over = isinstance(answer, Finished | PacelineError)
+        now = self._loop.time()
+        if self._looks is None:
+            self._looks = self._loop.call_at(now + self._max_unread_seconds, self._look)
+        self._unread.append((answer, now))
+        self._unread_bytes += size_of(answer)
+        self._on_told()
+        if self._unread_bytes > MAX_UNREAD_BYTES and not (self._paused or self._over):
+            self._paused = True
+            self._listener.pause(self.sequence_id)
+
+    def _look(self) -> None:
+        """End the request if something has been unread for too long."""
+        now, self._looks = self._loop.time(), None
+        told_at = self._unread[0][1] if self._unread else now
+        if now < told_at + self._max_unread_seconds:
+            self._looks = self._loop.call_at(told_at + self._max_unread_seconds, self._look)
+            return
+        unread = self._unread_bytes
+        self.cancel()
+        error = OverloadedError(
+            f"the caller left {unread:,} bytes of the answer unread for "
+            f"{self._max_unread_seconds:g} s; read answers as they come"
+        )
+        self._unread.append((error, now))
+        self._on_told()
+
+    def _look_no_more(self) -> None:
+        if self._looks is not None:
+            self._looks.cancel()
+            self._looks = None
 
 
 def _finished(finish: Finish) -> Finished:

@@ -23,6 +23,9 @@ from workers.server import RunningServer, start_server
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
+_LAST_WORD_SECONDS = 0.5
+"""For what requests were told last, to reach their callers."""
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -82,7 +85,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 async def serve_driver(
     options: DriverOptions, *, host: str, port: int = 0
 ) -> tuple[Driver, RunningServer]:
-    """Listen, start a driver, then report SERVING. Stopping the server stops the driver.
+    """Listen and start a driver. Stopping the server stops the driver.
+
+    Health is SERVING while requests can be served. A defect that ends the driver ends the server.
 
     Raises UnavailableError when the port cannot be bound, and what `Driver.start` raises.
     """
@@ -99,7 +104,13 @@ async def serve_driver(
         await driver.stop()
         raise
     server.on_stop(driver.stop)
-    await server.serve_once(driver.start)
+    driver.on_serving = lambda serving: server.report(serving=serving)
+    driver.on_broken = lambda: server.stop_soon(_LAST_WORD_SECONDS)
+    try:
+        await driver.start()
+    except BaseException:
+        await server.stop()
+        raise
     return driver, server
 
 

@@ -4,33 +4,75 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import grpc
 
 from cluster.driver import Driver
-from cluster.generation import Generation
+from cluster.generation import Answer, Generation, size_of
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.errors import (
     InternalError,
     InvalidRequestError,
+    OverloadedError,
     PacelineError,
     PromptTooLongError,
 )
-from paceline.generation import Chunk, GenerateEvent, Started
-from paceline.inference_wire import event_to_wire, failure_to_wire, fill_response
+from paceline.generation import Finished, Started
+from paceline.inference_wire import failure_to_wire, fill_response
 from paceline.request_wire import request_from_wire
 from paceline.status import MAX_DETAILS_BYTES
 from paceline.v1 import inference_pb2
 from workers.server import unexpected
 
-USUAL_BYTES = 1 << 20
-"""Of a message, all answers in it together, unless a single answer has more."""
+USUAL_BYTES = 256 * 1024
+"""Most bytes of a message, all answers in it together, unless a single answer has more. So much
+stays in gRPC's hands where a caller does not read."""
 
-_Answer = tuple[int, GenerateEvent | PacelineError, int]
-"""The request's number, what it is told, and how many bytes that takes at most."""
+MAX_REQUESTS_PER_STREAM = 2048
+"""Requests of one stream whose end was not sent yet. Further ones are refused, each by itself; the
+stream goes on. More than the most that a driver takes by default (server.max_waiting)."""
+
+MAX_UNSENT_REFUSALS = 1024
+"""Refusals of requests that were never begun which may wait to be sent. With as many, no more of
+the caller's messages are read until it has read some of them."""
+
+
+@dataclass(eq=False, slots=True)
+class _Numbered:
+    """A request of the stream, under the number that the caller gave it.
+
+    `beginning`: the task that begins it; None: it was refused at once. `error`: why it was not
+    begun. `queued`: it waits to be sent. `over`: it was cancelled, or its end was sent.
+    """
+
+    number: int
+    beginning: asyncio.Task[None] | None = None
+    generation: Generation | None = None
+    error: PacelineError | None = None
+    queued: bool = False
+    over: bool = False
+
+    @property
+    def next_answer(self) -> Answer | None:
+        """What is to be sent next; None: nothing now."""
+        if self.over:
+            return None
+        if self.error is not None:
+            return self.error
+        return None if self.generation is None else self.generation.next_answer
+
+    def end(self) -> None:
+        """Nothing more is sent, and nothing goes on."""
+        self.over = True
+        if self.beginning is not None:
+            self.beginning.cancel()
+        if self.generation is not None:
+            self.generation.cancel()
 
 
 class ManyRequests:
@@ -39,10 +81,13 @@ class ManyRequests:
     def __init__(self, driver: Driver, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._driver = driver
         self._context = context
-        self._begun: dict[int, asyncio.Task[None]] = {}
-        self._generations: dict[int, Generation] = {}
-        self._answers: list[_Answer] = []
+        self._begun: dict[int, _Numbered] = {}
+        """By number, until they are over."""
+        self._to_send: deque[_Numbered] = deque()
+        self._num_refusals = 0
+        """In `_to_send`, of requests that were refused at once."""
         self._told = asyncio.Event()
+        self._sent = asyncio.Event()
         self._ended = False
 
     async def serve(self, requests: AsyncIterator[inference_pb2.GenerateManyRequest]) -> None:
@@ -63,11 +108,13 @@ class ManyRequests:
             self._end()
             writer.cancel()
             reader.cancel()
+            await asyncio.gather(writer, reader, return_exceptions=True)
 
     def _end(self) -> None:
         """Of all requests; what is being written is the last answer."""
-        while self._begun:
-            self._cancel(next(iter(self._begun)))
+        for one in self._begun.values():
+            one.end()
+        self._begun.clear()
         self._ended = True
         self._told.set()
 
@@ -75,105 +122,137 @@ class ManyRequests:
         async for message in requests:
             number = message.number
             match message.WhichOneof("message"):
-                case "begin" if number not in self._begun:
-                    self._begun[number] = asyncio.create_task(self._begin(number, message.begin))
-                case "begin":
+                case "begin" if number in self._begun:
                     raise InvalidRequestError(
                         "number", f"a request runs under {number}; choose another"
                     )
+                case "begin" if len(self._begun) >= MAX_REQUESTS_PER_STREAM:
+                    await self._refuse(number)
+                case "begin":
+                    one = self._begun[number] = _Numbered(number)
+                    one.beginning = asyncio.create_task(self._begin(one, message.begin))
+                case "cancel" if number in self._begun:
+                    self._begun.pop(number).end()
                 case "cancel":
-                    self._cancel(number)
+                    pass  # It has ended by itself.
                 case _:
                     raise InvalidRequestError("message", "expected begin or cancel, got neither")
 
-    async def _begin(self, number: int, request: inference_pb2.GenerateRequest) -> None:
+    async def _refuse(self, number: int) -> None:
+        """Wait, if need be, until so many refusals were sent that this one may be told."""
+        while self._num_refusals >= MAX_UNSENT_REFUSALS:
+            self._sent.clear()
+            await self._sent.wait()
+        self._num_refusals += 1
+        error = OverloadedError(
+            f"{MAX_REQUESTS_PER_STREAM} requests run on this stream, as many as may "
+            "(MAX_REQUESTS_PER_STREAM); wait for one to end, or open another stream"
+        )
+        self._queue(_Numbered(number, error=error))
+
+    async def _begin(self, one: _Numbered, request: inference_pb2.GenerateRequest) -> None:
         request.request_id = request.request_id or uuid.uuid4().hex
         try:
-            generation = await self._driver.submit(*request_from_wire(request))
+            one.generation = await self._driver.submit(*request_from_wire(request))
+            one.generation.on_told(partial(self._queue, one))
         except PacelineError as error:
-            self._tell(number, error)
-            return
+            one.error = error
+            self._queue(one)
         except Exception:  # else its caller would wait for ever
-            self._tell(number, unexpected(request.request_id))
-            return
-        self._generations[number] = generation
-        generation.pass_to(partial(self._tell, number))
+            one.error = unexpected(request.request_id)
+            self._queue(one)
 
-    def _cancel(self, number: int) -> None:
-        begun = self._begun.pop(number, None)
-        if begun is not None:
-            begun.cancel()
-        generation = self._generations.pop(number, None)
-        if generation is not None:
-            generation.cancel()
-
-    def _tell(self, number: int, answer: GenerateEvent | PacelineError) -> None:
-        if number not in self._begun:
-            return  # It was cancelled.
-        most = _most_bytes(answer)
-        if most > MAX_REQUEST_BYTES and (refusal := _refusal_of(answer)) is not None:
-            # gRPC would not send it, and would end the stream of all.
-            generation = self._generations[number]
-            self._tell(number, refusal)
-            generation.cancel()
-            return
-        if not isinstance(answer, Started | Chunk):
-            del self._begun[number]
-            self._generations.pop(number, None)
-        self._answers.append((number, answer, most))
-        self._told.set()
+    def _queue(self, one: _Numbered) -> None:
+        """Have the writer send what there is of it."""
+        if not one.queued:
+            one.queued = True
+            self._to_send.append(one)
+            self._told.set()
 
     async def _write(self) -> None:
         while not self._ended:
             await self._told.wait()
             self._told.clear()
-            answers, self._answers = self._answers, []
-            begin = 0
-            while begin < len(answers) and not self._ended:
-                end = _end_of_message(answers, begin)
-                await self._context.write(_message_of(answers[begin:end]))
-                begin = end
+            while not self._ended:
+                message = self._next_message()
+                if not message.responses:
+                    break
+                await self._context.write(message)
+                self._sent.set()
+
+    def _next_message(self) -> inference_pb2.GenerateManyResponse:
+        """What is to be sent, in turn, as far as a message goes; one without answers: nothing."""
+        message, room = inference_pb2.GenerateManyResponse(), USUAL_BYTES
+        while self._to_send:
+            one = self._to_send[0]
+            answer = one.next_answer
+            if answer is None:
+                one.queued = False
+                self._to_send.popleft()
+                continue
+            most_bytes = _most_bytes(answer)
+            if most_bytes > room and message.responses:
+                break
+            room -= most_bytes
+            if one.error is None and one.generation is not None:
+                one.generation.take()
+            self._add(message, one, answer, most_bytes)
+        return message
+
+    def _add(
+        self,
+        message: inference_pb2.GenerateManyResponse,
+        one: _Numbered,
+        answer: Answer,
+        most_bytes: int,
+    ) -> None:
+        """Add an answer. One that cannot be sent ends its request with the reason."""
+        numbered = message.responses.add()
+        numbered.number = one.number
+        if not isinstance(answer, PacelineError):
+            try:
+                fill_response(numbered.response, answer)
+                refusal = _refusal_of(answer, numbered) if most_bytes > MAX_REQUEST_BYTES else None
+            except Exception:
+                assert one.generation is not None
+                refusal = unexpected(one.generation.request_id)
+            if refusal is None:
+                if isinstance(answer, Finished):
+                    self._forget(one)
+                return
+            answer = refusal
+        numbered.failed.CopyFrom(failure_to_wire(answer))  # instead of a response
+        self._forget(one)
+
+    def _forget(self, one: _Numbered) -> None:
+        """Its end is being sent."""
+        if one.beginning is None:
+            self._num_refusals -= 1
+        elif self._begun.get(one.number) is one:
+            del self._begun[one.number]
+        one.over = True
+        if one.generation is not None:
+            one.generation.cancel()
 
 
-def _end_of_message(answers: list[_Answer], begin: int) -> int:
-    room = USUAL_BYTES
-    for index in range(begin, len(answers)):
-        room -= answers[index][2]
-        if room < 0:
-            return max(index, begin + 1)
-    return len(answers)
-
-
-def _most_bytes(answer: GenerateEvent | PacelineError) -> int:
+def _most_bytes(answer: Answer) -> int:
     """An upper bound that is quickly told."""
-    if isinstance(answer, Chunk):
-        # A token: its id, its origin, the length of its piece. A character is in text and pieces.
-        return 64 + 16 * len(answer.token_ids) + 8 * len(answer.text)
     if isinstance(answer, Started):
         return 1024 + 5 * len(answer.prompt_token_ids)
-    return 2 * MAX_DETAILS_BYTES
+    if isinstance(answer, Finished | PacelineError):
+        return 2 * MAX_DETAILS_BYTES
+    return size_of(answer)
 
 
-def _refusal_of(answer: GenerateEvent | PacelineError) -> PacelineError | None:
-    """What is told in place of an answer that no message can hold; None: one can."""
-    if isinstance(answer, PacelineError):
-        return None
-    size = event_to_wire(answer).ByteSize()
+def _refusal_of(answer: Answer, message: inference_pb2.NumberedResponse) -> PacelineError | None:
+    """What is told in place of an answer that no message can hold; None: one can.
+
+    gRPC would not send it, and would end the stream of all.
+    """
+    size = message.ByteSize()
     if size <= MAX_REQUEST_BYTES:
         return None
     most = f"an answer may have {MAX_REQUEST_BYTES:,} bytes on the wire, this one has {size:,}"
     if isinstance(answer, Started):
         return PromptTooLongError("prompt", f"{most}, since it repeats the prompt; shorten it")
     return InternalError(most)
-
-
-def _message_of(answers: list[_Answer]) -> inference_pb2.GenerateManyResponse:
-    message = inference_pb2.GenerateManyResponse()
-    for number, answer, _ in answers:
-        numbered = message.responses.add()
-        numbered.number = number
-        if isinstance(answer, PacelineError):
-            numbered.failed.CopyFrom(failure_to_wire(answer))
-        else:
-            fill_response(numbered.response, answer)
-    return message

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import RunStep, Slice
+from paceline.errors import PacelineError
 from paceline.v1 import drafting_pb2, target_pb2, trace_pb2
 
-_KEPT_CANDIDATES, _KEPT_POSITIONS = 2048, 256
-"""Of a sequence's candidates, when there are so many, those of the last positions are kept."""
+KEPT_CANDIDATES, _KEPT_POSITIONS = 2048, 256
+"""Most candidates of a sequence whose passes are remembered: those of the last positions, and of
+these the latest."""
+
+KEPT_SEQUENCES = 4096
+"""Most sequences whose candidates are remembered; those proposed for first are forgotten first."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +39,16 @@ class RoundTap:
     """
 
     def __init__(
-        self, tell: Callable[[trace_pb2.TraceResponse], None], now: Callable[[], float]
+        self,
+        tell: Callable[[trace_pb2.TraceResponse], None],
+        now: Callable[[], float],
+        *,
+        on_failure: Callable[[Exception], None],
     ) -> None:
-        """`now`: of the driver's clock."""
+        """`now`: of the driver's clock. `on_failure` hears what `tell` raised, as the last word."""
         self._tell = tell
         self._now = now
+        self._on_failure = on_failure
         self._num_passes = 0
         self._sent: dict[tuple[int, int], _SentStep] = {}
         self._origins: dict[int, dict[tuple[int, int], int]] = {}
@@ -91,9 +105,7 @@ class RoundTap:
             depths = _depths(len(proposal.token_ids), proposal.parents)
             for depth, token_id in zip(depths, proposal.token_ids, strict=True):
                 origins[base + depth - 1, token_id] = self._num_passes
-            if len(origins) > _KEPT_CANDIDATES:
-                for key in [key for key in origins if key[0] < base - _KEPT_POSITIONS]:
-                    del origins[key]
+            self._forget_some(origins, before=base - _KEPT_POSITIONS)
         traced = trace_pb2.TracedPass(
             number=self._num_passes,
             drafter=drafter,
@@ -115,6 +127,22 @@ class RoundTap:
         """Steps that were sent to a group will not be answered; their numbers begin anew."""
         for key in [key for key in self._sent if key[0] == group]:
             del self._sent[key]
+
+    def fail(self, error: Exception) -> None:
+        """It raised, and hears nothing more."""
+        if not isinstance(error, PacelineError):
+            _log.error("a defect ended a trace", exc_info=error)
+        self._on_failure(error)
+
+    def _forget_some(self, origins: dict[tuple[int, int], int], *, before: int) -> None:
+        """Keep to the bounds, though drafters lie and sequences end without a word."""
+        if len(origins) > KEPT_CANDIDATES:
+            for key in [key for key in origins if key[0] < before]:
+                del origins[key]
+            for key in list(islice(origins, max(0, len(origins) - KEPT_CANDIDATES))):
+                del origins[key]
+        if len(self._origins) > KEPT_SEQUENCES:
+            del self._origins[next(iter(self._origins))]
 
     def _passes_of(self, piece: Slice) -> list[int]:
         origins = self._origins.get(piece.sequence_id, {})

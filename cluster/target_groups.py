@@ -31,6 +31,11 @@ class TargetGroups:
         """What the target is, or was: of its groups, the one that has the least room."""
         return min(self._known.values(), key=lambda one: one.room, default=None)
 
+    @property
+    def any_joined(self) -> bool:
+        """Whether a group is there now."""
+        return bool(self._joined)
+
     def join(self, group: int, description: TargetDescription) -> None:
         """A group is there. Raises CheckpointError where it differs from the others."""
         for other, known in self._known.items():

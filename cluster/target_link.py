@@ -56,6 +56,9 @@ class TargetListener(Protocol):
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
 
+    def break_down(self, error: BaseException) -> None:
+        """A link ended by a defect: nobody would look for the target again."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimeout:

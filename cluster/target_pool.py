@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.connections import start_heard
 from cluster.decoding.instructions import RunStep
 from cluster.meters import WorkerMeter
 from cluster.target_link import StepTimeout, TargetLink, TargetListener
@@ -41,7 +42,7 @@ class TargetPool:
             )
             for group, part in enumerate(self._by_group(addresses))
         ]
-        self._tasks = [asyncio.create_task(link.run()) for link in self._links]
+        self._tasks = [start_heard(link.run(), listener.break_down) for link in self._links]
 
     @property
     def meters(self) -> list[WorkerMeter]:

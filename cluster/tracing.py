@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import deque
 from typing import Any
 
 import grpc
 
 from cluster.driver import Driver
 from cluster.round_tap import RoundTap
-from paceline.errors import PacelineError
+from paceline.errors import InternalError, OverloadedError, PacelineError
 from paceline.status import status_of
 from paceline.v1 import trace_pb2, trace_pb2_grpc
 
 SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
-MAX_UNREAD = 10_000
-"""Messages that a caller may leave unread before its stream is ended."""
+MAX_UNREAD_BYTES = 4 * 1024 * 1024
+"""Bytes of messages that a caller may leave unread before nothing more is kept for it, and its
+stream is ended once it reads again: several seconds of a busy driver."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -37,20 +38,51 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
             await context.abort(code, details, metadata)
             return
         now = self._driver.clock.now
-        messages: asyncio.Queue[trace_pb2.TraceResponse] = asyncio.Queue()
         begun = trace_pb2.TraceBegun(now=now(), model=model)
-        with self._driver.tapped(RoundTap(messages.put_nowait, now)):
-            # Whoever has read this may ask for an answer: not a step of it must be missed.
-            await context.write(trace_pb2.TraceResponse(begun=begun))
-            async for message in _until_too_many(messages):
-                await context.write(message)
-        await context.abort(
-            grpc.StatusCode.RESOURCE_EXHAUSTED, f"the caller left {MAX_UNREAD} messages unread"
-        )
+        messages = _Unread()
+        tap = RoundTap(messages.put, now, on_failure=messages.fail)
+        try:
+            with self._driver.tapped(tap):
+                # Whoever has read this may ask for an answer: not a step of it must be missed.
+                await context.write(trace_pb2.TraceResponse(begun=begun))
+                while True:
+                    await context.write(await messages.get())
+        except PacelineError as error:
+            code, details, metadata = status_of(error)
+            await context.abort(code, details, metadata)
 
 
-async def _until_too_many(
-    messages: asyncio.Queue[trace_pb2.TraceResponse],
-) -> AsyncIterator[trace_pb2.TraceResponse]:
-    while messages.qsize() <= MAX_UNREAD:
-        yield await messages.get()
+class _Unread:
+    """What a caller has not read yet. Raises OverloadedError where that would be too much."""
+
+    def __init__(self) -> None:
+        self._messages: deque[trace_pb2.TraceResponse] = deque()
+        self._bytes = 0
+        self._error: PacelineError | None = None
+        self._told = asyncio.Event()
+
+    def put(self, message: trace_pb2.TraceResponse) -> None:
+        self._bytes += message.ByteSize()
+        if self._bytes > MAX_UNREAD_BYTES:
+            raise OverloadedError(f"the caller left {self._bytes:,} bytes of messages unread")
+        self._messages.append(message)
+        self._told.set()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more comes; what is unread is dropped."""
+        self._messages.clear()
+        if not isinstance(error, PacelineError):
+            error = InternalError("a defect ended the trace; the server's log tells more")
+        self._error = error
+        self._told.set()
+
+    async def get(self) -> trace_pb2.TraceResponse:
+        """The next message. Raises what `fail` was told."""
+        while not self._messages:
+            if self._error is not None:
+                raise self._error
+            await self._told.wait()
+            self._told.clear()
+        message = self._messages.popleft()
+        self._bytes -= message.ByteSize()
+        return message

@@ -21,6 +21,21 @@ MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024
 """Largest request or answer: on a stream that it shares, its number goes with it. A message beyond
 what a side takes ends the whole stream; the limits of a request (paceline/rules.py) keep below."""
 
+MAX_METADATA_BYTES = 8 * 1024
+"""Largest metadata of a call, either way; gRPC's default. Ours has some 100 bytes, and the text of
+an error (`paceline.status`)."""
+
+MAX_STREAMS_PER_CONNECTION = 1024
+"""Calls that a connection may have open on a server; further ones wait at the client. A client of
+ours has one for all of its requests."""
+
+MAX_CONNECTIONS = 1024
+"""Connections that a server takes at once; further ones are closed."""
+
+MAX_CALLS_PER_SERVER = 4096
+"""Calls that all connections of a server may have open; further ones get RESOURCE_EXHAUSTED. One
+whose caller reads nothing costs some 60 KB."""
+
 
 @dataclass(frozen=True, slots=True)
 class Keepalive:
@@ -61,6 +76,8 @@ def server_options(keepalive: Keepalive = WORKERS) -> Options:
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+        ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     ]
 
 
@@ -68,6 +85,8 @@ def _common_options(keepalive: Keepalive) -> Options:
     return [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", 2 * MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", keepalive.interval_ms),
         ("grpc.keepalive_timeout_ms", keepalive.timeout_ms),
         # Without it an unanswered ping is waited for a minute, whatever the keepalive's timeout is.

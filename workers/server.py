@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline.channel import WORKERS, Keepalive, server_options
+from paceline.channel import MAX_CALLS_PER_SERVER, WORKERS, Keepalive, server_options
 from paceline.errors import InternalError, PacelineError, UnavailableError, outward
 from paceline.status import status_of
 
@@ -28,9 +28,50 @@ LAST_WORD_SECONDS = 1.0
 EXIT_BROKEN = 70
 """Exit status of a worker that ended since it was broken (EX_SOFTWARE of sysexits.h)."""
 
+_Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
 
-SetHealth = Callable[[str, health_pb2.HealthCheckResponse.ServingStatus], Awaitable[None]]
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no stubs
+    """The standard health service: the same status for "" and all of a server's services.
+
+    That of grpcio-health-checking lets one who watches and does not read hold up every report.
+    """
+
+    def __init__(self, services: Sequence[str]) -> None:
+        self._services = frozenset(("", *services))
+        self._serving = False
+        self._changed = asyncio.Event()
+
+    def report(self, *, serving: bool) -> None:
+        """Answer this from now on, and tell whoever watches."""
+        self._serving = serving
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: _Context
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in self._services:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+        return health_pb2.HealthCheckResponse(status=self._status_of(request.service))
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
+        """Writes the status at once, then whenever it is another one."""
+        told = None
+        while True:
+            changed, status = self._changed, self._status_of(request.service)
+            if status != told:
+                await context.write(health_pb2.HealthCheckResponse(status=status))
+                told = status
+            await changed.wait()
+
+    def _status_of(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        if service not in self._services:
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        if self._serving:
+            return health_pb2.HealthCheckResponse.SERVING
+        return health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class RunningServer:
@@ -41,25 +82,24 @@ class RunningServer:
         server: grpc.aio.Server,
         *,
         address: str,
-        set_health: SetHealth,
-        services: Sequence[str],
+        health: Health,
     ) -> None:
         self.address = address
         self._server = server
-        self._set_health = set_health
-        self._services = services
+        self._health = health
+        self._ending: asyncio.Task[None] | None = None
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def report_serving(self) -> None:
-        """Let the health service answer SERVING from now on."""
-        await self._report(health_pb2.HealthCheckResponse.SERVING)
+    def report(self, *, serving: bool) -> None:
+        """Let the health service answer SERVING from now on, or NOT_SERVING."""
+        self._health.report(serving=serving)
 
     async def serve_once(self, ready: Callable[[], Awaitable[None]]) -> None:
         """Report SERVING after `ready`. Stops, and raises what that raised, where it fails."""
         try:
             await ready()
-            await self.report_serving()
+            self.report(serving=True)
         except BaseException:
             await self.stop()
             raise
@@ -90,18 +130,25 @@ class RunningServer:
 
         Stopping twice is no error.
         """
-        await self._report(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self.report(serving=False)
         await self._server.stop(grace)
         while self._closers:
             await self._closers.pop()()
 
+    def stop_soon(self, grace: float) -> None:
+        """`stop` in the background; `wait` returns when the server has stopped."""
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._stop_or_log(grace))
+
+    async def _stop_or_log(self, grace: float) -> None:
+        try:
+            await self.stop(grace)
+        except Exception:
+            _log.exception("the server at %s did not stop in good order", self.address)
+
     async def wait(self) -> None:
         """Return when the server has stopped."""
         await self._server.wait_for_termination()
-
-    async def _report(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
-        for service in ("", *self._services):
-            await self._set_health(service, status)
 
 
 async def start_server(
@@ -114,13 +161,18 @@ async def start_server(
 ) -> RunningServer:
     """Listen on `host`:`port` (0: a free port) with the services that `add` adds.
 
-    Health and reflection are added. `serving=False` begins NOT_SERVING until `report_serving`.
+    Health and reflection are added. `serving=False` begins NOT_SERVING until `report`.
     Raises UnavailableError, naming the port, when it cannot be bound.
     """
-    server = grpc.aio.server(options=server_options(keepalive), interceptors=[_UnexpectedErrors()])
+    server = grpc.aio.server(
+        options=server_options(keepalive),
+        interceptors=[_UnexpectedErrors()],
+        maximum_concurrent_rpcs=MAX_CALLS_PER_SERVER,
+    )
     services = add(server)
-    health_servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
-    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    own_health = Health(services)
+    own_health.report(serving=serving)
+    health_pb2_grpc.add_HealthServicer_to_server(own_health, server)
     reflection.enable_server_reflection(
         (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
@@ -132,19 +184,8 @@ async def start_server(
             f"cannot listen on {wanted}: the port is in use or not allowed; "
             "choose another one, or end the process that holds it"
         ) from error
-    running = RunningServer(
-        server,
-        address=_join_address(host, bound_port),
-        set_health=health_servicer.set,
-        services=services,
-    )
-    await running._report(
-        health_pb2.HealthCheckResponse.SERVING
-        if serving
-        else health_pb2.HealthCheckResponse.NOT_SERVING
-    )
     await server.start()
-    return running
+    return RunningServer(server, address=_join_address(host, bound_port), health=own_health)
 
 
 def _join_address(host: str, port: int) -> str:

@@ -117,6 +117,8 @@ def take_answer(
                 _commit_what_is_new(state, answer, sequence, part, verdict, out)
             else:
                 _commit(state, answer, sequence, part, verdict, out)
+        if sequence.paused and state.find(sequence.sequence_id) is sequence:
+            state.pause(sequence, out)
     if cleared:
         group.answered_at = state.totals.steps
     return answer
@@ -258,10 +260,10 @@ def _commit_what_is_new(
 
 
 def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Outbox) -> None:
-    """The next window may begin, unless the sequence ends with what was committed."""
+    """The next window may begin, unless the sequence ends with what was committed, or is paused."""
     sequence, now = commit.sequence, answer.event.now
     kept, reason = cut_at_end(sequence, commit.offset, commit.token_ids)
-    if reason is None:
+    if reason is None and not sequence.paused:
         sequence.ready_since = now
         sequence.draft_exhausted = False
         sequence.kept = sequence.tree.num_candidates
@@ -270,7 +272,8 @@ def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Out
     verdict = commit.counted(len(kept))
     _count(state, now, sequence, verdict)
     out.callers.append(Emit(sequence.sequence_id, commit.offset, kept, verdict.accepted))
-    state.finish(now, sequence, reason, out)
+    if reason is not None:
+        state.finish(now, sequence, reason, out)
 
 
 def _count(state: DecodingState, now: float, sequence: Sequence, verdict: CountedVerdict) -> None:

@@ -63,6 +63,27 @@ class Cancelled:
     sequence_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """The caller does not read: decode nothing more for it until `Resumed`.
+
+    The sequence gives up its place in the batch, its KV blocks and its drafters, so that it holds
+    nothing that others could use. If a step of it is in flight, it does so when that is answered.
+    Pausing twice is no error.
+    """
+
+    now: float
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """The caller reads again: the sequence waits for a place, before all that came after it."""
+
+    now: float
+    sequence_id: int
+
+
 @value_class(frozen=True, slots=True)
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
@@ -209,6 +230,8 @@ class Tick:
 Event = (
     Admitted
     | Cancelled
+    | Paused
+    | Resumed
     | Proposed
     | MalformedProposal
     | DraftDeclined

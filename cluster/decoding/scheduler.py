@@ -20,7 +20,9 @@ from cluster.decoding.events import (
     DrafterLost,
     Event,
     MalformedProposal,
+    Paused,
     Proposed,
+    Resumed,
     StepDone,
     TargetJoined,
     TargetLost,
@@ -89,8 +91,8 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no place in the batch."""
-        return len(self._state.waiting)
+        """Sequences that have no place in the batch; those that are paused are among them."""
+        return len(self._state.waiting) + len(self._state.paused)
 
     @property
     def num_running(self) -> int:
@@ -146,6 +148,10 @@ class Scheduler:
                 self._refuse_what_never_fits([sequence], out)
             case Cancelled():
                 self._cancel(event, out)
+            case Paused():
+                self._pause(event, out)
+            case Resumed():
+                self._resume(event, out)
             case Proposed():
                 take_proposals(self._state, event, out)
             case MalformedProposal():
@@ -199,6 +205,13 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Assert every invariant. For tests."""
+        for sequence in self._state.paused.values():
+            sequence.tree.check_integrity()
+            assert sequence.paused
+            assert sequence.kv.group is None
+            assert not sequence.kv.block_table
+            assert not sequence.replicas
+            assert sequence.drafter is None
         for group in self._state.groups:
             group.check_integrity()
         self._state.drafters.check_integrity(self._state.sequences())
@@ -259,6 +272,8 @@ class Scheduler:
         slices = step.slices if step is not None else ()
         for part in slices:
             self._suspect(part.sequence_id, group, out, alone=len(slices) == 1)
+        for sequence in [s for s in self._state.waiting if s.paused]:
+            self._state.pause(sequence, out)
 
     def _suspect(self, sequence_id: int, group: Group, out: Outbox, *, alone: bool) -> None:
         """The target was lost in a step of the sequence. Refuse it where it must be the cause."""
@@ -286,6 +301,18 @@ class Scheduler:
         sequence.cancelled = True
         if sequence.kv.in_flight is None or sequence.policy.replicates:
             self._state.finish(event.now, sequence, FinishReason.CANCELLED, out)
+
+    def _pause(self, event: Paused, out: Outbox) -> None:
+        sequence = self._state.find(event.sequence_id)
+        if sequence is not None and not sequence.paused:
+            self._state.pause(sequence, out)
+
+    def _resume(self, event: Resumed, out: Outbox) -> None:
+        sequence = self._state.find(event.sequence_id)
+        if sequence is not None and sequence.paused:
+            self._state.resume(event.now, sequence)
+            self._refuse_what_never_fits([sequence], out)  # the target may be another by now
+            self._state.assign(out)
 
     def _decline(self, event: DraftDeclined, out: Outbox) -> None:
         sequence = self._state.find(event.sequence_id)

@@ -54,6 +54,8 @@ class Sequence:
     # By which its full blocks of committed tokens are known; None: nobody has asked.
     block_keys: BlockKeys | None = None
     cancelled: bool = False
+    # Its caller does not read (events.Paused).
+    paused: bool = False
     # Drafting.
     drafter: str | None = None
     helpers: list[str] = field(default_factory=list)

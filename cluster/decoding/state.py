@@ -32,6 +32,8 @@ class DecodingState:
     def __init__(self, groups: Iterable[Group], waiting: WaitingLine, *, serves_auto: bool) -> None:
         self.groups = tuple(groups)
         self.waiting = waiting
+        self.paused: dict[int, Sequence] = {}
+        """Those whose callers do not read. They have no place, no KV blocks and no drafters."""
         self.costs = StepCosts()
         self.drafters = Drafters(self.costs)
         self.auto = Controller(observes=serves_auto)
@@ -47,11 +49,13 @@ class DecodingState:
         return [one for one in everywhere if not isinstance(one, Replica)]
 
     def sequences(self) -> Iterable[Sequence]:
-        """Those that wait, then those that run."""
-        return chain(self.waiting, self.running)
+        """Those that are paused, then those that wait, then those that run."""
+        return chain(self.paused.values(), self.waiting, self.running)
 
     def find(self, sequence_id: int) -> Sequence | None:
         """The sequence of that id, if it has not ended."""
+        if sequence_id in self.paused:
+            return self.paused[sequence_id]
         running = self.find_running(sequence_id)
         if running is not None:
             return running
@@ -134,7 +138,9 @@ class DecodingState:
             return
         suspects = self.waiting.suspects
         takers = [
-            one for one in self.running if one.policy.replicates and one.sequence_id not in suspects
+            one
+            for one in self.running
+            if one.policy.replicates and not one.paused and one.sequence_id not in suspects
         ]
         if not takers:
             return
@@ -155,7 +161,7 @@ class DecodingState:
 
     def assign(self, out: Outbox) -> None:
         """Give running sequences the drafters that they want."""
-        running = self.running
+        running = [one for one in self.running if not one.paused]
         self.drafters.share_out(running, out.drafters)  # those who have several give some back
         for sequence in running:
             self.drafters.assign(sequence, out.drafters)
@@ -167,8 +173,12 @@ class DecodingState:
             self._drop(replica)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take it out of all batches, or out of the line."""
+        """The sequence ends: take it out of all batches, or out of the line."""
         self.waiting.suspects.forget(sequence.sequence_id)
+        if self.paused.pop(sequence.sequence_id, None) is None:
+            self._take_out(sequence)
+
+    def _take_out(self, sequence: Sequence) -> None:
         self.drop_replicas_of(sequence)
         if sequence.kv.group is None:
             self.waiting.remove(sequence)
@@ -180,6 +190,22 @@ class DecodingState:
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         out.callers.append(Refuse(sequence.sequence_id, error))
+
+    def pause(self, sequence: Sequence, out: Outbox) -> None:
+        """Decode no more of it, once its step in flight is answered, until `resume`."""
+        sequence.paused = True
+        self.drafters.release(sequence, out.drafters)
+        self.drop_replicas_of(sequence)
+        if sequence.kv.in_flight is None:
+            self._take_out(sequence)
+            self.paused[sequence.sequence_id] = sequence
+
+    def resume(self, now: float, sequence: Sequence) -> None:
+        """Decode on: it waits in its place among all that came, unless its step is in flight."""
+        sequence.paused = False
+        sequence.ready_since = now
+        if self.paused.pop(sequence.sequence_id, None) is not None:
+            self.waiting.put_back(sequence)
 
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
         """The sequence ended."""

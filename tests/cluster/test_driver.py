@@ -190,13 +190,13 @@ async def test_many_at_once_and_some_cancelled(system: System) -> None:
 
 async def test_a_reader_who_does_not_read_stalls_nobody(system: System) -> None:
     generation = await system.driver.submit(
-        "The quick", GenerateOptions(max_tokens=400, ignore_eos=True, policy="off")
+        "The quick", GenerateOptions(max_tokens=200, ignore_eos=True, policy="off")
     )
     await system.settle()
     answer = CompletionBuilder()
     async for event in generation:
         answer.add(event)
-    assert len(answer.build().token_ids) == 400
+    assert len(answer.build().token_ids) == 200
 
 
 async def test_shards_that_are_no_group_are_not_stepped(checkpoints: Checkpoints) -> None:

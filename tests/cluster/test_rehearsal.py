@@ -62,14 +62,14 @@ async def test_it_rehearses_before_an_answer_that_takes_long_and_not_otherwise()
     assert not rehearsal.expects
 
 
-def _waiting_request(folder: Path) -> tuple[Request, Generation]:
+def _waiting_request(folder: Path, dispatch: Dispatch) -> tuple[Request, Generation]:
     """One whose every step waits for two drafted tokens."""
     prompt, speculation = (5, 6), Speculation(PolicyName.LOCKSTEP, window=2)
     spec = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=len(prompt))
     resolved = ResolvedRequest("a", prompt, spec, 9, (), speculation, "")
     text = TextStream(TextCodec(make_tiny_checkpoint(folder)), end_token_ids=())
     request = Request(1, prompt, spec, 9, policy=PolicyName.LOCKSTEP, window=2)
-    return request, Generation(resolved, 1, text, lambda _: None)
+    return request, Generation(resolved, 1, text, dispatch)
 
 
 async def test_the_answer_of_a_step_that_waited_for_its_drafter_is_rehearsed(
@@ -80,7 +80,7 @@ async def test_the_answer_of_a_step_that_waited_for_its_drafter_is_rehearsed(
     dispatch.connect(steps.append, lambda name, messages: None, lambda name: None)
     dispatch.target_joined(0, TargetDescription("tiny", 384, 512, 16, 64))
     dispatch.drafter_joined("d", DrafterDescription("model", 512, frozenset({Rule.COUPLED}), False))
-    dispatch.admit(*_waiting_request(tmp_path))
+    dispatch.admit(*_waiting_request(tmp_path, dispatch))
     await asyncio.sleep(0)
     answer = target_pb2.StepResponse(step=1, step_seconds=600.0)
     answer.verdicts.add(sequence_id=1, token_id=7)

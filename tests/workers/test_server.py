@@ -46,7 +46,7 @@ async def test_it_serves_once_it_is_loaded() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await stub.DescribeDrafter(drafting_pb2.DescribeDrafterRequest(), timeout=DEADLINE)
         assert refusal.value.code() == grpc.StatusCode.UNAVAILABLE
-        await server.report_serving()
+        server.report(serving=True)
         serving = health_pb2.HealthCheckResponse.SERVING
         assert await health_of(channel, "") == await health_of(channel, SERVICE_NAME) == serving
     await server.stop()

@@ -1,8 +1,8 @@
 """Random schedules of the scheduler, with drafters that nobody would want.
 
 They lag, burst, reorder, repeat, go silent, send garbage, come and go; the clock jumps; of several
-target groups one answers late or is lost. The text stays plain decoding's, and all invariants hold
-after each event (World.send).
+target groups one answers late or is lost; callers stop reading and read again. The text stays plain
+decoding's, and all invariants hold after each event (World.send).
 
 A schedule is a tape of bytes that says what happens next, so that a failure shrinks to a short one.
 """
@@ -21,8 +21,10 @@ from cluster.decoding.events import (
     DraftDeclined,
     DrafterJoined,
     DrafterLost,
+    Paused,
     Proposal,
     Proposed,
+    Resumed,
     Tick,
 )
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
@@ -167,6 +169,8 @@ class Schedule:
                     world.send(Cancelled(world.now, victim))
                 elif drafter is not None:
                     world.send(DraftDeclined(world.now, name, victim))
+            case 15 if tape.choose(2):
+                self.pause_or_resume(1 + tape.choose(len(world.requests)))
             case 15:
                 if len(world.requests) < 5:
                     self.admit()
@@ -194,6 +198,18 @@ class Schedule:
         dropped = world.scheduler.totals.dropped_proposals > before
         self.seen["garbage dropped" if dropped else "garbage taken in"] += bool(tokens)
 
+    def pause_or_resume(self, sequence_id: int) -> None:
+        """The caller of a request stops reading, or reads again."""
+        world = self.world
+        if sequence_id in world.paused:
+            self.seen["resumed in its last step"] += self.in_a_step(sequence_id)
+            world.send(Resumed(world.now, sequence_id))
+        else:
+            self.seen["paused in a step"] += self.in_a_step(sequence_id)
+            running = {one.sequence_id for one in world.scheduler._state.running}
+            self.seen["paused while it waits"] += not running.issuperset({sequence_id})
+            world.send(Paused(world.now, sequence_id))
+
     def in_a_step(self, sequence_id: int) -> bool:
         steps = self.world.steps.values()
         return any(part.sequence_id == sequence_id for step in steps for part in step.slices)
@@ -211,10 +227,20 @@ class Schedule:
             world.send(DrafterJoined(world.now, name, 12 + self.tape.choose(60)))
 
     def drain(self) -> None:
-        """No drafter says anything more; everything comes to its end all the same."""
+        """No drafter says anything more; everything comes to its end all the same.
+
+        Paused requests hold nobody up: they end last, once their callers read again.
+        """
+        self.drain_but_paused()
+        for sequence_id in sorted(self.world.paused):
+            self.world.send(Resumed(self.world.now, sequence_id))
+        self.drain_but_paused()
+
+    def drain_but_paused(self) -> None:
+        """Until all requests have ended whose callers read."""
         world = self.world
         for _ in range(500):
-            if world.ended == world.requests.keys():
+            if world.ended | world.paused >= world.requests.keys() and not world.steps:
                 return
             self.seen["silence"] += any(self.far) and world.step is None  # a step waits for it
             if world.step is not None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from cluster.decoding import policies
 from cluster.decoding.lookahead import DraftView, Wait
+from cluster.decoding.sequence import Sequence
+from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.schedules import Schedule
 
@@ -50,10 +52,28 @@ def test_the_fuzzer_notices_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) 
         _run_many(100)
 
 
+def test_the_fuzzer_notices_a_sequence_that_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: its caller reads again, and it waits for ever."""
+    monkeypatch.setattr(DecodingState, "resume", lambda state, now, sequence: None)
+    with pytest.raises(AssertionError, match="nothing to wait for"):
+        _run_many(100)
+
+
+def test_the_fuzzer_notices_a_pause_that_keeps_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a paused sequence stays in the batch."""
+
+    def careless_pause(state: DecodingState, sequence: Sequence, out: Outbox) -> None:
+        sequence.paused = True
+
+    monkeypatch.setattr(DecodingState, "pause", careless_pause)
+    with pytest.raises(AssertionError, match="a paused sequence is in a new step"):
+        _run_many(100)
+
+
 def test_schedules_reach_what_they_are_for() -> None:
     """Every trouble that schedules.py names does happen, and where it can do harm."""
     seen = _run_many(300)
-    assert len(seen) == 12, seen
+    assert len(seen) == 15, seen
     assert min(seen.values()) >= 5, seen
 
 

@@ -13,8 +13,10 @@ from cluster.decoding.events import (
     DrafterJoined,
     DrafterLost,
     MalformedProposal,
+    Paused,
     Proposal,
     Proposed,
+    Resumed,
     Tick,
 )
 from cluster.decoding.policies import PolicyName, policy_named
@@ -54,7 +56,7 @@ class Fuzz:
         world = self.world
         world.now += self.draw(0, 3)
         name = DRAFTERS[self.draw(0, 1)]
-        match self.draw(0, 13):
+        match self.draw(0, 14):
             case 0 | 1:
                 # Whole blocks in common with others, of the same tenant or of another.
                 stem = STEMS[self.draw(0, 1)][: self.draw(0, 10)]
@@ -113,6 +115,10 @@ class Fuzz:
                     world.send(message)
             case 11:
                 world.send(Tick(world.now))
+            case 12:
+                which = self.draw(1, self.next_id)
+                pauses = which not in world.paused
+                world.send((Paused if pauses else Resumed)(world.now, which))
             case _:
                 if world.step is not None:
                     world.answer()
@@ -122,6 +128,8 @@ class Fuzz:
         world = self.world
         if not world.target_joined:
             world.join_target()
+        for sequence_id in sorted(world.paused):
+            world.send(Resumed(world.now, sequence_id))
         for _ in range(5000):
             for name in list(world.drafters):
                 world.draft(name)

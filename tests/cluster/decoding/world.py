@@ -8,8 +8,10 @@ from collections.abc import Callable
 from cluster.decoding.events import (
     Admitted,
     Event,
+    Paused,
     Proposed,
     Request,
+    Resumed,
     StepDone,
     TargetJoined,
     TargetLost,
@@ -18,6 +20,8 @@ from cluster.decoding.instructions import (
     Emit,
     Finish,
     FinishReason,
+    Grant,
+    OpenDraft,
     Refuse,
     RunStep,
     Suspect,
@@ -59,20 +63,28 @@ class World:
         """Who had an error in place of a verdict."""
         self.hits: Counter[int] = Counter()
         """How often a sequence lost what was computed of it, or was about to be."""
+        self.paused: set[int] = set()
+        """Requests whose callers do not read."""
 
     def send(self, event: Event) -> None:
         """Hand in an event and carry out what comes back."""
         if isinstance(event, Admitted):
             self.requests[event.request.sequence_id] = event.request
             self.emitted[event.request.sequence_id] = []
-        if isinstance(event, StepDone):
+        elif isinstance(event, StepDone):
             self.in_error.update(one.sequence_id for one in event.verdicts if one.error)
+        elif isinstance(event, Paused) and event.sequence_id in self.requests:
+            self.paused.add(event.sequence_id)
+        elif isinstance(event, Resumed):
+            self.paused.discard(event.sequence_id)
         for instruction in self.scheduler.handle(event):
             match instruction:
                 case RunStep():
                     assert instruction.group not in self.steps, "two steps in flight"
                     self.steps[instruction.group] = instruction
                     self.check_trial(instruction)
+                    stepping = {part.sequence_id for part in instruction.slices}
+                    assert not stepping & self.paused, "a paused sequence is in a new step"
                 case Emit(sequence_id, offset, token_ids, num_drafted):
                     assert sequence_id not in self.finished
                     assert offset == len(self.emitted[sequence_id])
@@ -94,6 +106,8 @@ class World:
                 case Suspect(drafter, _):
                     self.suspects.append(drafter)
                 case _:
+                    if isinstance(instruction, Grant | OpenDraft):
+                        assert instruction.sequence_id not in self.paused
                     self.drafters[instruction.drafter].tell(instruction)
         self.scheduler.check_integrity()
         for group in self.scheduler._state.groups:
