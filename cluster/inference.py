@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -78,13 +78,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def serve_driver(
-    options: DriverOptions, *, host: str, port: int = 0
+    options: DriverOptions,
+    *,
+    host: str,
+    port: int = 0,
+    on_made: Callable[[Driver], None] | None = None,
 ) -> tuple[Driver, RunningServer]:
     """Listen, start a driver, then report SERVING. Stopping the server stops the driver.
 
-    Raises UnavailableError when the port cannot be bound, and what `Driver.start` raises.
+    `on_made` has the driver before it starts: its workers may move meanwhile. Raises
+    UnavailableError when the port cannot be bound, and what `Driver.start` raises.
     """
     driver = Driver(options)
+    if on_made is not None:
+        on_made(driver)
 
     def add(server: grpc.aio.Server) -> tuple[str, ...]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(driver), server)

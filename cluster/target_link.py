@@ -160,7 +160,12 @@ class TargetLink:
             descriptions = await _describe(stubs)
             self._check(descriptions)
             if len(stubs) > 1:
-                descriptions = await _meet(stubs, descriptions[0].rendezvous)
+                try:
+                    descriptions = await _meet(stubs, descriptions[0].rendezvous)
+                except grpc.aio.AioRpcError:
+                    for meter in self.meters:
+                        meter.failed()
+                    raise
             description = description_of(descriptions)
             calls = [open_stream(stub.Step) for stub in stubs]
             self._outboxes = [Outbox(call.write) for call in calls]
@@ -183,7 +188,7 @@ class TargetLink:
             finally:
                 self._outboxes = []
                 for meter in self.meters:
-                    meter.leave()
+                    meter.leave(asked=self._answer_by is not None)
                 self._listener.target_lost(self._group, reason)
 
     def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:

@@ -24,6 +24,7 @@ from paceline.generation import (
     SpeculationStats,
     Started,
     Stats,
+    WorkerLife,
     WorkerStats,
 )
 from paceline.sampling import SamplingParams
@@ -50,5 +51,6 @@ __all__ = [
     "Started",
     "Stats",
     "UnavailableError",
+    "WorkerLife",
     "WorkerStats",
 ]

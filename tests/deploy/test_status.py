@@ -110,7 +110,7 @@ def test_what_is_at_work_is_told(
 ) -> None:
     """From the first moment of `up` on, long before there is anything to ask."""
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
-    half_way = ClusterRecord("paceline", None, "digest", "127.0.0.1:9", None)
+    half_way = ClusterRecord("paceline", None, {}, "127.0.0.1:9", None, "/logs")
 
     def said() -> str:
         done = call("status")

@@ -139,7 +139,7 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     assert "shard-0" in shell.run("status").stdout
 
     head = json.loads((shell.home / "run" / "cluster.json").read_text())["head"]
-    os.kill(head["session"], signal.SIGKILL)
+    os.kill(head["pid"], signal.SIGKILL)
     down = shell.run("down")
     assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
     shell.assert_nothing_is_left()

@@ -26,9 +26,8 @@ with Client(sys.argv[1]) as client:
 def behind(proxy: str) -> dict[str, str]:
     """The environment of a process whose proxy is at "host:port", with no exceptions."""
     own = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    return own | {
-        name: f"http://{proxy}" for name in ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY")
-    }
+    names = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY")
+    return own | dict.fromkeys(names, f"http://{proxy}")
 
 
 def test_a_proxy_that_is_down_harms_no_deployment_and_no_caller_on_its_host(tmp_path: Path) -> None:
