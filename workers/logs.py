@@ -97,6 +97,8 @@ class BoundedFile(RotatingFileHandler):
         self._for_crashes: int | None = None
         self._again_at = 0.0
         self._num_lost = 0
+        with contextlib.suppress(OSError):  # the first line will tell
+            self.stream = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line, or count it as lost."""
