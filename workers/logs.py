@@ -69,7 +69,7 @@ class WorkerLog:
             _remove_old_runs(self.run)
         except OSError as error:
             _log.warning("no log can be kept in %s: %s", self.run, error)
-        handler = BoundedFile(self.path, takes_stderr=self.takes_stderr)
+        handler = BoundedFile(self.path, takes_crashes=True, takes_stderr=self.takes_stderr)
         handler.setFormatter(_Formatter(self.worker))
         root = logging.getLogger()
         root.addHandler(handler)
@@ -80,10 +80,18 @@ class WorkerLog:
 
 
 class BoundedFile(RotatingFileHandler):
-    """Writes lines as long as the disk takes them."""
+    """Writes lines as long as the disk takes them.
+
+    `takes_crashes`: Python's own word at a crash of this process goes there too.
+    """
 
     def __init__(
-        self, path: Path, *, takes_stderr: bool = False, file_bytes: int = FILE_BYTES
+        self,
+        path: Path,
+        *,
+        takes_crashes: bool = False,
+        takes_stderr: bool = False,
+        file_bytes: int = FILE_BYTES,
     ) -> None:
         super().__init__(
             path,
@@ -93,7 +101,7 @@ class BoundedFile(RotatingFileHandler):
             errors="backslashreplace",
             delay=True,
         )
-        self._takes_stderr = takes_stderr
+        self._takes_crashes, self._takes_stderr = takes_crashes, takes_stderr
         self._for_crashes: int | None = None
         self._again_at = 0.0
         self._num_lost = 0
@@ -126,12 +134,12 @@ class BoundedFile(RotatingFileHandler):
                 stream.close()
 
     def _open(self) -> TextIOWrapper:
-        """Open the file, for a crash to be told there too: faulthandler keeps a file of its own."""
         stream = super()._open()
-        before, self._for_crashes = self._for_crashes, os.dup(stream.fileno())
-        faulthandler.enable(self._for_crashes)
-        if before is not None:
-            os.close(before)
+        if self._takes_crashes:  # by a file of its own: this one is closed now and then
+            before, self._for_crashes = self._for_crashes, os.dup(stream.fileno())
+            faulthandler.enable(self._for_crashes)
+            if before is not None:
+                os.close(before)
         if self._takes_stderr:
             os.dup2(stream.fileno(), 2)
         return stream
