@@ -95,6 +95,7 @@ class TargetLink:
         self._step_timeout = step_timeout
         self._outboxes: list[Outbox[target_pb2.StepRequest]] = []
         self._answer_by: float | None = None
+        self._has_asked = False  # over the present streams
         self._in_answer = False
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with VocabularyMismatchError when the target is the wrong one, with CheckpointError
@@ -108,6 +109,7 @@ class TargetLink:
     def send(self, step: RunStep) -> None:
         """Send a step to every shard. The target must be joined."""
         request = step_to_wire(step)
+        self._has_asked = True
         for outbox in self._outboxes:
             outbox.put(request)
         # The reader of rank 0 writes for itself when it is the one who handles an answer.
@@ -169,7 +171,7 @@ class TargetLink:
             description = description_of(descriptions)
             calls = [open_stream(stub.Step) for stub in stubs]
             self._outboxes = [Outbox(call.write) for call in calls]
-            self._answer_by = None
+            self._answer_by, self._has_asked = None, False
             for meter, shard in zip(self.meters, descriptions, strict=True):
                 meter.join(kind="target", pid=shard.pid)
             try:
@@ -188,7 +190,7 @@ class TargetLink:
             finally:
                 self._outboxes = []
                 for meter in self.meters:
-                    meter.leave(asked=self._answer_by is not None)
+                    meter.leave(asked=self._has_asked)
                 self._listener.target_lost(self._group, reason)
 
     def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,26 @@ class Shell:
         assert self.processes() == []
         assert list(self.temporary.glob("paceline-*")) == []
         assert not (self.home / "run" / "cluster.json").exists()
+
+
+def shown_by(script: str, given: bytes, columns: str, on_terminal: bool) -> str:
+    """What a Python script prints into a pipe, or on a terminal of so many columns."""
+    own, others = pty.openpty() if on_terminal else os.pipe()
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"COLUMNS": columns, "TERM": "xterm"},
+        stdin=subprocess.PIPE,
+        stdout=others,
+    ) as process:
+        os.close(others)
+        assert process.stdin is not None
+        process.stdin.write(given)
+        process.stdin.close()
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while part := os.read(own, 65536):
+                shown += part
+        os.close(own)
+    assert process.returncode == 0
+    return shown.decode()
