@@ -17,7 +17,7 @@ from functools import partial
 from ray.exceptions import RayError
 
 from cluster.actor_calls import answer_of, outcome_of
-from cluster.lives import until_lost, until_started
+from cluster.lives import LONGEST_PAUSE, until_lost, until_started
 from cluster.workforce import DRIVER, Worker, Workforce
 from paceline.errors import PacelineError, WorkerLostError
 
@@ -39,16 +39,22 @@ class Revival:
 
     async def watch(self, worker: Worker) -> None:
         """Start the worker again whenever it is lost, until cancelled."""
-        is_driver = worker is self._driver
         while True:
-            why = await until_lost(
-                worker.handle,
-                hung_after=self._hung_after,
-                is_heard=partial(self._is_heard, worker),
-                why_useless=None if is_driver else partial(self._why_useless, worker),
-            )
-            _log.warning("%s is lost (%s)", worker.name, why)
-            await self._revive(worker, why)
+            try:
+                await self._watch_once(worker)
+            except Exception:  # nobody else watches it
+                _log.exception("a defect in watching %s; it is watched again", worker.name)
+                await asyncio.sleep(LONGEST_PAUSE)
+
+    async def _watch_once(self, worker: Worker) -> None:
+        why = await until_lost(
+            worker.handle,
+            hung_after=self._hung_after,
+            is_heard=partial(self._is_heard, worker),
+            why_useless=None if worker is self._driver else partial(self._why_useless, worker),
+        )
+        _log.warning("%s is lost (%s)", worker.name, why)
+        await self._revive(worker, why)
 
     async def _why_useless(self, worker: Worker) -> str | None:
         """Why the driver cannot work with it though it answers; None: it can, or nobody knows."""

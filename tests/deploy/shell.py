@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 240.0
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def tiny_config(folder: Path) -> Path:
@@ -88,4 +90,4 @@ def shown_by(script: str, given: bytes, columns: str, on_terminal: bool) -> str:
                 shown += part
         os.close(own)
     assert process.returncode == 0
-    return shown.decode()
+    return _COLOURS.sub("", shown.decode())

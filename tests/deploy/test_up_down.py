@@ -43,6 +43,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_up_stays_until_down(shell: Shell, config: Path) -> None:
+    # A proxy that nobody runs, and no exceptions from it: it concerns no process of ours.
+    shell.environment |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    shell.environment |= {"no_proxy": "", "NO_PROXY": ""}
     reading, writing = os.pipe()
     up = shell.run("up", str(config), pass_fds=(writing,))
     os.close(writing)
@@ -67,13 +70,22 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     assert workers["drafter-0"]["kind"] == "ngram"
     with Client(address) as client:
         assert becomes_true(lambda: all(one.connected for one in client.stats().workers))
-    assert "shard-0" in shell.run("status").stdout
+    shown = shell.run("status").stdout
+    assert "shard-0" in shown
+    assert f"logs: {shell.home / 'logs'}" in shown
 
     head = json.loads((shell.home / "run" / "cluster.json").read_text())["head"]
     os.kill(head["pid"], signal.SIGKILL)
     down = shell.run("down")
     assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
     shell.assert_nothing_is_left()
+    # Its logs stay where `up` and `status` said that they are.
+    logs = Path(up.stderr.splitlines()[-1].rpartition("logs in ")[2])
+    assert logs.parent == shell.home / "logs"
+    assert {"shard-0.log", "drafter-0.log", "driver.log", "controller.log"} <= {
+        path.name for path in logs.iterdir()
+    }
+    assert f"serving at {address}" in (logs / "driver.log").read_text()
     assert shell.run("status").returncode == 3
     again = shell.run("down")
     assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is up\n", "")
