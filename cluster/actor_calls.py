@@ -26,18 +26,24 @@ async def answer_of(ask: Callable[[], Awaitable[Any]]) -> Any:
             await asyncio.sleep(_AGAIN_SECONDS)
 
 
-async def outcome_of(call: Awaitable[Any], name: str) -> Any:
-    """The result of a call to an actor; errors of ours come as they are."""
+async def outcome_of(call: Awaitable[Any], name: str, *, log: str = "") -> Any:
+    """The result of a call to an actor; errors of ours come as they are. `log`: its path."""
     try:
         return await call
     except RayTaskError as error:
         raise cause_of(error) from None
     except RayActorError as error:
+        where = f"{log} on its host" if log else "Ray's logs"
         raise WorkerLostError(
-            f"{name}: its process ended; Ray's logs say why ({str(error).splitlines()[0]})"
+            f"{name}: its process ended ({first_line(error)}); the reason is in {where}"
         ) from None
     except RayError as error:
-        raise UnavailableError(f"{name}: {str(error).strip().splitlines()[0]}") from None
+        raise UnavailableError(f"{name}: {first_line(error)}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says first."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def cause_of(error: RayTaskError) -> Exception:

@@ -8,6 +8,7 @@ where it is needed alone: models' code takes seconds.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +19,12 @@ from cluster.config_model import Config
 from cluster.placement import WorkerPlan
 from cluster.worker_options import drafter_options, files_of, shard_options
 from workers.emulated.profiles import load_profile
+from workers.logs import WorkerLog
 
 if TYPE_CHECKING:
     from cluster.driver import Driver
+    from cluster.meters import WorkerMeter
+    from paceline.generation import WorkerLife
     from workers.server import RunningServer
 
 _PATIENCE_SECONDS = 60.0
@@ -28,15 +32,26 @@ _PATIENCE_SECONDS = 60.0
 _CONNECT_SECONDS = 30.0
 """How long the driver looks for workers that serve; shards of a group must meet besides."""
 _EVERYWHERE = ("0.0.0.0", "[::]")
+_log = logging.getLogger(__name__)
+_log.setLevel(logging.INFO)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What every actor is told. `host`: where workers listen, None: at their node's address."""
+    """What every actor is told. `host`: where workers listen, None: at their node's address.
+
+    `logs`: the folder for their logs, None: they keep none. `takes_stderr`: see WorkerLog.
+    """
 
     config: Config
     home: Path
     host: str | None
+    logs: Path | None = None
+    takes_stderr: bool = False
+
+    def log_of(self, worker: str) -> WorkerLog | None:
+        """Where a worker logs."""
+        return None if self.logs is None else WorkerLog(self.logs, worker, self.takes_stderr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +63,14 @@ class Serving:
 
 
 class _Actor:
-    """What the three have in common."""
+    """What the three have in common. `log`: where this process logs, None: nowhere."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: WorkerLog | None = None) -> None:
         self._server: RunningServer | None = None
         self._watch: asyncio.Task[None] | None = None
+        if log is not None:
+            log.open()
+        _log.info("started, pid %d", os.getpid())
 
     async def wait(self) -> None:
         """Return when the server has stopped. A lost actor fails this call at once."""
@@ -72,14 +90,15 @@ class _Actor:
         self._server = server
         # The actor's death is how the controller learns of it.
         self._watch = asyncio.create_task(server.exit_when_broken())
+        _log.info("serving at %s", server.address)
         return Serving(server.address, os.getpid())
 
 
 class ShardActor(_Actor):
     """A shard of the target."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, log: WorkerLog | None = None) -> None:
+        super().__init__(log)
         self._loaded = (0, 0)
 
     async def progress(self) -> tuple[int, int]:
@@ -156,9 +175,10 @@ class DrafterActor(_Actor):
 class DriverActor(_Actor):
     """The driver, which serves InferenceService."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, log: WorkerLog | None = None) -> None:
+        super().__init__(log)
         self._driver: Driver | None = None
+        self._lives: Sequence[WorkerLife] = ()
 
     async def prepare(self, setup: WorkerSetup) -> None:
         """Import what is slow to import, while the workers load. Raises CheckpointError."""
@@ -215,7 +235,9 @@ class DriverActor(_Actor):
             + (MEET_SECONDS if config.target.tensor_parallel > 1 else 0),
             dilation=config.target.dilation or 1.0,
         )
-        self._driver, server = await serve_driver(options, host=config.server.host, port=port)
+        _, server = await serve_driver(
+            options, host=config.server.host, port=port, on_made=self._made
+        )
         spare_what_is_there()
         serving = self._serving(server)
         host, _, bound_port = serving.address.rpartition(":")
@@ -225,9 +247,11 @@ class DriverActor(_Actor):
 
     async def connected(self) -> set[str]:
         """The names of the workers to which streams are open."""
-        if self._driver is None:
-            return set()
-        return {one.name for one in self._driver.stats().workers if one.connected}
+        return {one.name for one in self._meters() if one.connected}
+
+    async def failing(self, seconds: float) -> dict[str, str]:
+        """Workers that answer and have failed all that they were asked for so long: why, by name"""
+        return {one.name: one.trouble for one in self._meters() if one.is_failing(seconds)}
 
     async def drain(self, seconds: float) -> int:
         """Take no more requests, and wait for those that run; how many are left."""
@@ -236,7 +260,7 @@ class DriverActor(_Actor):
     async def set_target(self, addresses: Sequence[str]) -> None:
         """The shards are there from now on: group by group, each by rank.
 
-        A driver that is only starting looks where it was told; the controller starts it again.
+        A driver that is only starting looks there as well.
         """
         if self._driver is not None:
             self._driver.set_target(addresses)
@@ -250,6 +274,19 @@ class DriverActor(_Actor):
         """Use these from now on. A driver that is only starting is told again."""
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
+
+    async def note_lives(self, lives: Sequence[WorkerLife]) -> None:
+        """What became of the processes of all workers, this one's included, for `status`."""
+        self._lives = lives
+        if self._driver is not None:
+            self._driver.note_lives(lives)
+
+    def _made(self, driver: Driver) -> None:
+        self._driver = driver
+        driver.note_lives(self._lives)
+
+    def _meters(self) -> Sequence[WorkerMeter]:
+        return () if self._driver is None else self._driver.meters
 
 
 def _worker_host(setup: WorkerSetup) -> str:

@@ -5,8 +5,6 @@ All defaults together are the local demo. cluster/config.py reads files into the
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
@@ -287,11 +285,10 @@ class Config(_Closed):
             ) from None
         return self
 
-    def deployment_digest(self) -> str:
-        """Hex SHA-256 of what the workers are: target and drafters.
+    def deployment(self) -> dict[str, Any]:
+        """What the workers are: the tables of target and drafters, as JSON has them.
 
         Policy, rule and window are fields of a request and ports say only where, so two
-        configurations that differ in those have one digest.
+        configurations that differ in those have one deployment.
         """
-        parts = self.model_dump(mode="json", include={"target", "drafters"})
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        return self.model_dump(mode="json", include={"target", "drafters"})

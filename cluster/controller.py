@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from dataclasses import dataclass
 
@@ -18,7 +19,10 @@ from cluster.actors import WorkerSetup
 from cluster.placement import Placement
 from cluster.revival import Revival
 from cluster.workforce import DRIVER, Worker, Workforce
+from paceline.generation import WorkerLife
 
+_log = logging.getLogger(__name__)
+_log.setLevel(logging.INFO)
 _PROGRESS_SECONDS = 1.0
 _STOP_SECONDS = 2.0
 _LAST_WORD_SECONDS = 0.5
@@ -40,6 +44,8 @@ class Controller:
     """Lives in a Ray actor of its own; all methods are called through Ray."""
 
     def __init__(self, setup: WorkerSetup, placement: Placement) -> None:
+        if (log := setup.log_of("controller")) is not None:
+            log.open()
         self._workforce = Workforce(setup, placement)
         self._lines: list[str] = []
         self._watches: list[asyncio.Task[None]] = []
@@ -67,6 +73,7 @@ class Controller:
         began = time.monotonic()
         await workforce.serve(driver, workforce.setup.config.server.grpc_port)
         self._say(f"driver: serving after {time.monotonic() - began:.1f} s")
+        await driver.handle.note_lives.remote(workforce.lives())
         revival = Revival(workforce)
         self._watches += [asyncio.create_task(revival.watch(one)) for one in workforce.all]
         assert driver.address is not None
@@ -92,6 +99,10 @@ class Controller:
             )
             for worker in self._workforce.all
         ]
+
+    async def lives(self) -> list[WorkerLife]:
+        """What became of all workers' processes, the driver's last."""
+        return self._workforce.lives()
 
     async def stop(self, drain_seconds: float = 0.0) -> int:
         """End all workers and give back what they reserved.
@@ -138,4 +149,5 @@ class Controller:
                     said[shard.name] = max(said[shard.name], quarters)
 
     def _say(self, line: str) -> None:
+        _log.info("%s", line)
         self._lines.append(line)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,6 +21,7 @@ from cluster.drafter_pool import DrafterPool
 from cluster.driver_clock import DriverClock
 from cluster.fitting import can_have
 from cluster.generation import MAX_UNREAD_SECONDS, Generation
+from cluster.meters import WorkerMeter
 from cluster.requests import RequestResolver, ResolvedRequest, Speculation
 from cluster.round_tap import RoundTap
 from cluster.target_description import TargetDescription
@@ -33,6 +35,7 @@ from paceline.generation import (
     Message,
     ModelDescription,
     Stats,
+    WorkerLife,
 )
 from workers.engine.checkpoint import CheckpointInfo, describe_checkpoint
 
@@ -115,6 +118,7 @@ class Driver:
         self._ready = self._draining = False
         self._began = self.clock.now()
         self._sequence_ids = count(1)
+        self._lives: list[tuple[WorkerLife, float]] = []
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
         self._short_prompts, self._long_prompts = asyncio.Semaphore(1), asyncio.Semaphore(1)
         self._num_arriving = 0
@@ -242,17 +246,35 @@ class Driver:
     def set_target(self, addresses: Sequence[str]) -> None:
         """The target's shards are at these addresses from the next connection on.
 
-        All of them, group by group, each by rank.
+        All of them, group by group, each by rank. A driver that is starting looks there too.
         """
-        self._started().target.move(addresses)
+        if self._running is None:
+            self._options = replace(self._options, target_addresses=tuple(addresses))
+        else:
+            self._running.target.move(addresses)
 
     def note_target(self, trouble: str) -> None:
         """Why the target is not back yet, for requests that fail for it."""
         self._dispatch.note_target(trouble)
 
+    def note_lives(self, lives: Sequence[WorkerLife]) -> None:
+        """What became of the workers' processes."""
+        self._lives = [(life, time.monotonic()) for life in lives]
+
+    @property
+    def meters(self) -> list[WorkerMeter]:
+        """Of all workers; none before the connections are begun."""
+        if self._running is None:
+            return []
+        return [*self._running.target.meters, *self._running.drafters.meters]
+
     async def set_drafters(self, addresses: Mapping[str, str]) -> None:
-        """Use these drafters, by name, from now on; those with the same address are kept."""
-        await self._started().drafters.update(addresses)
+        """Use these drafters, by name, from now on; those with the same address are kept.
+
+        A driver that is starting has to be told again.
+        """
+        if self._ready and self._running is not None:
+            await self._running.drafters.update(addresses)
 
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
@@ -283,7 +305,7 @@ class Driver:
 
     def stats(self) -> Stats:
         """Counters since the driver was made. Raises UnavailableError before the start."""
-        running = self._started()
+        self._started()
         totals = self.scheduler.totals
         counts = totals.counts
         return Stats(
@@ -302,10 +324,17 @@ class Driver:
             preemptions=self.scheduler.num_preemptions,
             driver_ms_p50=self._dispatch.driver_time.median_ms,
             speculation=self.scheduler.speculation(),
-            workers=tuple(
-                meter.stats() for meter in (*running.target.meters, *running.drafters.meters)
-            ),
+            workers=tuple(meter.stats() for meter in self.meters),
+            lives=tuple(self._present_lives()),
         )
+
+    def _present_lives(self) -> Iterator[WorkerLife]:
+        """What was told, with the seconds that are left today."""
+        for life, told_at in self._lives:
+            left = life.next_try_seconds
+            if left is not None:
+                left = max(0.0, left - (time.monotonic() - told_at))
+            yield replace(life, next_try_seconds=left)
 
     def _connect(self, codec: TextCodec, checkpoint: CheckpointInfo) -> _Running:
         options = self._options

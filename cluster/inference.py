@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -83,15 +83,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def serve_driver(
-    options: DriverOptions, *, host: str, port: int = 0
+    options: DriverOptions,
+    *,
+    host: str,
+    port: int = 0,
+    on_made: Callable[[Driver], None] | None = None,
 ) -> tuple[Driver, RunningServer]:
     """Listen and start a driver. Stopping the server stops the driver.
 
     Health is SERVING while requests can be served. A defect that ends the driver ends the server.
 
-    Raises UnavailableError when the port cannot be bound, and what `Driver.start` raises.
+    `on_made` has the driver before it starts: its workers may move meanwhile. Raises
+    UnavailableError when the port cannot be bound, and what `Driver.start` raises.
     """
     driver = Driver(options)
+    if on_made is not None:
+        on_made(driver)
 
     def add(server: grpc.aio.Server) -> tuple[str, ...]:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(driver), server)

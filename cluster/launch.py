@@ -21,12 +21,13 @@ from typing import Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from cluster.actor_calls import cause_of
+from cluster.actor_calls import cause_of, first_line
 from cluster.actors import WorkerSetup
 from cluster.config_model import Config
 from cluster.controller import Controller, WorkerStatus
 from cluster.placement import Node, Placement, plan_placement
 from paceline.errors import UnavailableError, WorkerLostError
+from paceline.generation import WorkerLife
 
 NAMESPACE = "paceline"
 _LOOPBACK = "127.0.0.1"
@@ -70,8 +71,18 @@ class ClusterHandle:
         try:
             workers: list[WorkerStatus] = ray.get(self._controller.workers.remote(), timeout=5.0)
         except RayError as error:
-            raise WorkerLostError(f"the controller does not answer: {_first_line(error)}") from None
+            raise WorkerLostError(f"the controller does not answer: {first_line(error)}") from None
         return workers
+
+    def lives(self) -> list[WorkerLife]:
+        """What became of the workers' processes; empty where there is no controller."""
+        if self._controller is None:
+            return []
+        try:
+            lives: list[WorkerLife] = ray.get(self._controller.lives.remote(), timeout=5.0)
+        except RayError as error:
+            raise WorkerLostError(f"the controller does not answer: {first_line(error)}") from None
+        return lives
 
 
 def connect(address: str) -> bool:
@@ -88,7 +99,7 @@ def connect(address: str) -> bool:
         )
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         raise UnavailableError(
-            f"cannot join the Ray cluster at {address}: {_first_line(error)}"
+            f"cannot join the Ray cluster at {address}: {first_line(error)}"
         ) from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, and prints a trace.
@@ -105,6 +116,7 @@ def start_cluster(
     *,
     home: Path,
     progress: Progress,
+    logs: Path | None = None,
     detached: bool,
     name: str | None,
     cores: Sequence[int] | None = None,
@@ -112,10 +124,18 @@ def start_cluster(
     """Bring up a deployment on the Ray cluster that this process has joined.
 
     `detached`: it outlives this process and is found by its `name`; else it ends with it.
-    `cores`: see plan_placement. Raises the PacelineError that says why not, with all ended.
+    `cores`: see plan_placement; they are given on a Ray cluster of ours, whose own files nobody
+    reads. `logs`: the folder for logs, on each host; None: none are kept.
+    Raises the PacelineError that says why not, with all ended.
     """
     nodes, placement = _place(config, cores)
-    setup = WorkerSetup(config=config, home=home, host=_LOOPBACK if len(nodes) == 1 else None)
+    setup = WorkerSetup(
+        config=config,
+        home=home,
+        host=_LOOPBACK if len(nodes) == 1 else None,
+        logs=logs,
+        takes_stderr=cores is not None,
+    )
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_concurrency": 100,
@@ -195,8 +215,4 @@ def _follow(controller: Any, progress: Progress) -> str:
     except RayTaskError as error:
         raise cause_of(error) from None
     except (RayActorError, GetTimeoutError) as error:
-        raise WorkerLostError(f"the controller's process ended: {_first_line(error)}") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise WorkerLostError(f"the controller's process ended: {first_line(error)}") from None

@@ -1,4 +1,5 @@
-"""How the controller learns that a worker is lost: its process ends, its server ends, or it hangs.
+"""How the controller learns that a worker is lost: its process ends, its server ends, it hangs, or
+it answers and fails whatever it is asked.
 
 A worker computes on the event loop that answers questions, so a long step keeps it silent and is no
 fault. Silence counts as hanging only where the driver does not hear from the worker either, and the
@@ -11,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -26,7 +28,38 @@ QUESTIONS = 4
 stopped for a while, the first times out at once, and the second is answered."""
 ROOM_SECONDS = 10.0
 """How long Ray may look for a node in place of a lost one before we say that it finds none."""
+RECENT_SECONDS = 600.0
+"""How long the end of a process counts, of which several in a row make pauses longer."""
+FIRST_PAUSE = 0.5
+"""Seconds before the second try; each further one waits twice as long. The first waits for none."""
+LONGEST_PAUSE = 30.0
+"""Seconds before a try, at most: a device that comes back is in use within that."""
+MOVE_AFTER = 4
+"""Recent ends in one place before another is tried."""
 _LOOK_SECONDS = 0.5
+_USELESS_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class RecentEnds:
+    """When a worker's processes ended or did not start, of late, by a monotonic clock."""
+
+    _times: list[float] = field(default_factory=list)
+
+    def add(self, now: float) -> None:
+        """One more."""
+        self._times = [one for one in self._times if now - one < RECENT_SECONDS] + [now]
+
+    @property
+    def pause(self) -> float:
+        """Seconds to wait before the next try."""
+        again = len(self._times) - 2
+        return 0.0 if again < 0 else min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(again, 16))
+
+    @property
+    def wants_another_place(self) -> bool:
+        """Whether the present place has had its chances."""
+        return bool(self._times) and len(self._times) % MOVE_AFTER == 0
 
 
 def longest_silence(hung_after: float) -> float:
@@ -35,17 +68,23 @@ def longest_silence(hung_after: float) -> float:
 
 
 async def until_lost(
-    worker: Any, *, hung_after: float, is_heard: Callable[[], Awaitable[bool]]
+    worker: Any,
+    *,
+    hung_after: float,
+    is_heard: Callable[[], Awaitable[bool]],
+    why_useless: Callable[[], Awaitable[str | None]] | None = None,
 ) -> str:
     """Return when an actor that serves is lost, and why.
 
     It hangs when it has not answered for `hung_after` seconds and is not heard elsewhere
-    (`is_heard`).
+    (`is_heard`). `why_useless`: why whoever works with it has given it up, None: nobody has.
     """
     ways = [
         asyncio.create_task(_until_ended(worker)),
         asyncio.create_task(_until_hung(worker, hung_after, is_heard)),
     ]
+    if why_useless is not None:
+        ways.append(asyncio.create_task(_until_useless(why_useless)))
     try:
         await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         return next(way.result() for way in ways if way.done())
@@ -142,3 +181,9 @@ async def _until_hung(
         else:
             unanswered = 0
         await asyncio.sleep(max(0.0, ask_at - time.monotonic()))
+
+
+async def _until_useless(why_useless: Callable[[], Awaitable[str | None]]) -> str:
+    while (why := await why_useless()) is None:
+        await asyncio.sleep(_USELESS_SECONDS)
+    return f"it answers, and fails what it is asked: {why}"

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 from paceline.generation import WorkerStats
 
+FAILURES = 6
+"""Attempts in a row that a worker's process must fail, each with work at hand, before the
+controller is told to end it. A process that fails its steps ends itself after three."""
+
 
 @dataclass(slots=True)
 class WorkerMeter:
@@ -28,23 +32,46 @@ class WorkerMeter:
     overruns: int = 0
     trouble: str = ""
     """Why it could not be used, when it was last tried."""
+    failures: int = 0
+    """Attempts in a row that this process answered and that came to nothing."""
+    _failing_since: float = 0.0
+    _passes_before: int = 0
     _away_since: float = field(default_factory=time.monotonic)
 
     def join(self, *, kind: str, pid: int) -> None:
         """It can be used from now on."""
+        if pid != self.pid:
+            self.failures = 0
+        self._passes_before = self.passes
         self.kind = kind
         self.pid = pid
         self.connected = True
         self.joins += 1
 
-    def leave(self) -> None:
-        """Its stream has ended, or was never there: it cannot be used until it joins again."""
+    def leave(self, *, asked: bool = True) -> None:
+        """Its stream has ended, or was never there: it cannot be used until it joins again.
+
+        `asked`: whether there was work for it. A stream with work that saw no pass is a failure.
+        """
         if self.connected:
             self.connected = False
             self._away_since = time.monotonic()
+            if asked and self.passes == self._passes_before:
+                self.failed()
+
+    def failed(self) -> None:
+        """Its process answered who it is, and then came to nothing."""
+        if not self.failures:
+            self._failing_since = time.monotonic()
+        self.failures += 1
+
+    def is_failing(self, seconds: float) -> bool:
+        """Whether its process is there and has been of no use for so long."""
+        return self.failures >= FAILURES and time.monotonic() - self._failing_since >= seconds
 
     def passed(self, busy_seconds: float, overrun_seconds: float) -> None:
         """It told of a pass."""
+        self.failures = 0
         self.busy_seconds += busy_seconds
         self.passes += 1
         self.overruns += overrun_seconds > 0

@@ -232,10 +232,11 @@ def _chosen(drafter: DrafterConfig, even_share: int) -> int:
 
 
 def _bundles(workers: Sequence[WorkerPlan]) -> tuple[Bundle, ...]:
-    return tuple(_needs(worker) for worker in workers)
+    return tuple(bundle_of(worker) for worker in workers)
 
 
-def _needs(worker: WorkerPlan) -> Bundle:
+def bundle_of(worker: WorkerPlan) -> Bundle:
+    """What it reserves."""
     bundle: Bundle = {"CPU": float(worker.reserved_cpus)}
     if worker.reserved_gpus:
         bundle["GPU"] = float(worker.reserved_gpus)

@@ -1,8 +1,9 @@
 """Starting a worker again that was lost: in its place, or on another node where its own is lost.
 
-A drafter gets a new address, which the driver is told; a shard and the driver come back at the port
-that they had. Of a target's shards only those that were lost are started again: the driver brings
-the group together anew.
+The more often it was lost of late, the longer the pause before the next try; where it is lost again
+and again in one place, it gets another. A drafter or a shard gets a new address, which the driver
+is told; the driver comes back at the port that callers know. Of a target's shards only those that
+were lost are started again: the driver brings the group together anew.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from functools import partial
 
 from ray.exceptions import RayError
 
 from cluster.actor_calls import answer_of, outcome_of
-from cluster.lives import until_lost, until_started
+from cluster.lives import LONGEST_PAUSE, until_lost, until_started
 from cluster.workforce import DRIVER, Worker, Workforce
 from paceline.errors import PacelineError, WorkerLostError
 
 _START_SECONDS = 60.0
 """How long a process may take to be there, at the first try; twice as long at each further one, for
 one that is slow to come is slower still when it is begun anew."""
-_LONGEST_WAIT = 30.0
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
 _log = logging.getLogger(__name__)
@@ -39,13 +40,31 @@ class Revival:
     async def watch(self, worker: Worker) -> None:
         """Start the worker again whenever it is lost, until cancelled."""
         while True:
-            why = await until_lost(
-                worker.handle,
-                hung_after=self._hung_after,
-                is_heard=partial(self._is_heard, worker),
-            )
-            _log.warning("%s is lost (%s); starting it again", worker.name, why)
-            await self._revive(worker, why)
+            try:
+                await self._watch_once(worker)
+            except Exception:  # nobody else watches it
+                _log.exception("a defect in watching %s; it is watched again", worker.name)
+                await asyncio.sleep(LONGEST_PAUSE)
+
+    async def _watch_once(self, worker: Worker) -> None:
+        why = await until_lost(
+            worker.handle,
+            hung_after=self._hung_after,
+            is_heard=partial(self._is_heard, worker),
+            why_useless=None if worker is self._driver else partial(self._why_useless, worker),
+        )
+        _log.warning("%s is lost (%s)", worker.name, why)
+        await self._revive(worker, why)
+
+    async def _why_useless(self, worker: Worker) -> str | None:
+        """Why the driver cannot work with it though it answers; None: it can, or nobody knows."""
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                failing = await self._driver.handle.failing.remote(self._hung_after)
+        except (RayError, TimeoutError):
+            return None
+        why: str | None = failing.get(worker.name)
+        return why
 
     async def _is_heard(self, worker: Worker) -> bool:
         """Whether the driver has open streams to the worker and no answer is overdue."""
@@ -58,14 +77,16 @@ class Revival:
             return False
 
     async def _revive(self, worker: Worker, why: str) -> None:
-        wait, patience = 0.5, _START_SECONDS
         port, address = worker.port, worker.address
+        patience = _START_SECONDS
         trouble = f"{worker.name} is lost ({why}) and is started again"
+        worker.restarting = True
         while True:
-            worker.restarting = True
+            worker.end_of_process(why)
+            await self._pause(worker, trouble)
             self._workforce.make(worker)
             try:
-                await self._tell_trouble(worker, trouble)
+                await self._tell(worker, trouble)
                 starting = until_started(
                     worker.handle,
                     worker.name,
@@ -76,20 +97,34 @@ class Revival:
                 await outcome_of(starting, worker.name)
                 if worker is self._driver:
                     await self._until_shards_serve()
-                await self._workforce.serve(worker, 0 if worker.is_drafter else port)
+                await self._workforce.serve(worker, port if worker is self._driver else 0)
                 worker.restarting = False
                 if worker.address != address or worker is self._driver:
                     await self._tell_driver(worker)
             except PacelineError as error:
                 _log.warning("%s: cannot be started again yet: %s", worker.name, error)
-                trouble = str(error)
-                await self._tell_trouble(worker, trouble)
-                await asyncio.sleep(wait)
-                wait, patience = min(2 * wait, _LONGEST_WAIT), 2 * patience
+                trouble = why = str(error)
+                patience = 2 * patience
+                worker.restarting = True
                 continue
             worker.restarts += 1
-            _log.warning("%s: serving again", worker.name)
+            await self._tell_lives()
+            _log.warning("%s: serving again at %s", worker.name, worker.address)
             return
+
+    async def _pause(self, worker: Worker, trouble: str) -> None:
+        """Wait before the next try, and look for another place where this one was tried enough."""
+        pause = worker.ends.pause
+        if pause == 0:
+            return
+        self._workforce.end(worker)
+        worker.next_try_at = time.monotonic() + pause
+        _log.warning("%s: next try in %g s", worker.name, pause)
+        await self._tell(worker, f"{trouble}; next try in {pause:g} s")
+        if worker.ends.wants_another_place and await self._workforce.try_elsewhere(worker):
+            _log.warning("%s: goes on in another place", worker.name)
+        await asyncio.sleep(worker.next_try_at - time.monotonic())
+        worker.next_try_at = None
 
     async def _tell_driver(self, revived: Worker) -> None:
         """Tell where the worker is now: on another host perhaps, where its own is lost.
@@ -106,12 +141,23 @@ class Revival:
             for call in calls:
                 await outcome_of(answer_of(call), DRIVER)
 
+    async def _tell(self, worker: Worker, trouble: str) -> None:
+        """Tell the driver what there is to know of a worker that is lost."""
+        await asyncio.gather(self._tell_trouble(worker, trouble), self._tell_lives())
+
     async def _tell_trouble(self, worker: Worker, trouble: str) -> None:
         """Tell the driver, where it lives, why a shard stays away: requests that fail say so."""
         if worker.is_shard:
             with contextlib.suppress(PacelineError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     await outcome_of(self._driver.handle.note_target.remote(trouble), DRIVER)
+
+    async def _tell_lives(self) -> None:
+        """Tell the driver, where it lives, what became of the workers' processes."""
+        with contextlib.suppress(PacelineError, TimeoutError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                lives = self._workforce.lives()
+                await outcome_of(self._driver.handle.note_lives.remote(lives), DRIVER)
 
     async def _until_shards_serve(self) -> None:
         """Wait for those that are lost as well: a driver would look at old addresses."""

@@ -98,6 +98,7 @@ class TargetLink:
         self._step_timeout = step_timeout
         self._outboxes: list[Outbox[target_pb2.StepRequest]] = []
         self._answer_by: float | None = None
+        self._has_asked = False  # over the present streams
         self._in_answer = False
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Ends with VocabularyMismatchError when the target is the wrong one, with CheckpointError
@@ -110,6 +111,7 @@ class TargetLink:
 
     def send(self, step: RunStep) -> None:
         """Send a step to every shard. The target must be joined."""
+        self._has_asked = True
         for request in step_messages(step):
             for outbox in self._outboxes:
                 outbox.put(request)
@@ -163,11 +165,16 @@ class TargetLink:
             descriptions = await _describe(stubs)
             self._check(descriptions)
             if len(stubs) > 1:
-                descriptions = await _meet(stubs, descriptions[0].rendezvous)
+                try:
+                    descriptions = await _meet(stubs, descriptions[0].rendezvous)
+                except grpc.aio.AioRpcError:
+                    for meter in self.meters:
+                        meter.failed()
+                    raise
             description = description_of(descriptions)
             calls = [open_stream(stub.Step) for stub in stubs]
             self._outboxes = [Outbox(call.write) for call in calls]
-            self._answer_by = None
+            self._answer_by, self._has_asked = None, False
             for meter, shard in zip(self.meters, descriptions, strict=True):
                 meter.join(kind="target", pid=shard.pid)
             try:
@@ -186,7 +193,7 @@ class TargetLink:
             finally:
                 self._outboxes = []
                 for meter in self.meters:
-                    meter.leave()
+                    meter.leave(asked=self._has_asked)
                 self._listener.target_lost(self._group, reason)
 
     def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:

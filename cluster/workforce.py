@@ -6,22 +6,32 @@ What becomes of one that is lost is no concern of this module (cluster/revival.p
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.actor_calls import outcome_of
 from cluster.actors import DrafterActor, DriverActor, Serving, ShardActor, WorkerSetup
-from cluster.lives import longest_silence
-from cluster.placement import GroupPlan, Placement, WorkerPlan
+from cluster.lives import RecentEnds, longest_silence
+from cluster.placement import GroupPlan, Placement, WorkerPlan, bundle_of
 from paceline.errors import UnavailableError
+from paceline.generation import WorkerLife
 
 DRIVER = "driver"
 ROOM_SECONDS = 30.0
 """How long the cluster may take to set aside what the plan reserves."""
+_PLACE_SECONDS = 5.0
+"""How long Ray may take to find another place for a worker."""
+_NODE_LABEL = "ray.io/node-id"
 _ANSWERS_AT_ONCE = 100
 _PATIENCE_OF_LOADS = 3.0
 """Requests wait for a lost target as long as this many loads of its slowest shard took, after the
@@ -38,6 +48,12 @@ class Worker:
     serving: Serving | None = None
     restarts: int = 0
     restarting: bool = False
+    ends: RecentEnds = field(default_factory=RecentEnds)
+    last_end: str = ""
+    next_try_at: float | None = None
+    """When it is started again, by time.monotonic; None: it serves or is being started."""
+    place: PlacementGroup | None = None
+    """A place of its own, in another than the plan's; None: the plan's."""
 
     @property
     def kind(self) -> str:
@@ -63,6 +79,11 @@ class Worker:
     def port(self) -> int:
         """Where it serves, or did last; 0 for none."""
         return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
+
+    def end_of_process(self, why: str) -> None:
+        """Its process ended, or did not start."""
+        self.last_end = why
+        self.ends.add(time.monotonic())
 
 
 class Workforce:
@@ -109,10 +130,62 @@ class Workforce:
                     f"{ROOM_SECONDS:g} s; free are {ray.available_resources()}"
                 )
 
+    def lives(self) -> list[WorkerLife]:
+        """What became of all workers' processes, the driver's last."""
+        now = time.monotonic()
+        return [
+            WorkerLife(
+                name=worker.name,
+                restarts=worker.restarts,
+                last_end=worker.last_end,
+                next_try_seconds=(
+                    None if worker.next_try_at is None else max(0.0, worker.next_try_at - now)
+                ),
+                log=self._log_path(worker.name),
+            )
+            for worker in self.all
+        ]
+
     def room_of(self, worker: Worker) -> tuple[GroupPlan, PlacementGroup]:
         """The placement group that has the worker's place."""
+        if worker.place is not None:
+            assert worker.plan is not None
+            return GroupPlan((bundle_of(worker.plan),), "STRICT_PACK"), worker.place
         number = worker.plan.group if worker.plan else 0
         return self._placement.groups[number], self._groups[number]
+
+    async def try_elsewhere(self, worker: Worker) -> bool:
+        """Give a worker another place, where there is one; whether it has moved.
+
+        Another node, else another GPU of the same: its old place stays set aside, so that nobody
+        else gets a device that fails, and is taken again where the new one fails too. The driver
+        and drafters without cores stay: the first has an address to keep.
+        """
+        plan = worker.plan
+        if plan is None or not plan.reserved_cpus:
+            return False
+        used, worker.place = worker.place, None
+        if used is None:
+            worker.place = await self._another_place(plan)
+            return worker.place is not None
+        self.end(worker)
+        remove_placement_group(used)
+        return True
+
+    async def _another_place(self, plan: WorkerPlan) -> PlacementGroup | None:
+        nodes = placement_group_table(self._groups[plan.group])["bundles_to_node_id"]
+        elsewhere = {_NODE_LABEL: f"!{nodes[plan.bundle]}"}
+        # Workers that listen on the loopback can be on one node alone.
+        tries: list[list[dict[str, str]] | None] = [[elsewhere]] if self.setup.host is None else []
+        tries += [None] if plan.reserved_gpus else []
+        for labels in tries:
+            group: PlacementGroup = placement_group(
+                [bundle_of(plan)], "STRICT_PACK", bundle_label_selector=labels
+            )
+            if await asyncio.to_thread(group.wait, _PLACE_SECONDS):
+                return group
+            remove_placement_group(group)
+        return None
 
     def make(self, worker: Worker) -> None:
         """Give the worker an actor in its place; what it had before is ended."""
@@ -121,6 +194,7 @@ class Workforce:
         kind: type = DriverActor
         if plan is not None:
             kind = ShardActor if worker.is_shard else DrafterActor
+        moved = worker.place is not None
         worker.handle = (
             ray.remote(kind)
             .options(
@@ -129,16 +203,18 @@ class Workforce:
                 max_concurrency=_ANSWERS_AT_ONCE,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     self.room_of(worker)[1],
-                    placement_group_bundle_index=plan.bundle if plan else 0,
+                    placement_group_bundle_index=plan.bundle if plan and not moved else 0,
                 ),
             )
-            .remote()
+            .remote(self.setup.log_of(worker.name))
         )
 
     async def serve(self, worker: Worker, port: int) -> None:
         """Have the worker's actor serve. Raises its PacelineError, or WorkerLostError."""
         if worker.plan is not None:
-            call = worker.handle.serve.remote(self.setup, worker.plan, port)
+            # Cores are of the node that the plan is for.
+            plan = worker.plan if worker.place is None else replace(worker.plan, cores=None)
+            call = worker.handle.serve.remote(self.setup, plan, port)
         else:
             call = worker.handle.serve.remote(
                 self.setup,
@@ -148,7 +224,7 @@ class Workforce:
                 patience=_PATIENCE_OF_LOADS * self.load_seconds
                 + longest_silence(self.setup.config.target.hung_after),
             )
-        worker.serving = await outcome_of(call, worker.name)
+        worker.serving = await outcome_of(call, worker.name, log=self._log_path(worker.name))
 
     def end(self, worker: Worker) -> None:
         """End the worker's process, if it has one."""
@@ -159,5 +235,10 @@ class Workforce:
         """End all processes and give back what they reserved."""
         for worker in (self.driver, *self.workers):
             self.end(worker)
-        for group in self._groups:
+        own = [worker.place for worker in self.workers if worker.place is not None]
+        for group in (*self._groups, *own):
             remove_placement_group(group)
+
+    def _log_path(self, name: str) -> str:
+        log = self.setup.log_of(name)
+        return "" if log is None else str(log.path)

@@ -6,34 +6,30 @@ import os
 import sys
 from importlib.util import find_spec
 
-from deploy.signals import ending_on_sigterm
+from deploy.signals import ending_on_signals
 
 # One package of each kind that the commands need; `pip install paceline` brings none of them.
-_SERVER_PACKAGES = ("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray")
-_INTERRUPTED = 130
+_SERVER_PACKAGES = ("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray", "psutil")
 
 
 def main() -> None:
     """Run the command line. Every error is one line on stderr; exit codes as DESIGN.md has them.
 
-    SIGTERM unwinds it as Ctrl-C does, and so cleans up.
+    SIGTERM unwinds it as Ctrl-C does, and so cleans up: from here on, while packages are imported.
     """
-    missing = [name for name in _SERVER_PACKAGES if find_spec(name) is None]
-    if missing:
-        print(
-            f"error: this command needs {', '.join(missing)}, and only the client is "
-            f"installed: pip install 'paceline[server]'",
-            file=sys.stderr,
-        )
-        sys.exit(2)
-    from deploy.app import build_app
-    from deploy.usage import run_app
+    with ending_on_signals():
+        missing = [name for name in _SERVER_PACKAGES if find_spec(name) is None]
+        if missing:
+            print(
+                f"error: this command needs {', '.join(missing)}, and only the client is "
+                f"installed: pip install 'paceline[server]'",
+                file=sys.stderr,
+            )
+            sys.exit(2)
+        from deploy.app import build_app
+        from deploy.usage import run_app
 
-    try:
-        with ending_on_sigterm():
-            sys.exit(run_app(lambda: build_app(os.environ), "paceline"))
-    except KeyboardInterrupt:
-        sys.exit(_INTERRUPTED)
+        sys.exit(run_app(lambda: build_app(os.environ), "paceline"))
 
 
 if __name__ == "__main__":

@@ -15,29 +15,48 @@ from pathlib import Path
 
 from deploy.ray_head import RayHead, stop_head
 
+_KEEP = b"keep"
+
+
+class Guard:
+    """A process that ends a head with this one, however this one ends, unless it is kept."""
+
+    def __init__(self, head: RayHead) -> None:
+        """`head` may be a plan: a guard is there before what it guards."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.head_guard", json.dumps(asdict(head))],
+            cwd=Path(__file__).resolve().parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for us; the guard sees only that we are gone.
+        )
+
+    def keep(self) -> None:
+        """Let the head outlive this process."""
+        self._process.communicate(_KEEP)
+
+    def close(self) -> None:
+        """End the guard, and what is left of a head that is not kept."""
+        self._process.communicate()
+
 
 @contextmanager
 def guarded(head: RayHead) -> Iterator[None]:
     """End `head` with the block, or with this process, however it ends."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "deploy.head_guard", json.dumps(asdict(head))],
-        cwd=Path(__file__).resolve().parents[1],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # Ctrl-C is for us; the guard sees only that we are gone.
-    ):
-        try:
-            yield
-        finally:
-            stop_head(head)
+    guard = Guard(head)
+    try:
+        yield
+    finally:
+        stop_head(head)
+        guard.close()
 
 
 def main() -> None:
     """Wait for the end of standard input."""
     head = RayHead(**json.loads(sys.argv[1]))
-    sys.stdin.buffer.read()
-    stop_head(head)
+    if sys.stdin.buffer.read() != _KEEP:
+        stop_head(head)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from rich.table import Table
 from cluster.plan_config import PlanConfig
 from cluster.simulation.plan import callers_of
 from cluster.simulation.trial import FASTER, PlannedLayout
+from deploy.lines import whole_table
 from paceline.text import counted
 from workers.emulated.profiles import DeviceProfile
 
@@ -50,7 +51,7 @@ def plan_json(asked: PlanConfig, planned: Sequence[PlannedLayout]) -> dict[str, 
 
 
 def print_plan(console: Console, asked: PlanConfig, planned: Sequence[PlannedLayout]) -> None:
-    """The layouts by name, the best first, then their figures; at most 100 columns."""
+    """The layouts by name, the best first, then their figures."""
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
     gpus = asked.hosts * asked.gpus_per_host
@@ -70,7 +71,7 @@ def print_plan(console: Console, asked: PlanConfig, planned: Sequence[PlannedLay
         console.print(f"{place:>3}  {one.layout.name}{said}", highlight=False, soft_wrap=True)
         table.add_row(str(place), *_cells(one, gpus))
     console.print()
-    console.print(table)
+    whole_table(console, table)
     if any(one.simulated_groups < one.layout.groups for one in planned):
         most = max(one.simulated_groups for one in planned)
         console.print(

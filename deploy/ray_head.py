@@ -1,8 +1,10 @@
 """A Ray head of our own: one node on the loopback interface, in a session of its own.
 
-Ending it ends every process of that session, though its first may be long dead, and nothing else:
-a token in their environment tells ours from a later session that got the same number. This module
-imports Ray nowhere but where it counts GPUs.
+Ending it ends every process of it, though its first may be long dead, and nothing else. A process
+is known by a token in its environment, or by its session: that of the head's first process (its pid
+and start time), or of one with the token. So the head can be ended by whoever knows its plan, made
+before anything starts, and a pid that belongs to somebody else by now, after a reboot perhaps, is
+left alone. This module imports Ray nowhere but where it counts GPUs.
 """
 
 from __future__ import annotations
@@ -12,17 +14,25 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import psutil
 
 from paceline.errors import UnavailableError
 
 START_SECONDS = 180.0
+ASK_SECONDS = 1.0
+"""How long the processes of a head may take to end on SIGTERM, before SIGKILL."""
+KILL_SECONDS = 15.0
+"""How long they may take then. One that waits for a device or a file server that does not answer
+(state D) ends only once that does."""
+_LOOK_SECONDS = 0.1
 _TOKEN = "PACELINE_RAY_HEAD"
 # Ray takes "127.0.0.1" for "this host's own address" unless it is told not to.
 _LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -41,36 +51,48 @@ SYSTEM_CONFIG = {
 
 @dataclass(frozen=True, slots=True)
 class RayHead:
-    """A running head. `address` is what RAY_ADDRESS would hold; `session` its system session."""
+    """A head, planned or running. `address` is what RAY_ADDRESS would hold.
+
+    `pid` and `started` (seconds since 1970) are of its first process; None: not started yet, or
+    nobody lived to write it down.
+    """
 
     address: str
-    session: int
     token: str
     folder: str
-    dashboard: str | None = None
+    ports: Sequence[int]
+    pid: int | None = None
+    started: float | None = None
 
 
-def start_head(*, num_cpus: int, gpus: bool = False, dashboard: bool = False) -> RayHead:
-    """Start a head and return when it takes connections. Raises UnavailableError with its log.
-
-    `gpus`: it has all GPUs that Ray finds on this host, else none.
-    """
-    folder = tempfile.mkdtemp(prefix="paceline-")  # Unix sockets lie in it: it must be short.
-    ports = free_ports(3)
+def plan_head() -> RayHead:
+    """All that one must know to end it, before it is started."""
     token = secrets.token_hex(16)
-    log = Path(folder) / "start.log"
-    environment = _environment(token)
-    command = _command(folder, ports, num_cpus=num_cpus, gpus=gpus, dashboard=dashboard)
-    session = _spawn(command, environment, log)
-    head = RayHead(
+    ports = free_ports(3)
+    return RayHead(
         address=f"{_LOOPBACK}:{ports[0]}",
-        session=session,
         token=token,
-        folder=folder,
-        dashboard=f"http://{_LOOPBACK}:{ports[2]}" if dashboard else None,
+        # Unix sockets lie in it: it must be short.
+        folder=str(Path(tempfile.gettempdir()) / f"paceline-{token[:12]}"),
+        ports=ports,
     )
+
+
+def start_head(head: RayHead | None = None, *, num_cpus: int, gpus: bool = False) -> RayHead:
+    """Start a head, a planned one if given, and return when it takes connections.
+
+    `gpus`: it has all GPUs that Ray finds on this host, else none. Raises UnavailableError with its
+    log, and has ended it then.
+    """
+    head = head or plan_head()
+    log = Path(head.folder) / "start.log"
+    command = _command(head, num_cpus=num_cpus, gpus=gpus)
     try:
-        _await_start(session, Path(folder), log)
+        Path(head.folder).mkdir(mode=0o700)
+        pid = _spawn(command, _environment(head.token), log)
+        first = psutil.Process(pid)
+        head = replace(head, pid=pid, started=first.create_time())
+        _await_start(first, Path(head.folder), log)
     except BaseException:
         stop_head(head)
         raise
@@ -78,15 +100,38 @@ def start_head(*, num_cpus: int, gpus: bool = False, dashboard: bool = False) ->
 
 
 def stop_head(head: RayHead) -> None:
-    """End every process of the head and remove its folder. No error where they are dead."""
-    while processes := _processes_of(head):
-        for pid in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    with contextlib.suppress(ChildProcessError):  # `down` is not its parent.
-        os.waitpid(head.session, 0)
+    """End every process of the head and remove its folder. No error where they are dead.
+
+    Raises UnavailableError naming those that SIGKILL does not end; the folder stays then.
+    """
+    began = time.monotonic()
+    sessions: set[int] = set()
+    asked: set[psutil.Process] = set()
+    while processes := _processes_of(head, sessions):
+        seconds = time.monotonic() - began
+        if seconds > ASK_SECONDS + KILL_SECONDS:
+            raise UnavailableError(
+                f"the Ray cluster at {head.address} has ended but for {_named(processes)}: SIGKILL "
+                "does not end what waits for a device or a file server; once that answers, run "
+                "`paceline down` again"
+            )
+        for process in processes:
+            with contextlib.suppress(psutil.Error):  # of a pid that is another's by now, too
+                if seconds > ASK_SECONDS:
+                    process.kill()
+                elif process not in asked:
+                    asked.add(process)
+                    process.terminate()
+        psutil.wait_procs(processes, timeout=_LOOK_SECONDS)
+    if head.pid is not None:
+        with contextlib.suppress(ChildProcessError):  # `down` is not its parent.
+            os.waitpid(head.pid, os.WNOHANG)
     shutil.rmtree(head.folder, ignore_errors=True)
+
+
+def is_running(head: RayHead) -> bool:
+    """Whether its first process lives."""
+    return _first_of(head) is not None
 
 
 def is_listening(address: str) -> bool:
@@ -120,9 +165,8 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def _command(
-    folder: str, ports: list[int], *, num_cpus: int, gpus: bool, dashboard: bool
-) -> list[str]:
+def _command(head: RayHead, *, num_cpus: int, gpus: bool) -> list[str]:
+    ports = head.ports
     return [
         sys.executable,
         *("-m", "ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
@@ -131,7 +175,7 @@ def _command(
         f"--node-ip-address={_LOOPBACK}",
         f"--port={ports[0]}",
         f"--ray-client-server-port={ports[1]}",
-        f"--include-dashboard={str(dashboard).lower()}",
+        "--include-dashboard=false",
         f"--dashboard-host={_LOOPBACK}",
         f"--dashboard-port={ports[2]}",
         "--dashboard-agent-listen-port=0",
@@ -139,7 +183,7 @@ def _command(
         "--max-worker-port=0",
         f"--num-cpus={num_cpus}",
         f"--object-store-memory={_OBJECT_STORE_BYTES}",
-        f"--temp-dir={folder}",
+        f"--temp-dir={head.folder}",
         f"--system-config={json.dumps(SYSTEM_CONFIG)}",
     ]
 
@@ -186,11 +230,11 @@ def _inheritable() -> list[int]:
     return found
 
 
-def _await_start(session: int, folder: Path, log: Path) -> None:
+def _await_start(first: psutil.Process, folder: Path, log: Path) -> None:
     give_up = time.monotonic() + START_SECONDS
     # Ray writes its address there when all its processes are up.
     while not (folder / "ray_current_cluster").exists():
-        if _is_zombie(session):
+        if not _is_alive(first):
             raise UnavailableError(f"Ray did not start: {_last_line(log)}")
         if time.monotonic() > give_up:
             raise UnavailableError(
@@ -204,44 +248,60 @@ def _last_line(log: Path) -> str:
     return lines[-1] if lines else "it printed nothing"
 
 
-def _processes_of(head: RayHead) -> list[int]:
-    """The living processes of the head."""
-    if not Path(f"/proc/{head.session}").exists() or _is_zombie(head.session):
-        is_ours = (
-            True  # No new session can have the number of a process that is gone or not reaped.
-        )
-    else:
-        is_ours = _carries(head.session, head.token)
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
+def _processes_of(head: RayHead, sessions: set[int]) -> list[psutil.Process]:
+    """Its living processes. To `sessions` those are added that are seen to be its own.
+
+    A session's number is nobody else's while one of its processes lives.
+    """
+    alive = {process: _session_of(process) for process in psutil.process_iter()}
+    carriers = {process for process in alive if _carries(process, head.token)}
+    sessions.update(session for one in carriers if (session := alive[one]) is not None)
+    if (first := _first_of(head)) is not None:
+        sessions.add(first.pid)
     return [
-        pid
-        for pid in pids
-        if _carries(pid, head.token) or (is_ours and _session_of(pid) == head.session)
+        process for process, session in alive.items() if process in carriers or session in sessions
     ]
 
 
-def _carries(pid: int, token: str) -> bool:
-    """Whether the token is in the environment of a process; Ray's agents overwrite theirs."""
+def _first_of(head: RayHead) -> psutil.Process | None:
+    """Its first process, if that lives: one of the same number that started then."""
+    if head.pid is None:
+        return None
     try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
+        first = psutil.Process(head.pid)
+        is_it = first.create_time() == head.started and _is_alive(first)
+    except psutil.Error:
+        return None
+    return first if is_it else None
+
+
+def _carries(process: psutil.Process, token: str) -> bool:
+    """Whether the token is in its environment; Ray's agents overwrite theirs."""
+    try:
+        return bool(process.environ().get(_TOKEN) == token)
+    except (psutil.Error, OSError):
         return False
-    return f"{_TOKEN}={token}".encode() in environment.split(b"\0")
 
 
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the command's name; none where it is gone."""
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs, and is not only waiting for its parent to look."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
-def _is_zombie(pid: int) -> bool:
-    return _stat(pid)[:1] == ["Z"]
-
-
-def _session_of(pid: int) -> int | None:
+def _session_of(process: psutil.Process) -> int | None:
     """Its session; None for a process that has ended."""
-    fields = _stat(pid)
-    return int(fields[3]) if fields and fields[0] != "Z" else None
+    try:
+        return os.getsid(process.pid) if _is_alive(process) else None
+    except OSError:
+        return None
+
+
+def _named(processes: list[psutil.Process]) -> str:
+    said = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            said.append(f"{process.pid} ({process.name()}, {process.status()})")
+    return ", ".join(said)

@@ -6,11 +6,11 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
 from deploy.ray_head import RayHead
 from paceline.errors import UnavailableError
@@ -24,15 +24,17 @@ _MOMENT = 0.05
 class ClusterRecord:
     """A deployment of `up`.
 
-    `address`: of InferenceService, None while it is coming up. `head`: ours, None where the Ray
-    cluster at `ray_address` is somebody else's. `name`: of the controller on it.
+    `address`: of InferenceService, None while it is coming up. `deployment`: its configuration's
+    (Config.deployment). `head`: ours, None where the Ray cluster at `ray_address` is somebody
+    else's. `name`: of the controller on it. `logs`: the folder of its logs, on each of its hosts.
     """
 
     name: str
     address: str | None
-    deployment_digest: str
+    deployment: Mapping[str, Any]
     ray_address: str
     head: RayHead | None
+    logs: str
 
 
 def read_record(home: Path) -> ClusterRecord | None:
@@ -51,13 +53,19 @@ def read_record(home: Path) -> ClusterRecord | None:
 
 
 def write_record(home: Path, record: ClusterRecord) -> None:
-    """Record it, whole or not at all."""
+    """Record it, whole or not at all. Raises UnavailableError, as where the disk is full."""
     path = _path(home)
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
-    partial.chmod(0o600)
-    os.replace(partial, path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
+        partial.chmod(0o600)
+        os.replace(partial, path)
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write {path} ({error.strerror}): make room there, or set PACELINE_HOME to "
+            "another folder"
+        ) from None
 
 
 def remove_record(home: Path) -> None:

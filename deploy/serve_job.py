@@ -18,9 +18,10 @@ import typer
 
 from cluster.config import load_config
 from deploy.session import check_models, enter_ray, running_ray
-from deploy.signals import ending_on_sigterm, signals_held
+from deploy.signals import ending_on_signals, signals_held
 from deploy.usage import run_app
 from paceline.errors import UnavailableError, WorkerLostError
+from workers.logs import new_run
 from workers.models import default_home
 
 _LOOK_SECONDS = 2.0
@@ -34,19 +35,26 @@ def serve(
     """Serve on the Ray cluster that runs this job until the job is stopped."""
     settings = load_config(config, os.environ)
     home = default_home(os.environ)
-    address = running_ray(os.environ)
+    address = running_ray(os.environ, _log)
     if address is None:
         raise UnavailableError(
             "no Ray cluster is running: submit this with `ray job submit`, or use `paceline up`"
         )
-    with ending_on_sigterm():
+    with ending_on_signals():
         enter_ray(address, own=False)
         from cluster.launch import disconnect, start_cluster
 
         try:
             check_models(settings, home=home)
+            logs = new_run(home)
+            _log(f"logs in {logs}, on each worker's host")
             cluster = start_cluster(
-                settings, home=home, progress=_log, detached=False, name=None, cores=None
+                settings,
+                home=home,
+                logs=logs,
+                progress=_log,
+                detached=False,
+                name=None,
             )
             try:
                 said = ""

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 
 from deploy.trace_file import TraceFile
-from paceline.channel import client_options
+from paceline.channel import caller_options
 from paceline.client import UNARY_SECONDS
 from paceline.status import error_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
@@ -22,7 +22,7 @@ _LAST_SECONDS = 0.2
 async def tracing(address: str) -> AsyncIterator[TraceFile]:
     """Trace the server at "host:port" while the block runs. Raises the PacelineError it gave."""
     drawn = TraceFile()
-    async with grpc.aio.insecure_channel(address, options=client_options()) as channel:
+    async with grpc.aio.insecure_channel(address, options=caller_options(address)) as channel:
         call = trace_pb2_grpc.TraceServiceStub(channel).Trace(trace_pb2.TraceRequest())
         try:
             messages = aiter(call)

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from deploy.batch import Failure
 from deploy.comparison import Comparison, Divergence
-from deploy.lines import plain
+from deploy.lines import plain, whole_table
 from deploy.verifier import FileReport, PeerReport
 from paceline.text import counted
 
@@ -20,7 +20,7 @@ def print_report(console: Console, errors: Console, reports: Sequence[FileReport
     Failed rows are named on `errors`, once each.
     """
     for report in reports:
-        console.print(_runs_table(report))
+        whole_table(console, _runs_table(report))
         for _, message in sorted(_failures(report.comparisons).items()):
             plain(errors, f"error: {message}")
         for line in _findings(report):

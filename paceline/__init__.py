@@ -25,6 +25,7 @@ from paceline.generation import (
     SpeculationStats,
     Started,
     Stats,
+    WorkerLife,
     WorkerStats,
 )
 from paceline.sampling import SamplingParams
@@ -52,5 +53,6 @@ __all__ = [
     "Started",
     "Stats",
     "UnavailableError",
+    "WorkerLife",
     "WorkerStats",
 ]

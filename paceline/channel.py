@@ -4,10 +4,15 @@ Between driver and workers both sides ping each second, so that a peer which is 
 within about 2.5 s even when no call is running. A server with gRPC's defaults would end such a
 connection after five seconds (`too_many_pings`), therefore ours allow it. Callers are pinged seldom
 and waited for longer: a busy or suspended host of theirs is no reason to give their requests up.
+
+gRPC would send every connection through the HTTP proxy that `http_proxy`, `https_proxy` or
+`grpc_proxy` name. Between our own processes no connection takes one. A caller's does, as a
+company's network may ask for it, but never to its own host.
 """
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -58,15 +63,24 @@ CONNECT_ATTEMPT_MS = 2000
 Options = list[tuple[str, int]]
 
 
-def client_options(keepalive: Keepalive = WORKERS) -> Options:
-    """Options of a channel."""
+def client_options(keepalive: Keepalive = WORKERS, *, may_use_proxy: bool = False) -> Options:
+    """Options of a channel.
+
+    `may_use_proxy`: whether it goes through the HTTP proxy that the environment names, if any.
+    """
     return [
         *_common_options(keepalive),
+        ("grpc.enable_http_proxy", int(may_use_proxy)),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Bounds an attempt; the wait after one that failed is between the two others.
         ("grpc.min_reconnect_backoff_ms", CONNECT_ATTEMPT_MS),
         ("grpc.max_reconnect_backoff_ms", 500),
     ]
+
+
+def caller_options(address: str) -> Options:
+    """Options of a caller's channel to the server at "host:port"."""
+    return client_options(CALLERS, may_use_proxy=not _is_own_host(address))
 
 
 def server_options(keepalive: Keepalive = WORKERS) -> Options:
@@ -94,3 +108,12 @@ def _common_options(keepalive: Keepalive) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
+
+
+def _is_own_host(address: str) -> bool:
+    """Whether "host:port" is on the loopback interface, told without a look-up."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -23,7 +23,7 @@ from typing import Self, Unpack
 
 import grpc
 
-from paceline.channel import CALLERS, client_options
+from paceline.channel import caller_options
 from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.generation import (
     CallerInput,
@@ -90,7 +90,7 @@ class Client(_Caller):
         connect_timeout: float = CONNECT_SECONDS,
     ) -> None:
         super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
-        self._channel = grpc.insecure_channel(address, options=client_options(CALLERS))
+        self._channel = grpc.insecure_channel(address, options=caller_options(address))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._connecting = threading.Lock()
 
@@ -192,7 +192,7 @@ class AsyncClient(_Caller):
         connect_timeout: float = CONNECT_SECONDS,
     ) -> None:
         super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
-        self._channel = grpc.aio.insecure_channel(address, options=client_options(CALLERS))
+        self._channel = grpc.aio.insecure_channel(address, options=caller_options(address))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._shared: SharedStream | None = None
 

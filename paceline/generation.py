@@ -279,6 +279,21 @@ class WorkerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLife:
+    """What became of a worker's processes; see inference.proto. `name` may be "driver".
+
+    `last_end`: why the last one ended, "" where none did. `next_try_seconds`: until it is started
+    again, None where it serves or is being started. `log`: a path on its host, "" for none.
+    """
+
+    name: str
+    restarts: int
+    last_end: str = ""
+    next_try_seconds: float | None = None
+    log: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Counters since the server began; see inference.proto, StatsResponse."""
 
@@ -298,6 +313,7 @@ class Stats:
     driver_ms_p50: float = 0.0
     verdicts: int = 0
     speculation: SpeculationStats = SpeculationStats()
+    lives: tuple[WorkerLife, ...] = ()
 
     @property
     def acceptance_length(self) -> float | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.generation import RequestStats, SpeculationStats, Stats, WorkerStats
+from paceline.generation import RequestStats, SpeculationStats, Stats, WorkerLife, WorkerStats
 from paceline.v1 import inference_pb2
 
 _SHARES = ("target_idle", "drafter_idle", "efficiency")
 _LISTS = ("drafted_at", "tried_at", "accepted_at")
 _MAPS = ("choices", "estimates")
+_NESTED = {"workers", "speculation", "lives"}
 _COUNTS = tuple(SpeculationStats.__dataclass_fields__.keys() - {*_SHARES, *_LISTS, *_MAPS})
 
 
@@ -44,27 +45,43 @@ def request_stats_from_wire(message: inference_pb2.RequestStats) -> RequestStats
 def stats_to_wire(stats: Stats) -> inference_pb2.StatsResponse:
     """The message of the server's counters."""
     response = inference_pb2.StatsResponse(speculation=_speculation_to_wire(stats.speculation))
-    for name in Stats.__dataclass_fields__.keys() - {"workers", "speculation"}:
+    for name in Stats.__dataclass_fields__.keys() - _NESTED:
         setattr(response, name, getattr(stats, name))
     for worker in stats.workers:
         message = response.workers.add()
         for name in WorkerStats.__dataclass_fields__:
             setattr(message, name, getattr(worker, name))
+    for life in stats.lives:
+        response.lives.add(
+            **{name: getattr(life, name) for name in WorkerLife.__dataclass_fields__}
+        )
     return response
 
 
 def stats_from_wire(response: inference_pb2.StatsResponse) -> Stats:
     """The server's counters, of a message."""
     counters = {
-        name: getattr(response, name)
-        for name in Stats.__dataclass_fields__.keys() - {"workers", "speculation"}
+        name: getattr(response, name) for name in Stats.__dataclass_fields__.keys() - _NESTED
     }
     workers = tuple(
         WorkerStats(**{name: getattr(worker, name) for name in WorkerStats.__dataclass_fields__})
         for worker in response.workers
     )
     return Stats(
-        **counters, workers=workers, speculation=_speculation_from_wire(response.speculation)
+        **counters,
+        workers=workers,
+        speculation=_speculation_from_wire(response.speculation),
+        lives=tuple(map(_life_from_wire, response.lives)),
+    )
+
+
+def _life_from_wire(message: inference_pb2.WorkerLife) -> WorkerLife:
+    return WorkerLife(
+        name=message.name,
+        restarts=message.restarts,
+        last_end=message.last_end,
+        next_try_seconds=message.next_try_seconds if message.HasField("next_try_seconds") else None,
+        log=message.log,
     )
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from cluster.config import Config
 from deploy.head_guard import guarded
-from deploy.ray_head import start_head
+from deploy.ray_head import plan_head, start_head
 from deploy.session import check_models, enter_ray, own_cores
 from paceline.client import Client
+from workers.logs import new_run
 
 CPUS_EACH = 2
 """What Ray is told that a deployment may reserve; all share the same cores."""
@@ -29,8 +30,9 @@ def running_side_by_side(
         check_models(config, home=home)
     with ExitStack() as stack:
         tell("Ray: starting a local cluster")
-        head = start_head(num_cpus=CPUS_EACH * len(configs))
+        head = plan_head()
         stack.enter_context(guarded(head))
+        start_head(head, num_cpus=CPUS_EACH * len(configs))
         if leave := enter_ray(head.address, own=True):
             stack.callback(leave)
         from cluster.launch import start_cluster
@@ -40,6 +42,7 @@ def running_side_by_side(
             handle = start_cluster(
                 config,
                 home=home,
+                logs=new_run(home),
                 progress=lambda line, name=name: tell(f"{name}: {line}"),  # type: ignore[misc]
                 detached=False,
                 name=None,

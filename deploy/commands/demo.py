@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.commands.options import ConfigOption, ServerOption
+from deploy.lines import whole_table
 from deploy.measure import Sample, acceptance_length, measure, median_busy
 from deploy.reach import reach_cluster
 from deploy.request_flags import check_at_least_one
@@ -151,7 +152,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 samples = compare(client, prompt, options)
             model = client.describe().model
         console.print()
-        console.print(comparison_table(samples), width=MAX_WIDTH)
+        whole_table(console, comparison_table(samples))
         texts = {sample.token_ids for ones in samples.values() for sample in ones}
         same = "the same tokens" if len(texts) == 1 else "DIFFERENT tokens (a defect)"
         console.print(

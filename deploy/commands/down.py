@@ -38,7 +38,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 typer.echo("nothing is up")
                 return
             own = record.head is not None
-            if not own or drain:
+            if not own or (drain and ray_head.is_listening(record.ray_address)):
                 _end_on(record.ray_address, record.name, own=own, drain=drain)
             if record.head is not None:
                 ray_head.stop_head(record.head)

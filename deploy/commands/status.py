@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,17 +14,17 @@ from rich.table import Table
 
 from deploy import ray_head
 from deploy.commands.options import check_server
-from deploy.lines import plain
+from deploy.lines import plain, whole_table
 from deploy.record import Command, at_work
-from deploy.session import check_listening, present_record
+from deploy.session import check_listening, lives_of, present_record
 from paceline.errors import UnavailableError
+from paceline.text import counted
 from workers.models import default_home
 
 if TYPE_CHECKING:
-    from paceline.generation import ModelDescription, Stats, WorkerStats
+    from paceline.generation import ModelDescription, Stats, WorkerLife, WorkerStats
 
 _PATIENCE_SECONDS = 5.0
-_WIDTH_OF_A_FILE = 160
 _NOTHING_YET: Mapping[Command | None, str] = {
     None: "nothing is up; start a cluster with `paceline up`",
     "up": "a cluster is coming up: wait until its `paceline up` has ended",
@@ -75,8 +76,10 @@ def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
             _NOTHING_YET[at_work_now] if record is None or at_work_now else _HALF_WAY
         )
     if not ray_head.is_listening(record.address):
+        lives = "".join(f"; {told_life(life)}" for life in lives_of(record) if life.last_end)
         raise UnavailableError(
-            f"the server at {record.address} does not answer; clean up with `paceline down`"
+            f"the server at {record.address} does not answer{lives}; logs: {record.logs}; where "
+            "nothing is tried again, clean up with `paceline down`"
         )
     return record.address, record.ray_address
 
@@ -99,8 +102,6 @@ def _of_steps(stats: Stats, milliseconds: float) -> str:
 def show(address: str, model: ModelDescription, stats: Stats) -> None:
     """A line and a table on stdout."""
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH_OF_A_FILE)
     figures = summary(stats)
     length = figures["acceptance_length"]
     plain(
@@ -120,10 +121,10 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
         plain(console, _auto_line(stats))
     table = Table(box=None, pad_edge=False)
     for title in ("worker", "kind", "address", "pid", "state"):
-        table.add_column(title, no_wrap=True)
+        table.add_column(title)
     late = any(worker.overruns for worker in stats.workers)
     for title in ("busy", "passes", "tokens", "reconnects", "malformed", *(["overruns"] * late)):
-        table.add_column(title, justify="right", no_wrap=True)
+        table.add_column(title, justify="right")
     for worker in stats.workers:
         busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
         table.add_row(
@@ -139,10 +140,28 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
             "" if worker.kind == "target" else str(worker.malformed),
             *([str(worker.overruns)] * late),
         )
-    console.print(table)
+    whole_table(console, table)
     for worker in stats.workers:
         if worker.trouble:
             plain(console, f"{worker.name}: {worker.trouble}")
+    for life in stats.lives:
+        if life.restarts or life.last_end:
+            plain(console, told_life(life))
+    folders = {str(Path(life.log).parent) for life in stats.lives if life.log}
+    for folder in sorted(folders):
+        plain(console, f"logs: {folder}, on each worker's host")
+
+
+def told_life(life: WorkerLife) -> str:
+    """What became of a worker's processes, in words."""
+    next_try = life.next_try_seconds
+    restarts = f"restarted {counted(life.restarts, 'time')}"
+    parts = [f"{life.name}: {restarts}, last because: {life.last_end or 'unknown'}"]
+    if next_try is not None:
+        parts.append(f"next try in {next_try:.0f} s")
+    if life.log:
+        parts.append(f"log {life.log}")
+    return "; ".join(parts)
 
 
 def _state(worker: WorkerStats) -> str:

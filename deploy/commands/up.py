@@ -6,7 +6,7 @@ import errno
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +15,7 @@ from rich.console import Console
 
 from cluster.config import Config, load_config
 from deploy import ray_head
+from deploy.head_guard import Guard
 from deploy.lines import plain
 from deploy.reach import teller
 from deploy.record import ClusterRecord, alone, read_record, remove_record, write_record
@@ -22,12 +23,14 @@ from deploy.session import (
     Progress,
     check_models,
     enter_ray,
+    leave_ray,
     own_cores,
     running_ray,
     start_own_head,
 )
-from deploy.signals import signals_held
+from deploy.signals import ignore_signals, signals_held
 from paceline.errors import UnavailableError
+from workers.logs import new_run
 from workers.models import default_home
 
 CONTROLLER_NAME = "paceline"
@@ -56,7 +59,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         plain(
             console,
             f"up after {time.monotonic() - began:.1f} s: gRPC at {record.address}, "
-            f"Ray at {record.ray_address}",
+            f"Ray at {record.ray_address}, logs in {record.logs}",
         )
         typer.echo(record.address)
 
@@ -64,51 +67,60 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 def start(
     config: Config, environ: Mapping[str, str], *, home: Path, progress: Progress
 ) -> ClusterRecord:
-    """Bring it up and record it; when that fails, end what was started."""
-    running = running_ray(environ)
-    with ExitStack() as undo:
-        head = None
-        if running is None:
-            head = start_own_head(config, progress)
-            undo.callback(ray_head.stop_head, head)
-        record = ClusterRecord(
-            name=CONTROLLER_NAME,
-            address=None,
-            deployment_digest=config.deployment_digest(),
-            ray_address=head.address if head else running or "",
-            head=head,
-        )
-        # From here on `down` can clean up, should this process be killed.
-        undo.callback(remove_record, home)
+    """Bring it up and record it; when that fails or a signal comes, end what was started."""
+    running = running_ray(environ, progress)
+    head = ray_head.plan_head() if running is None else None  # nothing is there yet
+    record = ClusterRecord(
+        name=CONTROLLER_NAME,
+        address=None,
+        deployment=config.deployment(),
+        ray_address=head.address if head else running or "",
+        head=head,
+        logs=str(new_run(home)),
+    )
+    guard: Guard | None = None
+    is_up = False
+    try:
+        # Before anything starts, so that `down` can end it whatever becomes of this process.
         write_record(home, record)
+        if head is not None:
+            guard = Guard(head)
+            head = start_own_head(head, config, progress)
+            record = replace(record, head=head)
+            write_record(home, record)
         enter_ray(record.ray_address, own=head is not None)
         if running is not None:
             progress(f"Ray: using the cluster at {running}")
-        from cluster.launch import disconnect, start_cluster
+        from cluster.launch import start_cluster
 
+        handle = start_cluster(
+            config,
+            home=home,
+            logs=Path(record.logs),
+            progress=progress,
+            detached=True,
+            name=CONTROLLER_NAME,
+            cores=own_cores() if head else None,
+        )
         try:
-            handle = start_cluster(
-                config,
-                home=home,
-                progress=progress,
-                detached=True,
-                name=CONTROLLER_NAME,
-                cores=own_cores() if head else None,
-            )
-            record = ClusterRecord(
-                name=record.name,
-                address=handle.address,
-                deployment_digest=record.deployment_digest,
-                ray_address=record.ray_address,
-                head=head,
-            )
-            undo.callback(handle.stop)
+            ignore_signals()
+            record = replace(record, address=handle.address)
             write_record(home, record)
-            undo.pop_all()
-        finally:
-            with signals_held():
-                undo.close()
-                disconnect()
+        except BaseException:
+            handle.stop()
+            raise
+        if guard is not None:
+            guard.keep()
+        is_up = True
+    finally:
+        with signals_held():
+            leave_ray()
+            if not is_up:
+                if head is not None:
+                    ray_head.stop_head(head)
+                remove_record(home)
+            if guard is not None:
+                guard.close()
     return record
 
 
@@ -117,14 +129,18 @@ def refuse_second(home: Path) -> None:
     record = read_record(home)
     if record is None:
         return
-    if ray_head.is_listening(record.ray_address):
+    head = record.head
+    runs = ray_head.is_listening(record.ray_address) and (
+        head is None or head.pid is None or ray_head.is_running(head)
+    )
+    if runs:
         where = f"at {record.address}" if record.address else "half-way"
         raise UnavailableError(
             f"a cluster is up already {where}: end it with `paceline down`, "
             "or look at it with `paceline status`"
         )
-    if record.head is not None:
-        ray_head.stop_head(record.head)
+    if head is not None:
+        ray_head.stop_head(head)
     remove_record(home)
 
 

@@ -1004,6 +1004,7 @@ class StatsResponse(_message.Message):
     DRIVER_MS_P50_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    LIVES_FIELD_NUMBER: _builtins.int
     uptime_seconds: _builtins.float
     """Monotonic seconds since the driver began; two calls give rates."""
     steps: _builtins.int
@@ -1033,6 +1034,12 @@ class StatsResponse(_message.Message):
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
     @_builtins.property
     def speculation(self) -> Global___SpeculationStats: ...
+    @_builtins.property
+    def lives(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLife]:
+        """The processes of the deployment, the driver's included, as its controller told last. Empty
+        where there is no controller.
+        """
+
     def __init__(
         self,
         *,
@@ -1052,14 +1059,55 @@ class StatsResponse(_message.Message):
         driver_ms_p50: _builtins.float = ...,
         verdicts: _builtins.int = ...,
         speculation: Global___SpeculationStats | None = ...,
+        lives: _abc.Iterable[Global___WorkerLife] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "drafted", b"drafted", "driver_ms_p50", b"driver_ms_p50", "gap_ms_p50", b"gap_ms_p50", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "requests_finished", b"requests_finished", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "speculation", b"speculation", "steps", b"steps", "uptime_seconds", b"uptime_seconds", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "committed_tokens", b"committed_tokens", "drafted", b"drafted", "driver_ms_p50", b"driver_ms_p50", "gap_ms_p50", b"gap_ms_p50", "lives", b"lives", "preemptions", b"preemptions", "prefilled_tokens", b"prefilled_tokens", "prefix_hit_tokens", b"prefix_hit_tokens", "requests_finished", b"requests_finished", "sequences_running", b"sequences_running", "sequences_waiting", b"sequences_waiting", "speculation", b"speculation", "steps", b"steps", "uptime_seconds", b"uptime_seconds", "verdicts", b"verdicts", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class WorkerLife(_message.Message):
+    """What became of a worker's processes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    LAST_END_FIELD_NUMBER: _builtins.int
+    NEXT_TRY_SECONDS_FIELD_NUMBER: _builtins.int
+    LOG_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"driver", or as in WorkerStats."""
+    restarts: _builtins.int
+    """Processes that were started in place of one that ended, 0 or more."""
+    last_end: _builtins.str
+    """Why the last one ended, or could not be started, in words of any length. Empty: none did."""
+    next_try_seconds: _builtins.float
+    """Seconds until it is started again, 0 or more. Missing: it serves, or is being started."""
+    log: _builtins.str
+    """Path of its log on its own host. Empty: it keeps none."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        restarts: _builtins.int = ...,
+        last_end: _builtins.str = ...,
+        next_try_seconds: _builtins.float | None = ...,
+        log: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_next_try_seconds", b"_next_try_seconds", "next_try_seconds", b"next_try_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_next_try_seconds", b"_next_try_seconds", "last_end", b"last_end", "log", b"log", "name", b"name", "next_try_seconds", b"next_try_seconds", "restarts", b"restarts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__next_try_seconds: _TypeAlias = _typing.Literal["next_try_seconds"]  # noqa: Y015
+    _WhichOneofArgType__next_try_seconds: _TypeAlias = _typing.Literal["_next_try_seconds", b"_next_try_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__next_try_seconds) -> _WhichOneofReturnType__next_try_seconds | None: ...
+
+Global___WorkerLife: _TypeAlias = WorkerLife  # noqa: Y015
 
 @_typing.final
 class WorkerStats(_message.Message):

@@ -268,11 +268,11 @@ def test_it_is_frozen() -> None:
 
 
 def test_the_digest_is_of_target_and_drafters_alone(tmp_path: Path) -> None:
-    digest = Config().deployment_digest()
+    deployment = Config().deployment()
     same = "[speculation]\npolicy = 'off'\nwindow = 2\n[server]\ngrpc_port = 9"
-    assert config_of(tmp_path, same).deployment_digest() == digest
-    assert config_of(tmp_path, "[target]\nthreads = 1").deployment_digest() != digest
-    assert config_of(tmp_path, "drafters = []").deployment_digest() != digest
+    assert config_of(tmp_path, same).deployment() == deployment
+    assert config_of(tmp_path, "[target]\nthreads = 1").deployment() != deployment
+    assert config_of(tmp_path, "drafters = []").deployment() != deployment
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,8 +17,7 @@ from pathlib import Path
 import pytest
 
 import deploy.cli
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.deploy.shell import ROOT, Shell
 
 
 @dataclass(frozen=True)
@@ -86,3 +90,17 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         return Called(code or 0, shown.out, shown.err)
 
     return run
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    # Unix sockets lie in it: it must be short.
+    temporary = Path(tempfile.mkdtemp(prefix="pl", dir="/tmp"))
+    shell = Shell(tmp_path / "home", temporary)
+    try:
+        yield shell
+    finally:
+        for pid in shell.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(temporary, ignore_errors=True)

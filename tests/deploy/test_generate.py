@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from cluster.config import load_config
+from deploy.record import ClusterRecord, write_record
 from paceline import Client, GenerateOptions, Message
 from tests.deploy.conftest import ROOT, Call, Served, becomes_true
 
@@ -250,3 +252,31 @@ def test_a_signal_leaves_no_file_and_no_sequence(
         assert "Traceback" not in stderr
         assert becomes_true(lambda: client.stats().sequences_running == 0)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_running_cluster_that_is_not_used_is_named(
+    call: Call, served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What answers in its place may be another model: `--quiet` does not hide that."""
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
+    running = load_config(served.config, {})
+    write_record(
+        tmp_path,
+        ClusterRecord("paceline", served.address, running.deployment(), "127.0.0.1:1", None, ""),
+    )
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "x"}\n')
+    files = ("--input", source, "--output", output, "--max-tokens", "2")
+    same = call("generate", "--config", served.config, *files)
+    assert (same.code, "not used" in same.stderr) == (0, False)
+
+    other = tmp_path / "other.toml"
+    other.write_text('[target]\nmodel = "/absent"\nthreads = 3\n[[drafters]]\nkind = "ngram"\n')
+    done = call("generate", "--config", other, *files, "--quiet")
+    [note] = [line for line in done.stderr.splitlines() if line.startswith("note: ")]
+    assert f"at {served.address} is not used" in note
+    assert f"target.model: '{served.checkpoint}' there, '/absent' here" in note
+    assert "target.threads: 'auto' there, 3 here" in note
+    assert "drafters[0].kind: 'model' there, 'ngram' here" in note
+    assert f"--server {served.address}" in note
+    assert done.code == 2  # a private one cannot be started: there is no such checkpoint

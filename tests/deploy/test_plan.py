@@ -11,6 +11,7 @@ import pytest
 from cluster.config import load_config
 from paceline.errors import ConfigError
 from tests.deploy.conftest import Call
+from tests.deploy.shell import shown_by
 
 SMALL = ("--requests", "12", "--prompt-tokens", "20", "--output-tokens", "24")
 
@@ -42,6 +43,27 @@ def test_layouts_are_ranked_and_a_dear_one_is_shown_as_such(call: Call, tmp_path
         assert row["name"] in done.stdout
     assert "best" in done.stdout
     assert all(len(line) <= 100 for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_no_figure_is_cut_however_narrow_it_is(columns: str, on_terminal: bool) -> None:
+    script = (
+        "import json, sys\nfrom deploy.cli import main\nsys.argv = json.load(sys.stdin)\nmain()"
+    )
+    asked = ("--ratios", "1:1", "--policies", "chain")
+    line = json.dumps(["paceline", "plan", *SMALL, *asked]).encode()
+    shown = shown_by(script, line, columns, on_terminal).splitlines()
+    names = [" ".join(line.split()) for line in shown]
+    assert "1 70b-4xh100 + 1b-h100, chain: best; most tokens/s per GPU" in names
+    [headings] = [line for line in shown if "tok/s" in line and "/off" in line]
+    assert headings.split() == [
+        *("GPUs", "tok/s", "/GPU", "/off", "first", "token", "target", "drafter", "len", "used")
+    ]
+    rows = shown[shown.index(headings) + 1 :][:2]
+    # Of the first column a number; "first" and "token" have two, "target" has three.
+    assert [len(row.split()) for row in rows] == [15, 13]
+    assert not any("\u2026" in line for line in shown)
 
 
 def test_a_full_batch_makes_drafters_a_bad_buy(call: Call, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,17 @@ import pytest
 
 from deploy.commands.status import show, summary
 from deploy.record import ClusterRecord, alone, remove_record, write_record
-from paceline import ModelDescription, SamplingParams, SpeculationStats, Stats, WorkerStats
+from paceline import (
+    ModelDescription,
+    SamplingParams,
+    SpeculationStats,
+    Stats,
+    WorkerLife,
+    WorkerStats,
+)
 from paceline.errors import UnavailableError
 from tests.deploy.conftest import Call, Served
+from tests.deploy.shell import shown_by
 
 MODEL = ModelDescription("tiny", 384, 512, (2,), SamplingParams(), ("chain",), "chain", 8)
 DRAFTING = SpeculationStats(
@@ -74,6 +83,46 @@ def test_a_worker_without_a_stream_is_not_called_lost(capsys: pytest.CaptureFixt
     assert " lost" not in shown
 
 
+LONG_NAME = "replica-11.shard-7-of-a-deployment-with-long-names"
+LIVES = (
+    WorkerLife(LONG_NAME, 3, "its process ended: CUDA error", 12.2, f"/logs/run/{LONG_NAME}.log"),
+    WorkerLife("driver", 0, log="/logs/run/driver.log"),
+)
+
+
+def test_what_became_of_the_processes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    show("here:1", MODEL, Stats(9.0, 0, 0, 0, 0, 0, 0, 0, 0.0, (), lives=LIVES))
+    shown = capsys.readouterr().out
+    assert (
+        f"{LONG_NAME}: restarted 3 times, last because: its process ended: CUDA error; next try in "
+        f"12 s; log /logs/run/{LONG_NAME}.log" in shown
+    )
+    assert "driver:" not in shown
+    assert "logs: /logs/run, on each worker's host" in shown
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+@pytest.mark.parametrize("on_terminal", [False, True])
+def test_nothing_is_cut_however_narrow_it_is(columns: str, on_terminal: bool) -> None:
+    """A row is one line: a narrow terminal goes on with it in the next."""
+    worker = WorkerStats(
+        LONG_NAME, "target", f"a-host-with-a-long-name.{'x' * 40}:45123", 4194303, True, 1.5,
+        123456789, 1234567890123, 4,
+    )  # fmt: skip
+    script = (
+        "import pickle, sys\nfrom deploy.commands.status import show\n"
+        "show(*pickle.load(sys.stdin.buffer))"
+    )
+    stats = Stats(99.0, 9, 9, 0, 0, 9, 0, 0, 0.4, (worker,), lives=LIVES)
+    shown = shown_by(script, pickle.dumps(("here:1", MODEL, stats)), columns, on_terminal)
+    [row] = [line for line in shown.splitlines() if line.startswith(f"{LONG_NAME} ")]
+    assert row.split() == [
+        *(LONG_NAME, "target", worker.address, "4194303", "connected"),
+        *("2%", "123456789", "1234567890123", "4"),
+    ]
+    assert "\u2026" not in shown
+
+
 def test_nothing_counted_yet_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     stats = Stats(0.0, 0, 0, 0, 0, 0, 0, 0, 0.0, ())
     assert set(summary(stats).values()) == {None}
@@ -110,7 +159,7 @@ def test_what_is_at_work_is_told(
 ) -> None:
     """From the first moment of `up` on, long before there is anything to ask."""
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
-    half_way = ClusterRecord("paceline", None, "digest", "127.0.0.1:9", None)
+    half_way = ClusterRecord("paceline", None, {}, "127.0.0.1:9", None, "/logs")
 
     def said() -> str:
         done = call("status")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +18,10 @@ from deploy.ray_head import is_listening
 from deploy.record import read_record, write_record
 from paceline import Client
 from tests.deploy.conftest import becomes_true
-from tests.tiny import make_tiny_checkpoint
+from tests.deploy.shell import ROOT, Shell, tiny_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[2]
-PATIENCE = 240.0
 TOKENS = 700
 """Of the emulated target: 13 s, while `down` takes some 5 s to ask for the end."""
 PRIVATE_SESSION = """
@@ -45,73 +39,13 @@ with open_cluster(
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("up")
-    target = make_tiny_checkpoint(folder / "target")
-    path = folder / "tiny.toml"
-    path.write_text(
-        f'[target]\nmodel = "{target}"\nkv_memory = "8MiB"\nthreads = 1\n'
-        '[[drafters]]\nkind = "ngram"\n[server]\ngrpc_port = 0\n'
-    )
-    return path
-
-
-class Shell:
-    """Runs the command with a home and a folder for temporary files of its own."""
-
-    def __init__(self, home: Path, temporary: Path, ray_address: str | None = None) -> None:
-        self.home = home
-        self.temporary = temporary
-        self.environment = os.environ | {
-            "PACELINE_HOME": str(home),
-            "TMPDIR": str(temporary),
-        }
-        if ray_address is not None:
-            self.environment["RAY_ADDRESS"] = ray_address
-
-    def run(
-        self, *arguments: str, pass_fds: tuple[int, ...] = ()
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "deploy.cli", *arguments],
-            cwd=ROOT,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            pass_fds=pass_fds,
-        )
-
-    def processes(self) -> list[int]:
-        """Living processes that were started with this home."""
-        mark = f"PACELINE_HOME={self.home}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            with contextlib.suppress(OSError):
-                if entry.name.isdecimal() and mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-        return found
-
-    def assert_nothing_is_left(self) -> None:
-        assert self.processes() == []
-        assert list(self.temporary.glob("paceline-*")) == []
-        assert not (self.home / "run" / "cluster.json").exists()
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    # Unix sockets lie in it: it must be short.
-    temporary = Path(tempfile.mkdtemp(prefix="pl", dir="/tmp"))
-    shell = Shell(tmp_path / "home", temporary)
-    try:
-        yield shell
-    finally:
-        for pid in shell.processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        shutil.rmtree(temporary, ignore_errors=True)
+    return tiny_config(tmp_path_factory.mktemp("up"))
 
 
 def test_up_stays_until_down(shell: Shell, config: Path) -> None:
+    # A proxy that nobody runs, and no exceptions from it: it concerns no process of ours.
+    shell.environment |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    shell.environment |= {"no_proxy": "", "NO_PROXY": ""}
     reading, writing = os.pipe()
     up = shell.run("up", str(config), pass_fds=(writing,))
     os.close(writing)
@@ -136,13 +70,22 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     assert workers["drafter-0"]["kind"] == "ngram"
     with Client(address) as client:
         assert becomes_true(lambda: all(one.connected for one in client.stats().workers))
-    assert "shard-0" in shell.run("status").stdout
+    shown = shell.run("status").stdout
+    assert "shard-0" in shown
+    assert f"logs: {shell.home / 'logs'}" in shown
 
     head = json.loads((shell.home / "run" / "cluster.json").read_text())["head"]
-    os.kill(head["session"], signal.SIGKILL)
+    os.kill(head["pid"], signal.SIGKILL)
     down = shell.run("down")
     assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
     shell.assert_nothing_is_left()
+    # Its logs stay where `up` and `status` said that they are.
+    logs = Path(up.stderr.splitlines()[-1].rpartition("logs in ")[2])
+    assert logs.parent == shell.home / "logs"
+    assert {"shard-0.log", "drafter-0.log", "driver.log", "controller.log"} <= {
+        path.name for path in logs.iterdir()
+    }
+    assert f"serving at {address}" in (logs / "driver.log").read_text()
     assert shell.run("status").returncode == 3
     again = shell.run("down")
     assert (again.returncode, again.stdout, again.stderr) == (0, "nothing is up\n", "")

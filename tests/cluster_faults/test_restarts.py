@@ -1,0 +1,224 @@
+"""Workers that end again and again, and ports that are taken meanwhile, on a real Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from cluster.lives import MOVE_AFTER
+from paceline import Chunk, Client, WorkerLife
+from paceline.errors import PacelineError
+from tests.cluster.two_hosts import HERE, SecondHost
+from tests.cluster_faults.killing import (
+    KILL_AT,
+    PROMPT,
+    RESTART_SECONDS,
+    config_of,
+    eventually,
+    is_back,
+    options_of,
+    plain_tokens,
+    worker_of,
+)
+from tests.cluster_faults.ray_nodes import Job, RayNodes
+from tests.tiny import make_tiny_checkpoint
+
+if TYPE_CHECKING:
+    from cluster.launch import ClusterHandle
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("restarts") / "logs"
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_address: str, logs: Path) -> Iterator[ClusterHandle]:
+    from cluster.launch import start_cluster
+
+    model = make_tiny_checkpoint(logs.parent / "model", max_position_embeddings=2048)
+    config = config_of(model)
+    cluster = start_cluster(
+        config, home=logs.parent, logs=logs, progress=lambda line: None, detached=False, name=None
+    )
+    try:
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def client(cluster: ClusterHandle) -> Iterator[Client]:
+    with Client(cluster.address) as client:
+        yield client
+
+
+def life_of(lives: tuple[WorkerLife, ...] | list[WorkerLife], name: str) -> WorkerLife:
+    return next(life for life in lives if life.name == name)
+
+
+def stream_through(client: Client, fault: Callable[[], object]) -> tuple[int, ...]:
+    """Token ids of a request that is admitted before a fault and runs through it."""
+    token_ids: list[int] = []
+    waiting = iter([fault])
+    for event in client.stream(PROMPT, options_of("chain")):
+        if isinstance(event, Chunk):
+            token_ids += event.token_ids
+        if len(token_ids) >= KILL_AT:
+            for happens in waiting:
+                happens()
+    return tuple(token_ids)
+
+
+def taken(address: str) -> socket.socket:
+    """Listen at an address as soon as nobody else does."""
+    host, _, port = address.rpartition(":")
+    give_up = time.monotonic() + RESTART_SECONDS
+    while True:
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, int(port)))
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
+
+
+def test_a_shard_whose_port_is_taken_comes_back_at_another(client: Client) -> None:
+    plain = plain_tokens(client)
+    shard = worker_of(client.stats(), "shard-0")
+    others: list[socket.socket] = []
+
+    def kill_and_take() -> None:
+        os.kill(shard.pid, signal.SIGKILL)
+        others.append(taken(shard.address))
+
+    try:
+        assert stream_through(client, kill_and_take) == plain
+        after = worker_of(client.stats(), "shard-0")
+        assert after.address != shard.address
+        assert after.pid != shard.pid
+    finally:
+        for other in others:
+            other.close()
+
+
+def test_a_shard_that_ends_again_and_again_is_waited_for_longer_and_told(
+    client: Client, logs: Path
+) -> None:
+    plain = plain_tokens(client)
+    before = life_of(client.stats().lives, "shard-0").restarts
+    waits: list[float] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.02):
+            with contextlib.suppress(PacelineError):
+                left = life_of(client.stats().lives, "shard-0").next_try_seconds
+                waits.append(left or 0.0)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(3):
+            pid = worker_of(client.stats(), "shard-0").pid
+            assert stream_through(client, lambda pid=pid: os.kill(pid, signal.SIGKILL)) == plain  # type: ignore[misc]
+            eventually(lambda pid=pid: is_back(client, "shard-0", pid))  # type: ignore[misc]
+    finally:
+        ended.set()
+        looking.join()
+    life = life_of(client.stats().lives, "shard-0")
+    assert life.restarts == before + 3
+    assert "died" in life.last_end
+    assert 0.5 < max(waits) <= 2.0  # of the fourth end in this file's cluster
+    # Each process has begun a line in one log, which outlives it.
+    assert Path(life.log) == logs / "shard-0.log"
+    assert Path(life.log).read_text().count("started, pid") == life.restarts + 1
+    assert "shard-0: next try in 2 s" in (logs / "controller.log").read_text()
+
+
+def test_a_driver_whose_port_is_taken_waits_for_it_and_says_so(
+    cluster: ClusterHandle, client: Client
+) -> None:
+    """Callers know that address alone."""
+    plain = plain_tokens(client)
+    driver = next(one for one in cluster.workers() if one.kind == "driver")
+    assert driver.pid is not None
+    os.kill(driver.pid, signal.SIGKILL)
+    with taken(cluster.address):
+        eventually(
+            lambda: f"listen on {cluster.address}" in life_of(cluster.lives(), "driver").last_end
+        )
+    eventually(lambda: _serves(client))
+    assert plain_tokens(client) == plain
+    after = next(one for one in cluster.workers() if one.kind == "driver")
+    assert after.address == driver.address
+    assert life_of(client.stats().lives, "driver").restarts >= 1
+
+
+def _serves(client: Client) -> bool:
+    try:
+        return all(worker.connected for worker in client.stats().workers)
+    except PacelineError:
+        return False
+
+
+def test_a_shard_that_fails_on_one_node_again_and_again_goes_to_another(
+    second_host: SecondHost, tmp_path: Path
+) -> None:
+    """As with a device that is broken: whatever is started there ends."""
+    model = make_tiny_checkpoint(tmp_path / "model", max_position_embeddings=2048)
+    config = tmp_path / "paceline.toml"
+    config.write_text(f"""
+        [target]
+        model = "{model}"
+        threads = 1
+        kv_memory = "64MiB"
+        [[drafters]]
+        kind = "ngram"
+        [server]
+        host = "0.0.0.0"
+        grpc_port = 0
+    """)
+    with RayNodes(HERE, num_cpus=0) as nodes:
+        nodes.add(*second_host.hosts[:2], num_cpus=1)
+        with Job(nodes, config) as job, Client(job.next_address()) as client:
+            plain = plain_tokens(client)
+            broken = host_of_shard(client)
+            for _ in range(MOVE_AFTER):
+                address = worker_of(client.stats(), "shard-0").address
+                assert host_of_shard(client) == broken
+                assert stream_through(client, lambda: kill_shards(nodes, broken)) == plain
+                eventually(
+                    lambda address=address: (  # type: ignore[misc]
+                        (now := worker_of(client.stats(), "shard-0")).connected
+                        and now.address != address
+                    )
+                )
+            assert host_of_shard(client) != broken
+            assert plain_tokens(client) == plain
+
+
+def host_of_shard(client: Client) -> str:
+    return worker_of(client.stats(), "shard-0").address.rpartition(":")[0]
+
+
+def kill_shards(nodes: RayNodes, address: str) -> None:
+    """Kill the shards' processes of a node, which have other numbers in its own namespace."""
+    shards = [
+        process
+        for process in psutil.Process(nodes._nodes[address].pid).children(recursive=True)
+        if "ShardActor" in " ".join(process.cmdline())
+    ]
+    assert shards
+    for shard in shards:
+        shard.kill()
