@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import paceline.quiet_grpc  # noqa: F401  # Before anything that imports gRPC.
 from paceline.client import AsyncClient, Client
 from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
     InternalError,
     InvalidRequestError,
+    ModelFetchError,
     OverloadedError,
     PacelineError,
     PromptTooLongError,
+    ProtocolError,
     UnavailableError,
+    VocabularyMismatchError,
+    WorkerLostError,
 )
 from paceline.generation import (
     Chunk,
@@ -30,9 +38,12 @@ from paceline.sampling import SamplingParams
 
 __all__ = [
     "AsyncClient",
+    "CheckpointError",
     "Chunk",
     "Client",
     "Completion",
+    "ConfigError",
+    "DeadlineError",
     "Finished",
     "GenerateEvent",
     "GenerateInput",
@@ -41,14 +52,18 @@ __all__ = [
     "InvalidRequestError",
     "Message",
     "ModelDescription",
+    "ModelFetchError",
     "OverloadedError",
     "PacelineError",
     "PromptTooLongError",
+    "ProtocolError",
     "RequestStats",
     "SamplingParams",
     "SpeculationStats",
     "Started",
     "Stats",
     "UnavailableError",
+    "VocabularyMismatchError",
+    "WorkerLostError",
     "WorkerStats",
 ]

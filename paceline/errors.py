@@ -8,6 +8,7 @@ PacelineError
 ├── VocabularyMismatchError   drafter and target have different vocabularies
 ├── ModelFetchError           a demo model could not be fetched
 ├── ProtocolError             a peer broke the contract of proto/paceline/v1
+├── DeadlineError             the caller's timeout has passed
 ├── OverloadedError           a queue is full; try again later
 ├── UnavailableError          no server, cluster or worker could be reached or started
 │   └── WorkerLostError       a worker that was in use went away
@@ -27,8 +28,12 @@ class InvalidRequestError(PacelineError):
     """A field of a request is wrong. `field` is its name in the public schema."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(field, message)  # Both, so that it can be pickled.
         self.field = field
+
+    def __str__(self) -> str:
+        field, message = self.args
+        return f"{field}: {message}"
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -53,6 +58,10 @@ class ModelFetchError(PacelineError):
 
 class ProtocolError(PacelineError):
     """A peer broke the wire contract."""
+
+
+class DeadlineError(PacelineError):
+    """The timeout that the caller gave has passed; its request is cancelled."""
 
 
 class OverloadedError(PacelineError):
@@ -87,6 +96,7 @@ _TABLE: dict[type[PacelineError], Outward] = {
     VocabularyMismatchError: Outward("FAILED_PRECONDITION", 500, 2),
     ModelFetchError: Outward("UNAVAILABLE", 503, 3),
     ProtocolError: Outward("INVALID_ARGUMENT", 400, 1),
+    DeadlineError: Outward("DEADLINE_EXCEEDED", 504, 3),
     OverloadedError: Outward("RESOURCE_EXHAUSTED", 429, 1),
     UnavailableError: Outward("UNAVAILABLE", 503, 3),
     InternalError: Outward("INTERNAL", 500, 1),
