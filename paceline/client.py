@@ -17,13 +17,11 @@ server and the call raises DeadlineError. Nothing is sent twice by itself.
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 
@@ -45,7 +43,7 @@ from paceline.options import OptionFields, options_with
 from paceline.request_wire import request_to_wire
 from paceline.shared_stream import SharedStream
 from paceline.stats_wire import stats_from_wire
-from paceline.status import error_of
+from paceline.status import error_of, unreadable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
 CONNECT_SECONDS = 10.0
@@ -53,6 +51,9 @@ CONNECT_SECONDS = 10.0
 
 UNARY_SECONDS = 10.0
 """Timeout of calls that answer at once, where the client has none of its own."""
+
+
+_Response = TypeVar("_Response")
 
 
 class _Caller:
@@ -127,7 +128,6 @@ class Client(_Caller):
         super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
         self._channel = grpc.insecure_channel(address, options=client_options(CALLERS))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._connecting = threading.Lock()
 
     def generate(
         self,
@@ -202,35 +202,30 @@ class Client(_Caller):
         self.close()
 
     def _connect(self, deadline: Deadline) -> None:
-        """Wait for a connection. Raises UnavailableError, or DeadlineError."""
+        """Wait for a connection. Raises UnavailableError, or DeadlineError.
+
+        Any answer shows that there is one. gRPC's own way to ask is a thread for each channel,
+        which prints a traceback where the channel is closed too soon.
+        """
+        self._check_open()
+        if self._connected:
+            return
         seconds, not_in_time = self._patience(deadline)
         give_up_at = time.monotonic() + seconds
-        if not self._connecting.acquire(timeout=seconds):
-            raise not_in_time
-        try:
-            self._check_open()
-            if not self._connected and not self._is_ready_by(give_up_at):
+        for wait_for_ready in (False, True):
+            left = max(0.0, give_up_at - time.monotonic())
+            request = inference_pb2.DescribeModelRequest()
+            try:
+                self._stub.DescribeModel(request, timeout=left, wait_for_ready=wait_for_ready)
+                break
+            except grpc.RpcError as error:
+                code = error.code()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise not_in_time
-            self._connected = True
-        finally:
-            self._connecting.release()
-
-    def _is_ready_by(self, give_up_at: float) -> bool:
-        """Try to connect. Raises UnavailableError where that cannot succeed."""
-        states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
-        self._channel.subscribe(states.put, try_to_connect=True)
-        try:
-            while (left := give_up_at - time.monotonic()) > 0:
-                state = states.get(timeout=left)
-                if state is grpc.ChannelConnectivity.READY:
-                    return True
-                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                    self._raise_obstacle(left)
-        except queue.Empty:
-            pass
-        finally:
-            self._channel.unsubscribe(states.put)
-        return False
+            if code is not grpc.StatusCode.UNAVAILABLE:
+                break
+            self._raise_obstacle(left)
+        self._connected = True
 
 
 class AsyncClient(_Caller):
@@ -297,7 +292,8 @@ class AsyncClient(_Caller):
         deadline = deadline.or_within(UNARY_SECONDS)
         with self._errors_of_ours(deadline):
             request = inference_pb2.StatsRequest()
-            return stats_from_wire(await self._stub.Stats(request, timeout=deadline.left()))
+            response = await self._stub.Stats(request, timeout=deadline.left())
+        return stats_from_wire(self._decoded(response))
 
     async def describe(self) -> ModelDescription:
         """What is served."""
@@ -306,9 +302,8 @@ class AsyncClient(_Caller):
         deadline = deadline.or_within(UNARY_SECONDS)
         with self._errors_of_ours(deadline):
             request = inference_pb2.DescribeModelRequest()
-            return description_from_wire(
-                await self._stub.DescribeModel(request, timeout=deadline.left())
-            )
+            response = await self._stub.DescribeModel(request, timeout=deadline.left())
+        return description_from_wire(self._decoded(response))
 
     async def connect(self) -> None:
         """Connect now rather than at the first call. Raises UnavailableError with the cause."""
@@ -347,6 +342,11 @@ class AsyncClient(_Caller):
         except TimeoutError:
             raise not_in_time from None
         self._connected = True
+
+    def _decoded(self, response: _Response | None) -> _Response:
+        if response is None:
+            raise unreadable(self.address)
+        return response
 
     def _state(self) -> grpc.ChannelConnectivity:
         return self._channel.get_state(try_to_connect=True)

@@ -18,7 +18,7 @@ from paceline.errors import (
 )
 from paceline.generation import Finished, GenerateEvent
 from paceline.inference_wire import EventReader, failure_from_wire
-from paceline.status import error_of
+from paceline.status import error_of, unreadable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
 CLOSE_SECONDS = 1.0
@@ -144,6 +144,9 @@ class SharedStream:
     async def _read(self) -> None:
         try:
             async for message in self._call:
+                if message is None:  # gRPC could not decode it.
+                    self._break(lambda: unreadable(self._address))
+                    return
                 for numbered in message.responses:
                     self._take(numbered)
             self._break(lambda: UnavailableError(f"the server at {self._address} ended the stream"))
@@ -151,7 +154,7 @@ class SharedStream:
             status = error  # `error` is gone when the block ends.
             self._break(lambda: error_of(status, self._address))
         except Exception as error:
-            said = f"a message of the server at {self._address} could not be read: {error!r}"
+            said = f"an answer of the server at {self._address} could not be taken: {error!r}"
             self._break(lambda: InternalError(said))
         finally:
             self._break(lambda: UnavailableError("the client's event loop is ending"))

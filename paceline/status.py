@@ -35,6 +35,9 @@ MAX_DETAILS_BYTES = 4000
 _BROKEN_WRITE = "Internal error from Core"
 """What gRPC says on its own where a stream ends while a message is written to it."""
 
+_NOT_DECODED = "Exception deserializing response!"
+"""What gRPC says on its own of bytes that are no message."""
+
 _TOO_LONG = ("message larger than max", "metadata size exceeds")
 """What gRPC's own RESOURCE_EXHAUSTED says where a peer sent more than this side takes."""
 
@@ -107,6 +110,8 @@ def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError
         )
     if code is grpc.StatusCode.INTERNAL and details == _BROKEN_WRITE:
         return UnavailableError(f"the stream to the server at {address} broke; try again")
+    if code is grpc.StatusCode.INTERNAL and details == _NOT_DECODED:
+        return unreadable(address)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and any(said in details for said in _TOO_LONG):
         return ProtocolError(f"the server at {address} sent more than a client takes: {details}")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
@@ -120,6 +125,11 @@ def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError
     return _BY_CODE.get(code, InternalError)(
         f"the server at {address} answered {code.name}: {details}"
     )
+
+
+def unreadable(address: str) -> ProtocolError:
+    """The error of an answer that could not be decoded, in place of which gRPC may give None."""
+    return ProtocolError(f"the server at {address} sent bytes that are no message of this version")
 
 
 def _as_dict(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
