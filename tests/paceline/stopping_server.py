@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 
 import grpc
 
@@ -20,7 +21,8 @@ async def main() -> None:
     await server.start()
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    print(f"127.0.0.1:{port}", flush=True)
+    sys.stdout.write(f"127.0.0.1:{port}\n")
+    sys.stdout.flush()
     await ended.wait()
     await server.stop(0.1)
 
