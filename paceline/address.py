@@ -90,7 +90,7 @@ def obstacle_at(address: Address, seconds: float) -> str | None:
     except TimeoutError:
         return None
     except ConnectionRefusedError:
-        return f"connection refused: nothing listens on port {address.port} of {address.host}"
+        return "nothing listens there (connection refused); is the server up?"
     except OSError as error:
         return f"the connection failed: {error.strerror or error}"
     if len(answer) > _SETTINGS_FRAME and answer[3] == _SETTINGS_FRAME:

@@ -17,6 +17,7 @@ from cluster.generation import Generation
 from paceline import (
     Client,
     Completion,
+    DeadlineError,
     GenerateInput,
     GenerateOptions,
     InternalError,
@@ -154,6 +155,27 @@ async def test_cancelling_one_leaves_the_others(slow: System) -> None:
     assert len((await good).token_ids) == 200
     await slow.settle()
     assert slow.driver.stats().committed_tokens - before < 3 * 200
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_timeout_cancels_within_a_step_and_leaves_the_others(
+    slow: System, *, shared: bool
+) -> None:
+    alone = await slow.client.generate(PROMPTS[0], LONG)
+    bystander = asyncio.create_task(slow.client.generate(PROMPTS[0], LONG))
+    await eventually(lambda: slow.driver.scheduler.num_running == 1)
+    before = slow.driver.stats().committed_tokens
+    with Client(slow.server.address) as own:
+        if shared:
+            asked = slow.client.generate(PROMPTS[1], LONG, timeout=0.3)
+        else:
+            asked = asyncio.to_thread(own.generate, PROMPTS[1], LONG, timeout=0.3)
+        with pytest.raises(DeadlineError, match=r"timeout of 0\.3 s"):
+            await asked
+    await eventually(lambda: slow.driver.scheduler.num_running <= 1)
+    assert (await bystander).token_ids == alone.token_ids
+    await slow.settle()
+    assert slow.driver.stats().committed_tokens - before < 200 + 100, "it was decoded on"
 
 
 async def test_the_end_of_the_stream_cancels_all(slow: System) -> None:

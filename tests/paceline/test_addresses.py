@@ -109,8 +109,7 @@ async def test_nobody_listens(host: str) -> None:
         taken.bind((host.strip("[]"), 0))  # bound, but nobody listens
         port = taken.getsockname()[1]
         for said in await causes(f"{host}:{port}"):
-            bare = host.strip("[]")
-            assert said == f"connection refused: nothing listens on port {port} of {bare}"
+            assert said == "nothing listens there (connection refused); is the server up?"
 
 
 async def test_nobody_answers() -> None:
@@ -263,8 +262,8 @@ async def test_a_server_that_has_gone_is_told_as_that() -> None:
                 with pytest.raises(UnavailableError) as caught_async:
                     await client_async.generate("hello")
                 assert "answered" not in str(caught.value) + str(caught_async.value)
-            assert "nothing listens on port" in str(caught.value)
-            assert "nothing listens on port" in str(caught_async.value)
+            assert "nothing listens there (connection refused)" in str(caught.value)
+            assert "nothing listens there (connection refused)" in str(caught_async.value)
 
 
 async def test_a_closed_client_says_so(address: str) -> None:
