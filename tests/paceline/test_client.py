@@ -75,6 +75,10 @@ def test_a_chat_as_other_clients_write_it(address: str, scripted: Scripted) -> N
         ([{"role": "user", "content": 5}], "messages: "),
         ({"role": "user", "content": "x"}, "prompt: expected text, token ids or messages, got {"),
         (None, "prompt: expected text, token ids or messages, got None"),
+        (b"x", "prompt: expected text, token ids or messages, got b'x'"),
+        ("x\ud800", r"prompt: expected text of valid Unicode, got 'x\\ud800'$"),
+        ([5, "x"], r"prompt_token_ids: expected a list of token ids, .*, got \[5, 'x'\]$"),
+        ([7] * 1000 + [-1], r"prompt_token_ids: expected .*\.\.\. \(Value out of range: -1\)$"),
         ([], "prompt: expected text, token ids or messages, got none"),
     ],
 )
@@ -230,6 +234,34 @@ def test_a_number_that_the_wire_does_not_hold_is_told_with_the_range(
     said = f"^{name}: expected an integer from 0 to {most}, got {number}$"
     with Client(address) as client, pytest.raises(InvalidRequestError, match=said):
         client.generate("Say", **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"max_tokens": "5"}, "an integer from 0 to 4294967295, got '5'"),
+        ({"seed": 1.5}, "an integer from 0 to 18446744073709551615, got 1.5"),
+        ({"temperature": "hot"}, "a number, got 'hot'"),
+        ({"ignore_eos": "yes"}, "True or False, got 'yes'"),
+        ({"merge": "no"}, "True or False, got 'no'"),
+        ({"tenant": 5}, "text of valid Unicode, got 5"),
+        ({"stop": [5]}, "a list of strings, got [5]"),
+        ({"stop_token_ids": 5}, "a list of token ids, each an integer from 0 to 4294967295, got 5"),
+        ({"logit_bias": {"a": 1}}, "a table from token ids to numbers, got {'a': 1}"),
+        ({"logit_bias": [1]}, "a table from token ids to numbers, got [1]"),
+        ({"rule": ["coupled"]}, "one of coupled, rejection, kseq, recursive, mcsd, one-hot, got "),
+        ({"policy": 5}, "one of off, lockstep, "),
+        ({"options": {"max_tokens": 5}}, "a GenerateOptions, got {'max_tokens': 5}"),
+    ],
+)
+def test_a_value_of_another_type_is_told_in_the_words_of_its_field(
+    address: str, wrong: Any, expected: str
+) -> None:
+    """Not in protobuf's, and never as a TypeError."""
+    (name,) = wrong
+    with Client(address) as client, pytest.raises(InvalidRequestError) as caught:
+        client.generate("Say", **wrong)
+    assert str(caught.value).startswith(f"{name}: expected {expected}")
 
 
 async def test_an_unknown_keyword_names_the_nearest(address: str, scripted: Scripted) -> None:
