@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from deploy.lines import plain
 from deploy.record import ClusterRecord, read_record
 from deploy.signals import ending_on_signals, signals_held
 from deploy.worker_checks import check_workers
+from paceline.client import Client
 from paceline.errors import UnavailableError
 from workers.logs import new_run
 from workers.models import CATALOGUE, is_present, resolve_model
@@ -85,18 +85,9 @@ def open_cluster(
 
 
 def check_listening(address: str) -> None:
-    """Raise UnavailableError where nothing listens at "host:port", or nobody knows the host."""
-    if ray_head.is_listening(address):
-        return
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        socket.getaddrinfo(host, None)
-    except (OSError, UnicodeError):
-        raise UnavailableError(
-            f"no host is known as {host!r} here; give its address, or the name by which this host "
-            "can look it up"
-        ) from None
-    raise UnavailableError(f"nothing listens at {address}; is the server up there?")
+    """Raise UnavailableError with the cause where no server can be reached at "host:port"."""
+    with Client(address) as client:
+        client.connect()
 
 
 def running_address(config: Config, home: Path) -> str | None:

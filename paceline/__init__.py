@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import paceline.quiet_grpc  # noqa: F401  # Before anything that imports gRPC.
 from paceline.client import AsyncClient, Client
 from paceline.errors import (
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
     InternalError,
     InvalidRequestError,
+    ModelFetchError,
     OverloadedError,
     PacelineError,
     PromptTooLongError,
+    ProtocolError,
     RequestFaultError,
     UnavailableError,
+    VocabularyMismatchError,
+    WorkerLostError,
 )
 from paceline.generation import (
     Chunk,
@@ -32,9 +40,12 @@ from paceline.sampling import SamplingParams
 
 __all__ = [
     "AsyncClient",
+    "CheckpointError",
     "Chunk",
     "Client",
     "Completion",
+    "ConfigError",
+    "DeadlineError",
     "Finished",
     "GenerateEvent",
     "GenerateInput",
@@ -43,9 +54,11 @@ __all__ = [
     "InvalidRequestError",
     "Message",
     "ModelDescription",
+    "ModelFetchError",
     "OverloadedError",
     "PacelineError",
     "PromptTooLongError",
+    "ProtocolError",
     "RequestFaultError",
     "RequestStats",
     "SamplingParams",
@@ -53,6 +66,8 @@ __all__ = [
     "Started",
     "Stats",
     "UnavailableError",
+    "VocabularyMismatchError",
     "WorkerLife",
+    "WorkerLostError",
     "WorkerStats",
 ]

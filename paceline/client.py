@@ -8,23 +8,27 @@
 How to decode is said by a `GenerateOptions`, by its fields as keywords, or by both, where the
 keywords come first. Every error is one of `paceline.errors`. A client may be shared by threads
 (`Client`) or by tasks of one event loop (`AsyncClient`).
+
+A `timeout` is the time in seconds from the call to the end of its answer, connecting included. The
+one given with a call replaces the client's. When it has passed, the request is cancelled at the
+server and the call raises DeadlineError. Nothing is sent twice by itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, contextmanager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
 
 import grpc
 
+from paceline.address import obstacle_at, parse_address
 from paceline.channel import caller_options
-from paceline.errors import InvalidRequestError, UnavailableError
+from paceline.deadline import Deadline, checked_seconds
+from paceline.errors import DeadlineError, PacelineError, UnavailableError
 from paceline.generation import (
     CallerInput,
     Completion,
@@ -34,52 +38,84 @@ from paceline.generation import (
     ModelDescription,
     Stats,
 )
-from paceline.inference_wire import description_from_wire, event_from_wire
+from paceline.inference_wire import EventReader, description_from_wire
 from paceline.options import OptionFields, options_with
 from paceline.request_wire import request_to_wire
 from paceline.shared_stream import SharedStream
 from paceline.stats_wire import stats_from_wire
-from paceline.status import error_of, unreachable
+from paceline.status import error_of, unreadable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
 CONNECT_SECONDS = 10.0
 """How long a client tries to connect before its first call."""
 
 UNARY_SECONDS = 10.0
-"""Deadline of calls that answer at once, where the client has none of its own."""
+"""Timeout of calls that answer at once, where the client has none of its own."""
+
+
+_Response = TypeVar("_Response")
 
 
 class _Caller:
-    """What both clients have: an address, deadlines in seconds, errors of ours."""
+    """What both clients have: an address, timeouts in seconds, errors of ours."""
 
     def __init__(self, address: str, *, timeout: float | None, connect_timeout: float) -> None:
-        if ":" not in address:
-            raise InvalidRequestError(
-                "address", f"expected HOST:PORT such as 127.0.0.1:8001, got {address!r}"
-            )
+        self._where = parse_address(address)
         self.address = address
-        self._timeout = timeout
-        self._unary_timeout = timeout or UNARY_SECONDS
-        self._connect_timeout = connect_timeout
+        self._timeout = checked_seconds("timeout", timeout)
+        self._connect_timeout = (
+            checked_seconds("connect_timeout", connect_timeout) or CONNECT_SECONDS
+        )
         self._connected = False
+        self._closed = False
+
+    def _deadline(self, timeout: float | None) -> Deadline:
+        """Of a call that begins now."""
+        return Deadline(self.address, checked_seconds("timeout", timeout) or self._timeout)
 
     @contextmanager
-    def _errors_of_ours(self) -> Iterator[None]:
+    def _errors_of_ours(self, deadline: Deadline) -> Iterator[None]:
         """Raise what a failed call means, in place of gRPC's error."""
         try:
             yield
         except grpc.RpcError as error:
-            raise error_of(error, self.address) from error
+            raised = error_of(error, self.address)
+            if isinstance(raised, UnavailableError):
+                # The next call finds out whether there still is a connection, and if not, why.
+                self._connected = False
+            if isinstance(raised, DeadlineError) and deadline.left() is not None:
+                raised = deadline.error()
+            raise raised from error
 
-    def _refused(self, reason: str) -> UnavailableError:
-        return unreachable(self.address, self._connect_timeout, reason)
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UnavailableError("this client was closed; make another one")
+
+    def _unreachable(self, obstacle: str) -> UnavailableError:
+        return UnavailableError(f"no server could be reached at {self.address}: {obstacle}")
+
+    def _raise_obstacle(self, seconds: float) -> None:
+        """Raise UnavailableError where no connection can be made, however long one tries."""
+        obstacle = obstacle_at(self._where, seconds)
+        if obstacle is not None:
+            raise self._unreachable(obstacle)
+
+    def _patience(self, deadline: Deadline) -> tuple[float, PacelineError]:
+        """Seconds for which to try to connect, and the error when they have passed."""
+        left = deadline.left()
+        if left is not None and left < self._connect_timeout:
+            return left, deadline.error()
+        return self._connect_timeout, self._unreachable(
+            f"no answer within {self._connect_timeout:g} s; check the address, that the server is "
+            "up and that no firewall is in between"
+        )
 
 
 class Client(_Caller):
     """Calls a server and blocks until it answers.
 
-    `timeout` is the deadline of each call, in seconds; None: streams have none. Nothing is sent
-    before the first call.
+    `timeout` is that of each call that has none of its own; None: an answer may take any time.
+    Nothing is sent before the first call.
     """
 
     def __init__(
@@ -92,52 +128,66 @@ class Client(_Caller):
         super().__init__(address, timeout=timeout, connect_timeout=connect_timeout)
         self._channel = grpc.insecure_channel(address, options=caller_options(address))
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
-        self._connecting = threading.Lock()
 
     def generate(
         self,
         generate_input: CallerInput,
         options: GenerateOptions | None = None,
+        *,
+        timeout: float | None = None,
         **fields: Unpack[OptionFields],
     ) -> Completion:
         """The whole answer. Fields of GenerateOptions may be given as keywords as well."""
-        return CompletionBuilder().extend(self.stream(generate_input, options, **fields)).build()
+        events = self.stream(generate_input, options, timeout=timeout, **fields)
+        return CompletionBuilder().extend(events).build()
 
     def stream(
         self,
         generate_input: CallerInput,
         options: GenerateOptions | None = None,
+        *,
+        timeout: float | None = None,
         **fields: Unpack[OptionFields],
     ) -> Iterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request."""
+        deadline = self._deadline(timeout)
         request = request_to_wire(generate_input, options_with(options, fields))
-        self._connect()
-        call = self._stub.Generate(request, timeout=self._timeout)
+        self._connect(deadline)
+        call = self._stub.Generate(request, timeout=deadline.left())
+        reader = EventReader(self.address)
         try:
-            with self._errors_of_ours():
+            with self._errors_of_ours(deadline):
                 for response in call:
-                    yield event_from_wire(response)
+                    yield reader.read(response)
+            reader.end()
         finally:
             call.cancel()  # type: ignore[no-untyped-call]
 
     def stats(self) -> Stats:
         """The server's counters and its workers."""
-        self._connect()
-        with self._errors_of_ours():
+        deadline = self._deadline(None)
+        self._connect(deadline)
+        deadline = deadline.or_within(UNARY_SECONDS)
+        with self._errors_of_ours(deadline):
             request = inference_pb2.StatsRequest()
-            return stats_from_wire(self._stub.Stats(request, timeout=self._unary_timeout))
+            return stats_from_wire(self._stub.Stats(request, timeout=deadline.left()))
 
     def describe(self) -> ModelDescription:
         """What is served."""
-        self._connect()
-        with self._errors_of_ours():
+        deadline = self._deadline(None)
+        self._connect(deadline)
+        deadline = deadline.or_within(UNARY_SECONDS)
+        with self._errors_of_ours(deadline):
             request = inference_pb2.DescribeModelRequest()
-            return description_from_wire(
-                self._stub.DescribeModel(request, timeout=self._unary_timeout)
-            )
+            return description_from_wire(self._stub.DescribeModel(request, timeout=deadline.left()))
+
+    def connect(self) -> None:
+        """Connect now rather than at the first call. Raises UnavailableError with the cause."""
+        self._connect(self._deadline(None))
 
     def close(self) -> None:
         """End the connection; running streams are cancelled. Closing twice is no error."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -151,30 +201,31 @@ class Client(_Caller):
     ) -> None:
         self.close()
 
-    def _connect(self) -> None:
-        """Wait for the first connection. Raises UnavailableError when it is refused or too slow."""
-        with self._connecting:
-            if self._connected:
-                return
-            states: queue.SimpleQueue[grpc.ChannelConnectivity] = queue.SimpleQueue()
-            self._channel.subscribe(states.put, try_to_connect=True)
-            try:
-                self._await_ready(states)
-            finally:
-                self._channel.unsubscribe(states.put)
-            self._connected = True
+    def _connect(self, deadline: Deadline) -> None:
+        """Wait for a connection. Raises UnavailableError, or DeadlineError.
 
-    def _await_ready(self, states: queue.SimpleQueue[grpc.ChannelConnectivity]) -> None:
-        give_up_at = time.monotonic() + self._connect_timeout
-        while True:
+        Any answer shows that there is one. gRPC's own way to ask is a thread for each channel,
+        which prints a traceback where the channel is closed too soon.
+        """
+        self._check_open()
+        if self._connected:
+            return
+        seconds, not_in_time = self._patience(deadline)
+        give_up_at = time.monotonic() + seconds
+        for wait_for_ready in (False, True):
+            left = max(0.0, give_up_at - time.monotonic())
+            request = inference_pb2.DescribeModelRequest()
             try:
-                state = states.get(timeout=max(0.0, give_up_at - time.monotonic()))
-            except queue.Empty:
-                raise self._refused("no answer") from None
-            if state is grpc.ChannelConnectivity.READY:
-                return
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                raise self._refused("connection refused")
+                self._stub.DescribeModel(request, timeout=left, wait_for_ready=wait_for_ready)
+                break
+            except grpc.RpcError as error:
+                code = error.code()
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise not_in_time
+            if code is not grpc.StatusCode.UNAVAILABLE:
+                break
+            self._raise_obstacle(left)
+        self._connected = True
 
 
 class AsyncClient(_Caller):
@@ -200,11 +251,13 @@ class AsyncClient(_Caller):
         self,
         generate_input: CallerInput,
         options: GenerateOptions | None = None,
+        *,
+        timeout: float | None = None,
         **fields: Unpack[OptionFields],
     ) -> Completion:
         """The whole answer. Fields of GenerateOptions may be given as keywords as well."""
         builder = CompletionBuilder()
-        async for event in self.stream(generate_input, options, **fields):
+        async for event in self.stream(generate_input, options, timeout=timeout, **fields):
             builder.add(event)
         return builder.build()
 
@@ -212,52 +265,53 @@ class AsyncClient(_Caller):
         self,
         generate_input: CallerInput,
         options: GenerateOptions | None = None,
+        *,
+        timeout: float | None = None,
         **fields: Unpack[OptionFields],
     ) -> AsyncIterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request.
 
-        Where the client has no deadline its requests share a stream, which costs the server less.
+        All requests share one gRPC stream, which costs the server less. So a caller that leaves
+        more than MAX_UNREAD_BYTES of its answer unread loses its request with OverloadedError.
         """
+        deadline = self._deadline(timeout)
         request = request_to_wire(generate_input, options_with(options, fields))
-        await self._connect()
-        with self._errors_of_ours():
-            # A deadline is gRPC's, so a request that has one needs a call of its own.
-            own = self._timeout is not None
-            async with aclosing(self._own(request) if own else self._share(request)) as events:
-                async for event in events:
-                    yield event
-
-    async def _own(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[GenerateEvent]:
-        call = self._stub.Generate(request, timeout=self._timeout)
-        try:
-            async for response in call:
-                yield event_from_wire(response)
-        finally:
-            call.cancel()
-
-    def _share(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[GenerateEvent]:
-        if self._shared is None or self._shared.broken is not None:
+        if self._shared is not None and self._shared.broken:
+            self._shared, self._connected = None, False
+        await self._connect(deadline)
+        if self._shared is None or self._shared.broken:
             self._shared = SharedStream(self._stub, self.address)
-        return self._shared.stream(request)
+        async with aclosing(self._shared.stream(request, deadline)) as events:
+            async for event in events:
+                yield event
 
     async def stats(self) -> Stats:
         """The server's counters and its workers."""
-        await self._connect()
-        with self._errors_of_ours():
+        deadline = self._deadline(None)
+        await self._connect(deadline)
+        deadline = deadline.or_within(UNARY_SECONDS)
+        with self._errors_of_ours(deadline):
             request = inference_pb2.StatsRequest()
-            return stats_from_wire(await self._stub.Stats(request, timeout=self._unary_timeout))
+            response = await self._stub.Stats(request, timeout=deadline.left())
+        return stats_from_wire(self._decoded(response))
 
     async def describe(self) -> ModelDescription:
         """What is served."""
-        await self._connect()
-        with self._errors_of_ours():
+        deadline = self._deadline(None)
+        await self._connect(deadline)
+        deadline = deadline.or_within(UNARY_SECONDS)
+        with self._errors_of_ours(deadline):
             request = inference_pb2.DescribeModelRequest()
-            return description_from_wire(
-                await self._stub.DescribeModel(request, timeout=self._unary_timeout)
-            )
+            response = await self._stub.DescribeModel(request, timeout=deadline.left())
+        return description_from_wire(self._decoded(response))
+
+    async def connect(self) -> None:
+        """Connect now rather than at the first call. Raises UnavailableError with the cause."""
+        await self._connect(self._deadline(None))
 
     async def close(self) -> None:
         """End the connection; running streams are cancelled. Closing twice is no error."""
+        self._closed = True
         if self._shared is not None:
             await self._shared.close()
         await self._channel.close(None)
@@ -273,18 +327,26 @@ class AsyncClient(_Caller):
     ) -> None:
         await self.close()
 
-    async def _connect(self) -> None:
-        """Wait for the first connection. Raises UnavailableError when it is refused or too slow."""
+    async def _connect(self, deadline: Deadline) -> None:
+        """Wait for a connection. Raises UnavailableError, or DeadlineError."""
+        self._check_open()
         if self._connected:
             return
+        seconds, not_in_time = self._patience(deadline)
         try:
-            async with asyncio.timeout(self._connect_timeout):
-                state = self._channel.get_state(try_to_connect=True)
-                while state is not grpc.ChannelConnectivity.READY:
+            async with asyncio.timeout(seconds):
+                while (state := self._state()) is not grpc.ChannelConnectivity.READY:
                     if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                        raise self._refused("connection refused")
+                        await asyncio.to_thread(self._raise_obstacle, seconds)
                     await self._channel.wait_for_state_change(state)
-                    state = self._channel.get_state(try_to_connect=True)
         except TimeoutError:
-            raise self._refused("no answer") from None
+            raise not_in_time from None
         self._connected = True
+
+    def _decoded(self, response: _Response | None) -> _Response:
+        if response is None:
+            raise unreadable(self.address)
+        return response
+
+    def _state(self) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect=True)

@@ -9,6 +9,7 @@ PacelineError
 ├── ModelFetchError           a demo model could not be fetched
 ├── ProtocolError             a peer broke the contract of proto/paceline/v1
 ├── RequestFaultError         the target cannot decode this request; not to be sent again
+├── DeadlineError             the caller's timeout has passed
 ├── OverloadedError           a queue is full; try again later
 ├── UnavailableError          no server, cluster or worker could be reached or started
 │   └── WorkerLostError       a worker that was in use went away
@@ -28,8 +29,12 @@ class InvalidRequestError(PacelineError):
     """A field of a request is wrong. `field` is its name in the public schema."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
+        super().__init__(field, message)  # Both, so that it can be pickled.
         self.field = field
+
+    def __str__(self) -> str:
+        field, message = self.args
+        return f"{field}: {message}"
 
 
 class PromptTooLongError(InvalidRequestError):
@@ -58,6 +63,10 @@ class ProtocolError(PacelineError):
 
 class RequestFaultError(PacelineError):
     """The target failed at this request, though its fields are valid. Sent again it fails again."""
+
+
+class DeadlineError(PacelineError):
+    """The timeout that the caller gave has passed; its request is cancelled."""
 
 
 class OverloadedError(PacelineError):
@@ -93,6 +102,7 @@ _TABLE: dict[type[PacelineError], Outward] = {
     ModelFetchError: Outward("UNAVAILABLE", 503, 3),
     ProtocolError: Outward("INVALID_ARGUMENT", 400, 1),
     RequestFaultError: Outward("FAILED_PRECONDITION", 422, 1),
+    DeadlineError: Outward("DEADLINE_EXCEEDED", 504, 3),
     OverloadedError: Outward("RESOURCE_EXHAUSTED", 429, 1),
     UnavailableError: Outward("UNAVAILABLE", 503, 3),
     InternalError: Outward("INTERNAL", 500, 1),

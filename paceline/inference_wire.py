@@ -7,7 +7,7 @@ from typing import Any
 import grpc
 
 from paceline.convert import sampling_from_wire, sampling_to_wire
-from paceline.errors import InternalError, PacelineError
+from paceline.errors import PacelineError, ProtocolError
 from paceline.generation import (
     Chunk,
     Finished,
@@ -78,28 +78,58 @@ def failure_from_wire(failed: inference_pb2.RequestFailed, address: str) -> Pace
     return error_told(code, failed.details, failed.metadata, address)
 
 
-def event_from_wire(response: inference_pb2.GenerateResponse) -> GenerateEvent:
-    """The event of a message. Raises InternalError for a kind that this version does not know."""
-    match response.WhichOneof("message"):
-        case "chunk":
-            chunk = response.chunk
-            return Chunk(
-                offset=chunk.offset,
-                token_ids=tuple(chunk.token_ids),
-                origins=tuple(_ORIGIN_NAMES.get(origin, "target") for origin in chunk.origins),
-                text=chunk.text,
-                pieces=tuple(chunk.pieces),
-            )
-        case "started":
+class EventReader:
+    """Reads what one request of the server at `address` is answered, in its order."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._num_tokens: int | None = None
+        """Output tokens so far; None before `Started`."""
+        self._finished = False
+
+    def read(self, response: inference_pb2.GenerateResponse) -> GenerateEvent:
+        """The event of a message. Raises ProtocolError for one that cannot come now."""
+        kind = response.WhichOneof("message")
+        if self._finished:
+            raise self._broken("nothing after finished", kind)
+        if self._num_tokens is None:
+            if kind != "started":
+                raise self._broken("started as the first answer", kind)
+            self._num_tokens = 0
             started = response.started
             return Started(started.request_id, started.seed, tuple(started.prompt_token_ids))
-        case "finished":
-            return Finished(
-                reason=_REASON_NAMES.get(response.finished.reason, "stop"),
-                stats=request_stats_from_wire(response.finished.stats),
-            )
-        case other:
-            raise InternalError(f"expected started, chunk or finished from the server, got {other}")
+        match kind:
+            case "chunk":
+                chunk = response.chunk
+                if chunk.offset != self._num_tokens:
+                    raise self._broken(f"token {self._num_tokens} next", f"token {chunk.offset}")
+                self._num_tokens += len(chunk.token_ids)
+                return Chunk(
+                    offset=chunk.offset,
+                    token_ids=tuple(chunk.token_ids),
+                    origins=tuple(_ORIGIN_NAMES.get(origin, "target") for origin in chunk.origins),
+                    text=chunk.text,
+                    pieces=tuple(chunk.pieces),
+                )
+            case "finished":
+                self._finished = True
+                return Finished(
+                    reason=_REASON_NAMES.get(response.finished.reason, "stop"),
+                    stats=request_stats_from_wire(response.finished.stats),
+                )
+            case _:
+                raise self._broken("chunk or finished", kind)
+
+    def end(self) -> None:
+        """The stream has ended well. Raises ProtocolError where an answer is missing."""
+        if not self._finished:
+            raise self._broken("finished as the last answer", None)
+
+    def _broken(self, expected: str, got: str | None) -> ProtocolError:
+        return ProtocolError(
+            f"expected {expected} from the server at {self._address}, got {got or 'nothing'} after "
+            f"{self._num_tokens or 0} tokens; please report this"
+        )
 
 
 def description_to_wire(description: ModelDescription) -> inference_pb2.DescribeModelResponse:

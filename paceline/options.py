@@ -48,4 +48,6 @@ def options_with(options: GenerateOptions | None, given: OptionFields) -> Genera
     for name in given:
         if name not in known:
             raise InvalidRequestError(name, f"there is no such option{did_you_mean(name, known)}")
+    if options is not None and not isinstance(options, GenerateOptions):
+        raise InvalidRequestError("options", f"expected a GenerateOptions, got {options!r:.200}")
     return replace(options or GenerateOptions(), **given)

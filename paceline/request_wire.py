@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -52,10 +52,17 @@ POLICIES: dict[str, Any] = {
     "auto": inference_pb2.LOOKAHEAD_POLICY_AUTO,
 }
 POLICY_NAMES: dict[int, str] = {number: name for name, number in POLICIES.items()}
-_MOST = {
-    FieldDescriptor.CPPTYPE_UINT32: 2**32 - 1,
-    FieldDescriptor.CPPTYPE_UINT64: 2**64 - 1,
+_EXPECTED = {
+    FieldDescriptor.CPPTYPE_UINT32: f"an integer from 0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"an integer from 0 to {2**64 - 1}",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_STRING: "text of valid Unicode",
 }
+_TOKEN_IDS = f"a list of token ids, each an integer from 0 to {2**32 - 1}"
+_BIAS = "a table from token ids to numbers"
+_SHOWN = 200
+"""Characters of a wrong value in the error that it causes."""
 _RULES: dict[str, Any] = {rule.value: rule_to_wire(rule) for rule in Rule}
 _RULE_NAMES: dict[int, str] = {number: name for name, number in _RULES.items()}
 _STOPPINGS: dict[str, Any] = {one.value: stopping_to_wire(one) for one in Stopping}
@@ -70,12 +77,14 @@ def request_to_wire(
     Raises InvalidRequestError naming the field when a value cannot be told on the wire at all, or
     is beyond a limit.
     """
-    request = inference_pb2.GenerateRequest(ignore_eos=options.ignore_eos)
+    request = inference_pb2.GenerateRequest()
     _input_to_wire(generate_input, request)
     for name in _SAMPLING_FIELDS:
         _set(request.sampling, name, getattr(options, name))
-    _attempt("logit_bias", lambda: request.sampling.logit_bias.update(options.logit_bias))
+    bias = options.logit_bias
+    _attempt("logit_bias", _BIAS, bias, lambda: request.sampling.logit_bias.update(bias))
     for name in (
+        "ignore_eos",
         "request_id",
         "seed",
         "max_tokens",
@@ -88,8 +97,11 @@ def request_to_wire(
         _set(request, name, getattr(options, name))
     if isinstance(options.stop, str):
         raise InvalidRequestError("stop", "expected a list of strings, got a string; put it in one")
-    _attempt("stop", lambda: request.stop.extend(options.stop))
-    _attempt("stop_token_ids", lambda: request.stop_token_ids.extend(options.stop_token_ids))
+    stop, token_ids = options.stop, options.stop_token_ids
+    _attempt("stop", "a list of strings", stop, lambda: request.stop.extend(stop))
+    _attempt(
+        "stop_token_ids", _TOKEN_IDS, token_ids, lambda: request.stop_token_ids.extend(token_ids)
+    )
     if options.policy is not None:
         request.policy = _look_up(POLICIES, options.policy, "policy")
     if options.rule is not None:
@@ -139,7 +151,7 @@ def _input_to_wire(generate_input: CallerInput, request: inference_pb2.GenerateR
         _set(request, "prompt", generate_input)
         return
     expected = "expected text, token ids or messages, got"
-    if not isinstance(generate_input, Iterable) or isinstance(generate_input, Mapping):
+    if not isinstance(generate_input, Iterable) or isinstance(generate_input, Mapping | bytes):
         raise InvalidRequestError("prompt", f"{expected} {generate_input!r}")
     items: list[Any] = list(generate_input)
     if not items:
@@ -150,7 +162,8 @@ def _input_to_wire(generate_input: CallerInput, request: inference_pb2.GenerateR
             _set(message, "role", one.role, field="messages")
             _set(message, "content", text_of_content(one.content), field="messages")
         return
-    _attempt("prompt_token_ids", lambda: request.prompt_token_ids.token_ids.extend(items))
+    token_ids = request.prompt_token_ids.token_ids
+    _attempt("prompt_token_ids", _TOKEN_IDS, items, lambda: token_ids.extend(items))
 
 
 def _message_of(item: Message | Mapping[str, Any]) -> Message:
@@ -216,24 +229,22 @@ def _check_count(
 def _set(message: Any, name: str, value: object, *, field: str | None = None) -> None:
     if value is None:
         return
-    most = _MOST.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
-    if most is not None and isinstance(value, int) and not 0 <= value <= most:
-        raise InvalidRequestError(
-            field or name, f"expected an integer from 0 to {most}, got {value}"
-        )
-    _attempt(field or name, lambda: setattr(message, name, value))
+    expected = _EXPECTED[message.DESCRIPTOR.fields_by_name[name].cpp_type]
+    _attempt(field or name, expected, value, lambda: setattr(message, name, value))
 
 
-def _attempt(field: str, assign: Any) -> None:
+def _attempt(field: str, expected: str, value: object, assign: Callable[[], None]) -> None:
     """Let protobuf check type and range of a value."""
     try:
         assign()
-    except (TypeError, ValueError) as error:
-        raise InvalidRequestError(field, f"{error}; see inference.proto for its range") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        got = repr(value)
+        shown = got if len(got) <= _SHOWN else f"{got[:_SHOWN]}... ({error})"
+        raise InvalidRequestError(field, f"expected {expected}, got {shown}") from error
 
 
 def _look_up(numbers: dict[str, Any], name: str, field: str) -> Any:
-    if name not in numbers:
+    if not isinstance(name, str) or name not in numbers:
         raise InvalidRequestError(field, f"expected one of {', '.join(numbers)}, got {name!r}")
     return numbers[name]
 

@@ -3,69 +3,105 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from typing import Any
 
 import grpc
 
+from paceline.deadline import Deadline
+from paceline.errors import (
+    InternalError,
+    OverloadedError,
+    PacelineError,
+    UnavailableError,
+)
 from paceline.generation import Finished, GenerateEvent
-from paceline.inference_wire import event_from_wire, failure_from_wire
+from paceline.inference_wire import EventReader, failure_from_wire
+from paceline.status import error_of, unreadable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 
 CLOSE_SECONDS = 1.0
 """How long the server may take to end a stream that its client has ended."""
 
-_Answers = asyncio.Queue["inference_pb2.NumberedResponse | grpc.RpcError"]
+MAX_UNREAD_BYTES = 8 * 1024 * 1024
+"""What may have arrived for one request without its caller having read it. A caller that is further
+behind loses its request: to stop reading would stop the answers of all others on the stream."""
+
+EVENT_BYTES = 512
+"""What an event takes in memory beyond its bytes on the wire, about."""
+
+
+class _Answers:
+    """What has arrived for one request and waits for its caller."""
+
+    def __init__(self, address: str) -> None:
+        self.reader = EventReader(address)
+        self.unread_bytes = 0
+        # Bounded by MAX_UNREAD_BYTES: an asyncio.Queue can only count its entries.
+        self._waiting: asyncio.Queue[tuple[GenerateEvent | PacelineError, int]] = asyncio.Queue()
+
+    def put(self, answer: GenerateEvent | PacelineError, num_bytes: int = 0) -> None:
+        self.unread_bytes += num_bytes
+        self._waiting.put_nowait((answer, num_bytes))
+
+    async def next_event(self) -> GenerateEvent:
+        """Raises the error with which the request ended."""
+        answer, num_bytes = await self._waiting.get()
+        self.unread_bytes -= num_bytes
+        if isinstance(answer, PacelineError):
+            raise answer
+        return answer
 
 
 class SharedStream:
     """Begins with its first request and is of no more use once it broke."""
 
     def __init__(self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, address: str) -> None:
-        self.broken: grpc.RpcError | None = None
-        """Why it ended, if it did."""
+        self.broken = False
+        self._why_broken: Callable[[], PacelineError]
         self._address = address
         open_call: Any = stub.GenerateMany
         self._call = open_call()
         self._numbers = count(1)
         self._answers: dict[int, _Answers] = {}
-        # Written by a task of its own: a cancelled write would end the stream.
-        self._requests: asyncio.Queue[inference_pb2.GenerateManyRequest | None] = asyncio.Queue()
+        # By the number of the request. Bounded by the requests that run: a request that ends before
+        # it was sent leaves nothing here. A task of its own sends them, since a cancelled write
+        # would end the stream.
+        self._unsent: dict[int, inference_pb2.GenerateManyRequest] = {}
+        self._something_unsent = asyncio.Event()
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
 
-    async def stream(self, request: inference_pb2.GenerateRequest) -> AsyncGenerator[GenerateEvent]:
-        """What comes of a request. Closing it cancels the request.
+    async def stream(
+        self, request: inference_pb2.GenerateRequest, deadline: Deadline
+    ) -> AsyncGenerator[GenerateEvent]:
+        """What comes of a request. Closing it cancels the request, and so does its deadline.
 
-        Raises what it ended with; grpc.RpcError where the stream broke.
+        Raises the PacelineError that the request or the stream ended with.
         """
+        if self.broken:
+            raise self._why_broken()
         number = next(self._numbers)
-        answers = self._answers[number] = _Answers()
+        answers = self._answers[number] = _Answers(self._address)
         self._send(inference_pb2.GenerateManyRequest(number=number, begin=request))
+        timer = None
+        if (seconds := deadline.left()) is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(seconds, lambda: self._end(number, deadline.error()))
         try:
-            if self.broken is not None:
-                raise self.broken
             while True:
-                answer = await answers.get()
-                if isinstance(answer, grpc.RpcError):
-                    raise answer
-                if answer.HasField("failed"):
-                    del self._answers[number]
-                    raise failure_from_wire(answer.failed, self._address)
-                event = event_from_wire(answer.response)
-                if isinstance(event, Finished):
-                    del self._answers[number]
-                    yield event
-                    return
+                event = await answers.next_event()
                 yield event
+                if isinstance(event, Finished):
+                    return
         finally:
-            if self._answers.pop(number, None) is not None:
-                cancel = inference_pb2.CancelRequest()
-                self._send(inference_pb2.GenerateManyRequest(number=number, cancel=cancel))
+            if timer is not None:
+                timer.cancel()
+            self._cancel(number)
 
     async def close(self) -> None:
         """End the stream and its requests, in good order where the server answers in time."""
-        self._break(_ended(grpc.StatusCode.CANCELLED, "the client was closed"))
+        self._break(lambda: UnavailableError("the client was closed"))
         await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         self._call.cancel()
         for task in self._tasks:
@@ -73,37 +109,88 @@ class SharedStream:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _send(self, message: inference_pb2.GenerateManyRequest) -> None:
-        if self.broken is None:
-            self._requests.put_nowait(message)
+        self._unsent[message.number] = message
+        self._something_unsent.set()
+
+    def _cancel(self, number: int) -> None:
+        """No more of a request, which the server is told if it knows of it."""
+        if self._answers.pop(number, None) is None or self.broken:
+            return  # It has ended.
+        if self._unsent.pop(number, None) is None:
+            cancel = inference_pb2.CancelRequest()
+            self._send(inference_pb2.GenerateManyRequest(number=number, cancel=cancel))
+
+    def _end(self, number: int, error: PacelineError) -> None:
+        """End a request that runs at the server."""
+        answers = self._answers.get(number)
+        if answers is not None:
+            answers.put(error)
+            self._cancel(number)
 
     async def _write(self) -> None:
         try:
-            while (request := await self._requests.get()) is not None:
-                await self._call.write(request)
+            while not self.broken:
+                await self._something_unsent.wait()
+                self._something_unsent.clear()
+                while self._unsent:
+                    await self._call.write(self._unsent.pop(next(iter(self._unsent))))
             await self._call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # The reader is told why.
+        except Exception as error:
+            said = f"a request could not be sent to the server at {self._address}: {error!r}"
+            self._break(lambda: InternalError(said))
 
     async def _read(self) -> None:
         try:
             async for message in self._call:
-                for answer in message.responses:
-                    answers = self._answers.get(answer.number)
-                    if answers is not None:  # else nobody listens any more
-                        answers.put_nowait(answer)
-            self._break(_ended(grpc.StatusCode.UNAVAILABLE, "the server ended the stream"))
+                if message is None:  # gRPC could not decode it.
+                    self._break(lambda: unreadable(self._address))
+                    return
+                for numbered in message.responses:
+                    self._take(numbered)
+            self._break(lambda: UnavailableError(f"the server at {self._address} ended the stream"))
         except grpc.RpcError as error:
-            self._break(error)
+            status = error  # `error` is gone when the block ends.
+            self._break(lambda: error_of(status, self._address))
+        except Exception as error:
+            said = f"an answer of the server at {self._address} could not be taken: {error!r}"
+            self._break(lambda: InternalError(said))
+        finally:
+            self._break(lambda: UnavailableError("the client's event loop is ending"))
+            self._call.cancel()
 
-    def _break(self, error: grpc.RpcError) -> None:
-        if self.broken is not None:
+    def _take(self, numbered: inference_pb2.NumberedResponse) -> None:
+        """Hand an answer to its request. What nobody waits for any more is dropped."""
+        number = numbered.number
+        answers = self._answers.get(number)
+        if answers is None:
             return
-        self.broken = error
-        self._requests.put_nowait(None)
+        if numbered.HasField("failed"):
+            del self._answers[number]
+            answers.put(failure_from_wire(numbered.failed, self._address))
+            return
+        try:
+            event = answers.reader.read(numbered.response)
+        except PacelineError as error:
+            self._end(number, error)
+            return
+        num_bytes = numbered.ByteSize() + EVENT_BYTES
+        if answers.unread_bytes and answers.unread_bytes + num_bytes > MAX_UNREAD_BYTES:
+            said = f"its caller left {MAX_UNREAD_BYTES:,} bytes of the answer unread; read faster"
+            self._end(number, OverloadedError(said))
+            return
+        answers.put(event, num_bytes)
+        if isinstance(event, Finished):
+            del self._answers[number]
+
+    def _break(self, why: Callable[[], PacelineError]) -> None:
+        """End all requests, each with an error of its own, and take no more."""
+        if self.broken:
+            return
+        self.broken, self._why_broken = True, why
+        self._unsent.clear()
+        self._something_unsent.set()
         for answers in self._answers.values():
-            answers.put_nowait(error)
-
-
-def _ended(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-    nothing = grpc.aio.Metadata()
-    return grpc.aio.AioRpcError(code, nothing, nothing, details=details, debug_error_string="")
+            answers.put(why())
+        self._answers.clear()

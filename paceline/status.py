@@ -14,13 +14,18 @@ import grpc
 
 from paceline import errors
 from paceline.errors import (
+    DeadlineError,
     InternalError,
     InvalidRequestError,
     OverloadedError,
     PacelineError,
+    ProtocolError,
     UnavailableError,
     outward,
 )
+
+WHOLE_REQUEST = "request"
+"""In place of a field's name where none is told."""
 
 FIELD_KEY = "paceline-field"
 ERROR_KEY = "paceline-error"
@@ -30,10 +35,22 @@ MAX_DETAILS_BYTES = 4000
 _BROKEN_WRITE = "Internal error from Core"
 """What gRPC says on its own where a stream ends while a message is written to it."""
 
-_BY_CODE: dict[grpc.StatusCode, type[PacelineError]] = {
+_NOT_DECODED = "Exception deserializing response!"
+"""What gRPC says on its own of bytes that are no message."""
+
+_TOO_LONG = ("message larger than max", "metadata size exceeds")
+"""What gRPC's own RESOURCE_EXHAUSTED says where a peer sent more than this side takes."""
+
+_BY_NAME: Mapping[str, type[PacelineError]] = {
+    name: kind
+    for name, kind in vars(errors).items()
+    if isinstance(kind, type) and issubclass(kind, PacelineError)
+}
+_BY_CODE: Mapping[grpc.StatusCode, type[PacelineError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
-    grpc.StatusCode.DEADLINE_EXCEEDED: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
     grpc.StatusCode.CANCELLED: UnavailableError,
 }
 
@@ -70,16 +87,22 @@ def error_of(error: grpc.RpcError, address: str) -> PacelineError:
 def error_told(
     code: grpc.StatusCode, details: str, metadata: Mapping[str, str], address: str
 ) -> PacelineError:
-    """The error of ours that `status_of` told so, or that gRPC itself means by it."""
+    """The error of ours that `status_of` told so, or that gRPC itself means by it.
+
+    A class that this version does not know, as of a newer server, is that of the status code.
+    """
     details = details or code.name
-    kind = getattr(errors, metadata.get(ERROR_KEY, ""), None)
-    if FIELD_KEY in metadata:
-        field = metadata[FIELD_KEY]
-        too_long = kind is errors.PromptTooLongError
-        invalid = errors.PromptTooLongError if too_long else InvalidRequestError
-        return invalid(field, details.removeprefix(f"{field}: "))
-    if isinstance(kind, type) and issubclass(kind, PacelineError):
-        return kind(details)
+    if ERROR_KEY not in metadata and FIELD_KEY not in metadata:
+        return _of_grpc(code, details, address)
+    kind = _BY_NAME.get(metadata.get(ERROR_KEY, "")) or _BY_CODE.get(code, InternalError)
+    if issubclass(kind, InvalidRequestError):
+        field = metadata.get(FIELD_KEY) or WHOLE_REQUEST
+        return kind(field, details.removeprefix(f"{field}: "))
+    return kind(details)
+
+
+def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError:
+    """What a status means that no server of ours made, but gRPC or another server."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return UnavailableError(
             f"what answers at {address} is no inference server of Paceline ({details}): give the "
@@ -87,21 +110,31 @@ def error_told(
         )
     if code is grpc.StatusCode.INTERNAL and details == _BROKEN_WRITE:
         return UnavailableError(f"the stream to the server at {address} broke; try again")
+    if code is grpc.StatusCode.INTERNAL and details == _NOT_DECODED:
+        return unreadable(address)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and any(said in details for said in _TOO_LONG):
+        return ProtocolError(f"the server at {address} sent more than a client takes: {details}")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidRequestError("request", details)
+        return InvalidRequestError(WHOLE_REQUEST, details)
+    if code is grpc.StatusCode.UNAVAILABLE:
+        cause = details.rpartition("last error: ")[2]
+        return UnavailableError(
+            f"the connection to the server at {address} broke ({cause}); "
+            "see whether the server is still up, then try again"
+        )
     return _BY_CODE.get(code, InternalError)(
         f"the server at {address} answered {code.name}: {details}"
     )
 
 
-def unreachable(address: str, seconds: float, reason: str) -> UnavailableError:
-    """No connection to `address` could be made."""
-    return UnavailableError(
-        f"no server could be reached at {address} within {seconds:g} s ({reason}); "
-        "check the address and that the server is up"
-    )
+def unreadable(address: str) -> ProtocolError:
+    """The error of an answer that could not be decoded, in place of which gRPC may give None."""
+    return ProtocolError(f"the server at {address} sent bytes that are no message of this version")
 
 
 def _as_dict(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:
     pairs = metadata or ()
-    return {key: value if isinstance(value, str) else value.decode() for key, value in pairs}
+    return {
+        key: value if isinstance(value, str) else value.decode(errors="replace")
+        for key, value in pairs
+    }

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.errors import InvalidRequestError
-
-_HIGHEST_PORT = 65535
+from paceline.address import parse_address
 
 
 def check_server(address: str | None) -> str | None:
     """Refuse what is no HOST:PORT or [IPV6]:PORT before anything starts."""
-    shape = r"(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+):([0-9]{1,5})"
-    found = re.fullmatch(shape, address) if address is not None else None
-    if address is not None and (found is None or not 1 <= int(found[2]) <= _HIGHEST_PORT):
-        raise InvalidRequestError(
-            "server", f"expected HOST:PORT, got {address!r}; a port is 1 to {_HIGHEST_PORT}"
-        )
+    if address is not None:
+        parse_address(address, "server")
     return address
 
 

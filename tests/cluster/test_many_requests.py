@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
@@ -14,8 +15,9 @@ from cluster import many_requests
 from cluster.driver import Driver
 from cluster.generation import Generation
 from paceline import (
-    AsyncClient,
+    Client,
     Completion,
+    DeadlineError,
     GenerateInput,
     GenerateOptions,
     InternalError,
@@ -76,8 +78,8 @@ def _begin(
 
 async def test_each_gets_what_a_call_of_its_own_gives(system: System) -> None:
     options = GenerateOptions(seed=3, max_tokens=40, temperature=1.0, stop=("zz",))
-    async with AsyncClient(system.server.address, timeout=60) as own:
-        expected = [await own.generate(prompt, options) for prompt in PROMPTS]
+    with Client(system.server.address) as own:
+        expected = [await asyncio.to_thread(own.generate, prompt, options) for prompt in PROMPTS]
     got = await asyncio.gather(*(system.client.generate(p, options) for p in PROMPTS))
     for one, other in zip(expected, got, strict=True):
         assert (one.token_ids, one.text) == (other.token_ids, other.text)
@@ -169,6 +171,27 @@ async def test_cancelling_one_leaves_the_others(slow: System) -> None:
     assert len((await good).token_ids) == 200
     await slow.settle()
     assert slow.driver.stats().committed_tokens - before < 3 * 200
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_timeout_cancels_within_a_step_and_leaves_the_others(
+    slow: System, *, shared: bool
+) -> None:
+    alone = await slow.client.generate(PROMPTS[0], LONG)
+    bystander = asyncio.create_task(slow.client.generate(PROMPTS[0], LONG))
+    await eventually(lambda: slow.driver.scheduler.num_running == 1)
+    before = slow.driver.stats().committed_tokens
+    with Client(slow.server.address) as own:
+        if shared:
+            asked = slow.client.generate(PROMPTS[1], LONG, timeout=0.3)
+        else:
+            asked = asyncio.to_thread(own.generate, PROMPTS[1], LONG, timeout=0.3)
+        with pytest.raises(DeadlineError, match=r"timeout of 0\.3 s"):
+            await asked
+    await eventually(lambda: slow.driver.scheduler.num_running <= 1)
+    assert (await bystander).token_ids == alone.token_ids
+    await slow.settle()
+    assert slow.driver.stats().committed_tokens - before < 200 + 100, "it was decoded on"
 
 
 async def test_the_end_of_the_stream_cancels_all(slow: System) -> None:
@@ -291,17 +314,15 @@ async def test_the_largest_request_that_is_sent_is_answered(system: System) -> N
     assert "characters, which cannot fit into" in str(refused)
 
 
-@pytest.mark.parametrize("timeout", [None, 60.0])
-async def test_an_error_that_quotes_something_long_is_cut(
-    system: System, timeout: float | None
-) -> None:
+async def test_an_error_that_quotes_something_long_is_cut(system: System) -> None:
     """Of a shared stream it was a message that ended it, of a call a header that gRPC refused."""
-    async with AsyncClient(system.server.address, timeout=timeout) as client:
-        good = asyncio.create_task(client.generate(PROMPTS[0], LONG))
-        with pytest.raises(InvalidRequestError, match=r"a role of .*characters\) \.\.\. Ü"):
-            await client.generate([Message("Ü" * 4_000_000, "a")])
-        assert len((await good).token_ids) == 200
-    await system.settle()
+    wrong = [Message("Ü" * 4_000_000, "a")]
+    with Client(system.server.address) as client:
+        own = asyncio.to_thread(client.generate, wrong)
+        for asked in (own, system.client.generate(wrong)):
+            refused = await _beside(system, asked)
+            assert isinstance(refused, InvalidRequestError)
+            assert re.search(r"a role of .*characters\) \.\.\. Ü", str(refused))
 
 
 async def test_an_answer_beyond_a_message_fails_its_request_alone(

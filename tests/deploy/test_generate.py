@@ -198,7 +198,7 @@ def test_a_malformed_server_is_exit_2_before_anything_starts(
     output = tmp_path / "out.jsonl"
     done = call("generate", "--server", server, "--input", input_file, "--output", output)
     assert done.code == 2
-    assert "server: expected HOST:PORT, got " in done.stderr
+    assert "server: expected HOST:PORT such as 127.0.0.1:8001" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not output.exists()
 

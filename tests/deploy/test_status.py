@@ -148,10 +148,14 @@ def test_a_server_that_is_none_is_named(call: Call) -> None:
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         done = call("status", "--server", address)
     assert done.code == 3
-    assert f"nothing listens at {address}" in done.stderr
+    assert f"reached at {address}: nothing listens there (connection refused)" in done.stderr
     done = call("status", "--server", "no.such.host.invalid:8001")
     assert done.code == 3
-    assert "no host is known as 'no.such.host.invalid'" in done.stderr
+    assert "the host name 'no.such.host.invalid' cannot be looked up" in done.stderr
+    done = call("status", "--server", "http://127.0.0.1:8001/")
+    assert done.code == 2
+    assert "server: expected HOST:PORT" in done.stderr
+    assert "give '127.0.0.1:8001' alone" in done.stderr
 
 
 def test_what_is_at_work_is_told(
