@@ -94,7 +94,10 @@ class TokenTree(Candidates):
         """
         path = [self._pinned[index] for index in accepted]
         assert [node.parent for node in path] == [self.root, *path][: len(path)], "no path"
-        return self._go_along(path, () if token_id is None else (token_id,))
+        after = () if token_id is None else (token_id,)
+        if self._apart:  # What continues them hangs from other nodes, if there is any.
+            return self._go_along([], (*[node.token_id for node in path], *after))
+        return self._go_along(path, after)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Commit tokens, whatever was verified. Candidates that continue them stay."""
