@@ -31,9 +31,8 @@ class Candidates:
     """
 
     __slots__ = (
+        "_apart",
         "_by_hash",
-        "_foreign",
-        "_foreign_draws",
         "_nodes",
         "_pinned",
         "_rank_chances",
@@ -54,10 +53,8 @@ class Candidates:
         self._nodes: list[Node] = []
         self._pinned: list[Node] = []
         self._by_hash: dict[int, Node] = {}
-        # Another drafter's, which are being verified, and of these the nodes of whose children the
-        # drafter of now has said nothing yet. Both by the nodes' ids.
-        self._foreign: frozenset[int] = frozenset()
-        self._foreign_draws: set[int] = set()
+        # Whether what is pinned is not held any more: a drafter drew it that has been replaced.
+        self._apart = False
         self._set_root(root)
 
     @property
@@ -102,12 +99,15 @@ class Candidates:
     def unpin(self) -> None:
         """There will be no verdict on what was pinned."""
         self._pinned = []
-        if self._foreign:
-            self._forget_foreign()
-            self._keep([])  # What the drafter of now drew may stand beside it.
+        self._apart = False
 
     def run_ahead_follows(self, accepted: Sequence[int]) -> bool:
-        """Whether candidates beyond the window continue this path, all of which was accepted."""
+        """Whether candidates beyond the window continue this path, all of which was accepted.
+
+        Not those of a drafter that did not draw the window.
+        """
+        if self._apart:
+            return False
         leaf = self._pinned[accepted[-1]] if accepted else self.root
         pinned = {id(node) for node in self._pinned}
         return bool(leaf.children) and not any(id(child) in pinned for child in leaf.children)
@@ -118,7 +118,7 @@ class Candidates:
         `token_id` None: nothing comes there yet.
         """
         leaf = self._pinned[accepted[-1]] if accepted else self.root
-        if token_id is None or not leaf.children:
+        if token_id is None or self._apart or not leaf.children:
             return Foresight.NOTHING
         if leaf.children[0].token_id == token_id:
             return Foresight.FIRST
@@ -126,16 +126,13 @@ class Candidates:
         return Foresight.BRANCH if held else Foresight.OTHERS
 
     def drop_run_ahead(self) -> None:
-        """Forget all candidates but those that are being verified: another drafter begins."""
-        self._keep(self._pinned)
-        if self._pinned:
-            self._foreign = frozenset(map(id, self._pinned))
-            self._foreign_draws = {id(self.root), *self._foreign}
-        else:
-            self._forget_foreign()
+        """Forget all candidates: another drafter begins.
 
-    def _forget_foreign(self) -> None:
-        self._foreign, self._foreign_draws = frozenset(), set()
+        Those that are being verified wait for their verdict apart from the tree. In the tree they
+        would be siblings of what the other drafter draws, with one distribution for both.
+        """
+        self._keep([])
+        self._apart = bool(self._pinned)
 
     def check_integrity(self) -> None:
         """Assert that the tree hangs together."""
@@ -148,7 +145,7 @@ class Candidates:
             assert node.prefix_hash == extend_hash(node.parent.prefix_hash, node.token_id)
             seen.add(id(node))
         assert sum(len(node.children) for node in [self.root, *self._nodes]) == len(self._nodes)
-        assert all(id(node) in seen for node in self._pinned)
+        assert self._apart or all(id(node) in seen for node in self._pinned)
         if self.verified_width is not None:
             for limit in (1, 4, MAX_WINDOW):
                 assert self.num_verifiable(limit) == len(self._choose(limit)), "counted otherwise"
@@ -158,13 +155,7 @@ class Candidates:
         root.parent = None
         self.root = root
         self._pinned = []
-        if self._foreign:
-            # What another drafter drew may not stand beside what the drafter of now did.
-            is_mixed = any(id(child) in self._foreign for child in root.children)
-            self._forget_foreign()
-            if is_mixed:
-                self._keep([])
-                return
+        self._apart = False
         self._keep_below(root)
 
     @property

@@ -98,11 +98,8 @@ class TokenTree(Candidates):
             places.append(place)
         for number, distribution in proposal.distributions.items():
             place = places[number]
-            if isinstance(place, Node) and (
-                place.distribution is None or id(place) in self._foreign_draws
-            ):
+            if isinstance(place, Node) and place.distribution is None:
                 place.distribution = distribution
-                self._foreign_draws.discard(id(place))
         return len(places) == 1 or places.count(None) < len(places) - 1
 
     def commit(self, accepted: Sequence[int], token_id: int | None) -> tuple[int, ...]:
@@ -112,7 +109,10 @@ class TokenTree(Candidates):
         """
         path = [self._pinned[index] for index in accepted]
         assert [node.parent for node in path] == [self.root, *path][: len(path)], "no path"
-        return self._go_along(path, () if token_id is None else (token_id,))
+        after = () if token_id is None else (token_id,)
+        if self._apart:  # What continues them hangs from other nodes, if there is any.
+            return self._go_along([], (*[node.token_id for node in path], *after))
+        return self._go_along(path, after)
 
     def advance(self, token_ids: Sequence[int]) -> None:
         """Commit tokens, whatever was verified. Candidates that continue them stay."""
@@ -179,7 +179,7 @@ class TokenTree(Candidates):
             self.repeats += 1
             return child
         if siblings and self.chain:
-            if any(node.parent is parent for node in self._pinned):
+            if not self._apart and any(node.parent is parent for node in self._pinned):
                 return None
             self._cut_chain(siblings[0])
         if len(self._nodes) >= max_nodes or len(parent.children) >= MAX_SIBLINGS:
@@ -207,7 +207,7 @@ class TokenTree(Candidates):
                     new[above] = new.get(above, 0) + count
                 else:
                     used.add(id(place))
-                    if place.multiplicity != count and id(place) not in self._foreign:
+                    if place.multiplicity != count:
                         raise ProtocolError(
                             f"expected {place.multiplicity} paths through token {token_id}, as was "
                             f"told before, got {count}"
@@ -215,7 +215,7 @@ class TokenTree(Candidates):
             places.append(place)
         for number, told in proposal.distributions.items():
             place = places[number]
-            if isinstance(place, Node) and id(place) not in self._foreign_draws:
+            if isinstance(place, Node):
                 before = place.distribution
                 if before is not None and not before.equals(told):
                     raise ProtocolError(
@@ -226,8 +226,7 @@ class TokenTree(Candidates):
             most = self._most_draws
             if self._counts_paths and above is not self.root:
                 most = above.multiplicity
-            held = [one for one in above.children if id(one) not in self._foreign]
-            total = count + sum(one.multiplicity for one in held)
+            total = count + sum(one.multiplicity for one in above.children)
             if total > most:
                 raise ProtocolError(
                     f"expected at most {most} draws after a prefix, as granted, got {total}"

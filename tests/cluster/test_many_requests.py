@@ -15,6 +15,7 @@ from cluster import many_requests
 from cluster.driver import Driver
 from cluster.generation import Generation
 from paceline import (
+    AsyncClient,
     Client,
     Completion,
     DeadlineError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,18 +10,39 @@ import pytest
 
 from cluster.decoding.policies import PolicyName
 from paceline.rules import Rule
-from tests.cluster.decoding.law_drafter import BegunModels
-from tests.cluster.decoding.law_world import Fault, Served, Timing, request, served
+from tests.cluster.decoding.law_drafter import (
+    BegunModels,
+    BranchingProposer,
+    EnumeratedProposer,
+)
+from tests.cluster.decoding.law_faults import Fault
+from tests.cluster.decoding.law_world import MakeProposer, Served, Timing, request, served
 from tests.workers.verification.enumeration import is_exact
+from workers.drafting.ngram import NgramProposer
+from workers.drafting.proposer import Proposer
+from workers.drafting.recycling import RecyclingProposer
 
 LOCKSTEP, PEARL, CHAIN = PolicyName.LOCKSTEP, PolicyName.PEARL, PolicyName.CHAIN
+FANOUT = PolicyName.FANOUT
+
+MODEL, OTHER_MODEL = "model", "other-model"
+"""Drafters with distributions of their own each."""
+
+PROPOSERS: dict[str, Callable[[BegunModels], Proposer]] = {
+    MODEL: EnumeratedProposer,
+    OTHER_MODEL: lambda models: EnumeratedProposer(BegunModels(models.vocab_size, "other")),
+    "ngram": lambda models: NgramProposer(),
+    "recycling": lambda models: RecyclingProposer(),
+    "branching": BranchingProposer,
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """How a rule is served. `length` counts the tokens looked at, the first of which is certain.
 
-    `fault`: when the target is lost, if it is.
+    `fault`: what goes wrong, if anything does. `drafters`: their kinds; where they are not merged,
+    the first works for the sequence.
     """
 
     rule: Rule
@@ -31,15 +53,18 @@ class Case:
     vocab_size: int
     fault: Fault | None = None
     length: int = 3
+    drafters: tuple[str, ...] = (MODEL,)
+    merge: bool = False
 
     def __str__(self) -> str:
         shape = f"{self.branches}x{self.window}of{self.vocab_size}"
         when = f"{self.timing.during}late{self.timing.late}"
-        name = f"{self.rule.value}-{self.policy.value}-{shape}-{when}"
-        if self.fault is None:
-            return name
-        too = "-drafter-too" if self.fault.drafter_too else ""
-        return f"{name}-lost{self.fault.step}away{self.fault.away}{too}"
+        parts = [self.rule.value, self.policy.value, shape, when]
+        if self.drafters != (MODEL,):
+            parts += self.drafters
+        if self.fault is not None:
+            parts.append(str(self.fault))
+        return "-".join(parts)
 
     @property
     def models(self) -> BegunModels:
@@ -52,14 +77,22 @@ class Case:
             branches=self.branches,
             window=self.window,
             max_tokens=self.length + 1,
+            merge=self.merge,
         )
-        return served(self.models, asked, self.timing, self.length, fault=self.fault)
+        models = self.models
 
-    def check_exact(self) -> None:
+        def make_of(kind: str) -> MakeProposer:
+            return lambda: PROPOSERS[kind](models)
+
+        makes = {f"{number}-{kind}": make_of(kind) for number, kind in enumerate(self.drafters)}
+        return served(models, asked, self.timing, self.length, makes=makes, fault=self.fault)
+
+    def check_exact(self) -> Served:
         """The law is the target's own, and candidates were verified on the way."""
         found = self.serve()
         assert is_exact(self.models, found.law)
         assert max(part.window for part in found.windows) > 0
+        return found
 
     def check_noticed(self) -> None:
         """The law is another one, and by more than rounding."""

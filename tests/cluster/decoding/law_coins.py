@@ -21,32 +21,32 @@ from workers.verification.draft_probs import SparseProbs
 
 @dataclass
 class NamedCoins:
-    """Coins by name. A name's uniform that was tested before lies where the tests left it."""
+    """Coins by name. A name stands for one uniform, which lies where earlier uses left it."""
 
     coins: Coins
-    _fixed: dict[tuple[object, ...], object] = field(default_factory=dict)
     _spans: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
     def choice(self, name: tuple[object, ...], probs: Sequence[float]) -> int:
-        """A side with these probabilities; by the same name always of the same ones."""
-        told = tuple(probs)
-        known = self._fixed.get(name)
-        if known is None:
-            known = self._fixed[name] = (self.coins.toss(probs), told)
-        assert isinstance(known, tuple)
-        side, before = known
-        assert before == told, f"the noise {name} is used for two distributions"
-        assert isinstance(side, int)
+        """A side with these probabilities: that which the name's uniform falls on.
+
+        The sides lie end to end from 0 to 1. So by the same name the same probabilities give the
+        same side, and two drafters that draw with one noise from two distributions often agree.
+        """
+        low, high = self._spans.get(name, (0.0, 1.0))
+        ends = [*itertools.accumulate(probs)]
+        last = max(side for side, probability in enumerate(probs) if probability > 0)
+        ends[last:] = [1.0] * (len(ends) - last)  # rounding must not open another side
+        parts = [
+            (max(low, start), min(high, end))
+            for start, end in zip([0.0, *ends], ends, strict=False)
+        ]
+        side = self.coins.toss([max(0.0, end - start) / (high - low) for start, end in parts])
+        self._spans[name] = parts[side]
         return side
 
     def below(self, name: tuple[object, ...], probability: float) -> bool:
         """Whether a uniform is below this."""
-        low, high = self._spans.get(name, (0.0, 1.0))
-        cut = min(max(probability, low), high)
-        share = (cut - low) / (high - low)
-        is_below = self.coins.toss([share, 1 - share]) == 0
-        self._spans[name] = (low, cut) if is_below else (cut, high)
-        return is_below
+        return self.choice(name, (probability, 1 - probability)) == 0
 
 
 @dataclass

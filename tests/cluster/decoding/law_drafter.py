@@ -1,4 +1,4 @@
-"""A drafter whose distributions are TinyModels', with production's growth and stopping."""
+"""Drafters whose distributions are TinyModels'."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.rules import Rule
 from tests.workers.verification.enumeration import Prefix, TinyModels
+from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.draw import MODEL_RULES
 from workers.drafting.growth import Growth
-from workers.drafting.nodes import Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.nodes import ROOT, Kept, NewNodes
+from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree
@@ -34,7 +36,7 @@ class BegunModels(TinyModels):
 
 
 class EnumeratedProposer:
-    """Drafts as a model drafter does, from the distributions of TinyModels."""
+    """Drafts as a model drafter does, with production's growth and stopping."""
 
     def __init__(self, models: TinyModels) -> None:
         self._models = models
@@ -82,3 +84,56 @@ class EnumeratedProposer:
         logits_V = torch.full((self._models.vocab_size,), -torch.inf)
         logits_V[torch.from_numpy(sparse.token_ids_M)] = torch.from_numpy(sparse.probs_M).log()
         return logits_V
+
+
+class BranchingProposer(TakesNoTime):
+    """Drafts by no draw: the chain of the likeliest tokens, and beside each the next likeliest.
+
+    So that under `fanout` there are branches that no step verifies before the chain is refused.
+    """
+
+    def __init__(self, models: TinyModels) -> None:
+        self._models = models
+
+    @property
+    def info(self) -> DrafterInfo:
+        rules = frozenset({Rule.ONE_HOT})
+        return DrafterInfo("branching", "tiny", self._models.vocab_size, b"", 1000, rules)
+
+    def open(self, tree: DraftTree) -> None:
+        pass
+
+    def close(self, tree: DraftTree) -> None:
+        pass
+
+    def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
+        pass
+
+    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
+        """The chain with a token after each of its branches, as far as the grant goes."""
+        result = Pass(took_part=list(trees))
+        for tree in trees:
+            token_ids: list[int] = []
+            parents: list[int] = []
+            path, above = tuple(tree.committed[len(PROMPT) :]), ROOT
+            for _ in range(tree.room(ROOT)):
+                first, *others = self._ranked(path)
+                token_ids.append(first)
+                parents.append(above)
+                first_node = len(token_ids)
+                for other in others[:1]:
+                    token_ids += [other, self._ranked((*path, other))[0]]
+                    parents += [above, len(token_ids) - 1]
+                path, above = (*path, first), first_node
+            new = unknown_part(tree, token_ids, parents)
+            result.drafts.append(Draft(tree, new, grant_used=True))
+        return result
+
+    def check_integrity(self, trees: Sequence[DraftTree]) -> None:
+        pass
+
+    def _ranked(self, path: Prefix) -> list[int]:
+        """Tokens that the drafter thinks possible, the likeliest first."""
+        sparse = self._models.draft(path)
+        order = np.argsort(-sparse.probs_M, stable=True)
+        return [int(sparse.token_ids_M[index]) for index in order]

@@ -7,6 +7,7 @@ is the same number, so a coin that is used twice shows in the law.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from cluster.decoding.events import (
     Admitted,
+    DraftDeclined,
     DrafterJoined,
     DrafterLost,
     Event,
@@ -26,6 +28,7 @@ from cluster.decoding.events import (
     TargetJoined,
     TargetLost,
     Tick,
+    TopTokens,
 )
 from cluster.decoding.instructions import (
     CloseDraft,
@@ -43,10 +46,11 @@ from cluster.decoding.scheduler import Scheduler
 from paceline.rules import Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.decoding.law_coins import NamedCoins, WindowCoins, draw_with
-from tests.cluster.decoding.law_drafter import PROMPT, EnumeratedProposer
+from tests.cluster.decoding.law_drafter import PROMPT
+from tests.cluster.decoding.law_faults import DrafterFault, Fault, Preemption, TargetFault, Way
 from tests.workers.verification.enumeration import Coins, Prefix, TinyModels
+from workers.drafting import proposer
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.draw import MODEL_RULES
 from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
@@ -55,7 +59,11 @@ from workers.verification.verify import begin_node
 from workers.verification.walk import Coins as WalkCoins
 from workers.verification.walk import Node, walk
 
-DRAFTER = "d"
+ELDER, OURS = 1, 2
+"""The sequence that may take blocks, and the one whose law is enumerated."""
+
+MakeProposer = Callable[[], proposer.Proposer]
+"""A drafter's start: what it learned before is forgotten."""
 
 
 @dataclass(frozen=True)
@@ -66,85 +74,16 @@ class Timing:
     late: int = 0
 
 
-@dataclass(frozen=True)
-class Fault:
-    """The target is lost while it computes its step number `step`, the prompt's being the first.
+class Drafter:
+    """A drafter's process: production's desk with one stream."""
 
-    What was drafted in `away` passes arrives before it is back. `drafter_too`: that ends with the
-    target, and starts again when the target is back.
-    """
+    def __init__(self, make: MakeProposer) -> None:
+        self.desk = DraftingDesk(make(), max_sequences=1)
+        self.session = self.desk.open_session()
 
-    step: int
-    away: int = 0
-    drafter_too: bool = False
-
-
-@dataclass
-class LawWorld:
-    """One request served once, with coins that fall as `named` says."""
-
-    models: TinyModels
-    request: Request
-    named: NamedCoins
-    timing: Timing
-    fault: Fault | None = None
-    windows: list[Slice] = field(default_factory=list)
-    text: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._scheduler = Scheduler(prefix_cache=False)
-        self._start_drafter()
-        self._step: RunStep | None = None
-        self._num_steps = 0
-        self._finished = False
-        self._now = 0.0
-
-    def serve(self, length: int) -> tuple[int, ...]:
-        """The first so many tokens of the text."""
-        self._join_target()
-        self._send(DrafterJoined(0.0, DRAFTER, 1000, rules=MODEL_RULES))
-        self._send(Admitted(0.0, self.request))
-        while len(self.text) < length and not self._finished:
-            if self._step is None:
-                if not self._deliver(self._draft()):
-                    self._now += 10.0
-                    self._send(Tick(self._now))
-                continue
-            sent = [self._draft() for _ in range(self.timing.during)]
-            in_time = len(sent) - self.timing.late
-            for proposals in sent[:in_time]:
-                self._deliver(proposals)
-            if self.fault is not None and self._num_steps == self.fault.step:
-                self._fail(self.fault)
-                continue
-            step, self._step = self._step, None
-            verdicts = tuple(self._verdict(part) for part in step.slices if part.verdict)
-            self._send(StepDone(self._now, step.step, verdicts, 0.01))
-            for proposals in sent[in_time:]:
-                self._deliver(proposals)
-        return tuple(self.text[:length])
-
-    def _join_target(self) -> None:
-        self._send(TargetJoined(self._now, self.models.vocab_size, 100, 16, 16))
-
-    def _start_drafter(self) -> None:
-        self._desk = DraftingDesk(EnumeratedProposer(self.models), max_sequences=1)
-        self._session = self._desk.open_session()
-
-    def _fail(self, fault: Fault) -> None:
-        """The step in flight gets no answer."""
-        self._step = None
-        self._send(TargetLost(self._now))
-        if fault.drafter_too:
-            self._send(DrafterLost(self._now, DRAFTER))
-            self._start_drafter()
-            self._send(DrafterJoined(self._now, DRAFTER, 1000, rules=MODEL_RULES))
-        for _ in range(fault.away):
-            self._deliver(self._draft())
-        self._join_target()
-
-    def _draft(self) -> tuple[Proposal, ...]:
-        if not self._desk.has_work:
+    def draft(self) -> tuple[Proposal, ...]:
+        """What one pass gives."""
+        if not self.desk.has_work:
             return ()
         return tuple(
             Proposal(
@@ -157,44 +96,191 @@ class LawWorld:
                 made.multiplicities,
                 made.distributions,
             )
-            for news in self._desk.run_pass()
+            for news in self.desk.run_pass()
             for made in news.proposals
         )
 
-    def _deliver(self, proposals: tuple[Proposal, ...]) -> bool:
-        if proposals:
-            self._send(Proposed(self._now, DRAFTER, proposals))
-        return bool(proposals)
+
+@dataclass
+class LawWorld:
+    """One request served once, with coins that fall as `named` says.
+
+    `makes`: the drafters by name. The first by name works for the sequence as long as it can.
+    """
+
+    models: TinyModels
+    request: Request
+    named: NamedCoins
+    timing: Timing
+    makes: Mapping[str, MakeProposer]
+    fault: Fault | None = None
+    windows: list[Slice] = field(default_factory=list)
+    preempted_with: list[int] = field(default_factory=list)
+    """How many candidates were held each time that the sequence lost its blocks."""
+    text: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._scheduler = Scheduler(prefix_cache=False)
+        self._drafters: dict[str, Drafter] = {}
+        self._step: RunStep | None = None
+        self._num_steps = 0
+        self._finished = False
+        self._now = 0.0
+
+    def serve(self, length: int) -> tuple[int, ...]:
+        """The first `length` tokens of the text."""
+        self._join_target()
+        for name in self.makes:
+            self._join_drafter(name)
+        if isinstance(self.fault, Preemption):
+            self._send(Admitted(0.0, _elder(self.fault)))
+        self._send(Admitted(0.0, self.request))
+        while len(self.text) < length and not self._finished:
+            if self._step is None:
+                if not self._deliver(self._draft()):
+                    self._now += 10.0
+                    self._send(Tick(self._now))
+                continue
+            late = self._passes_in_step()
+            fault = self.fault
+            target_ends = isinstance(fault, TargetFault) or (
+                isinstance(fault, DrafterFault) and fault.target_away
+            )
+            if target_ends and fault is not None and self._is_due(fault):
+                self._lose_target(fault if isinstance(fault, TargetFault) else TargetFault(0))
+                continue
+            step, self._step = self._step, None
+            verdicts = self._verdicts(step)
+            self.windows += [part for part in step.slices if part.sequence_id == OURS]
+            self._send(StepDone(self._now, step.step, verdicts, 0.01))
+            for proposals in late:
+                self._deliver(proposals)
+        return tuple(self.text[:length])
+
+    def _passes_in_step(self) -> list[dict[str, tuple[Proposal, ...]]]:
+        """Let the drafters work beside the step; what comes after it."""
+        fault, late = self.fault, []
+        in_time = self.timing.during - self.timing.late
+        for number in range(self.timing.during + 1):
+            if isinstance(fault, DrafterFault) and self._is_due(fault) and number == fault.passes:
+                self._change_drafter(fault.way)
+            if number == self.timing.during:
+                break
+            proposals = self._draft()
+            if number < in_time:
+                self._deliver(proposals)
+            else:
+                late.append(proposals)
+        return late
+
+    def _is_due(self, fault: Fault) -> bool:
+        return not isinstance(fault, Preemption) and self._num_steps == fault.step
+
+    def _join_target(self) -> None:
+        size, count = 16, 16
+        if isinstance(self.fault, Preemption):
+            size, count = 2, self.fault.num_blocks
+        self._send(TargetJoined(self._now, self.models.vocab_size, 100, size, count))
+
+    def _join_drafter(self, name: str) -> None:
+        drafter = self._drafters[name] = Drafter(self.makes[name])
+        info = drafter.desk.info
+        self._send(
+            DrafterJoined(
+                self._now,
+                name,
+                1000,
+                kind=info.kind,
+                rules=info.rules,
+                wants_top_tokens=info.wants_top_tokens,
+            )
+        )
+
+    def _change_drafter(self, way: Way) -> None:
+        """The first drafter ceases to work for the sequence."""
+        name = min(self._drafters)
+        if way is Way.DECLINES:
+            self._drafters[name].session.close(OURS)
+            self._send(DraftDeclined(self._now, name, OURS))
+            return
+        del self._drafters[name]
+        self._send(DrafterLost(self._now, name))
+        if way is Way.RESTARTS:
+            self._join_drafter(name)
+
+    def _lose_target(self, fault: TargetFault) -> None:
+        """The step in flight gets no answer."""
+        if fault.verified and self._step is not None:
+            self._verdicts(self._step)
+        self._step = None
+        self._send(TargetLost(self._now))
+        if fault.drafter_too:
+            for name in self.makes:
+                self._send(DrafterLost(self._now, name))
+                self._join_drafter(name)
+        for _ in range(fault.away):
+            self._deliver(self._draft())
+        self._join_target()
+
+    def _draft(self) -> dict[str, tuple[Proposal, ...]]:
+        """A pass of each drafter."""
+        return {name: drafter.draft() for name, drafter in self._drafters.items()}
+
+    def _deliver(self, proposals: Mapping[str, tuple[Proposal, ...]]) -> bool:
+        for name, told in proposals.items():
+            if told:
+                self._send(Proposed(self._now, name, told))
+        return any(proposals.values())
 
     def _send(self, event: Event) -> None:
+        preemptions = self._scheduler.num_preemptions
         for instruction in self._scheduler.handle(event):
             match instruction:
                 case RunStep():
                     self._step = instruction
                     self._num_steps += 1
-                case Emit(_, offset, token_ids):
+                case Emit(sequence_id, offset, token_ids) if sequence_id == OURS:
                     assert offset == len(self.text)
                     self.text.extend(token_ids)
-                case Finish():
+                case Finish(sequence_id) if sequence_id == OURS:
                     self._finished = True
-                case OpenDraft(_, sequence_id, spec, token_ids, stopping, _, vocab_size):
-                    declined = self._session.open(
+                case OpenDraft(name, sequence_id, spec, token_ids, stopping, _, vocab_size):
+                    declined = self._drafters[name].session.open(
                         sequence_id, spec, token_ids, stopping=stopping, vocab_size=vocab_size
                     )
                     assert declined is None
-                case SendOutcome(_, sequence_id, position, token_ids):
-                    self._session.outcome(sequence_id, position, token_ids)
-                case Grant(_, sequence_id, until, branches, nodes):
-                    self._session.grant(sequence_id, DraftGrant(until, branches, nodes))
-                case CloseDraft(_, sequence_id):
-                    self._session.close(sequence_id)
-                case WakeAt():
+                case SendOutcome(name, sequence_id, position, token_ids, top_tokens):
+                    told = [
+                        proposer.TopTokens(one.token_id, one.top_ids, one.previous_id)
+                        for one in top_tokens
+                    ]
+                    self._drafters[name].session.outcome(sequence_id, position, token_ids, told)
+                case Grant(name, sequence_id):
+                    self._drafters[name].session.grant(sequence_id, _grant_of(instruction))
+                case CloseDraft(name, sequence_id):
+                    self._drafters[name].session.close(sequence_id)
+                case Emit() | Finish() | WakeAt():
                     pass
                 case other:
                     raise AssertionError(other)
+        if self.fault is not None:
+            self._scheduler.check_integrity()
+        if self._scheduler.num_preemptions > preemptions:
+            sequence = self._scheduler._state.find(OURS)
+            assert sequence is not None
+            assert sequence.kv.group is None, "another sequence lost its blocks"
+            self.preempted_with.append(sequence.tree.num_candidates)
+
+    def _verdicts(self, step: RunStep) -> tuple[SequenceVerdict, ...]:
+        return tuple(
+            self._verdict(part)
+            if part.sequence_id == OURS
+            else SequenceVerdict(part.sequence_id, 0, 0)
+            for part in step.slices
+            if part.verdict
+        )
 
     def _verdict(self, part: Slice) -> SequenceVerdict:
-        self.windows.append(part)
         rule = self.request.spec.rule
         tokens = part.token_ids[len(part.token_ids) - part.window :]
         parents = part.parents or tuple(range(part.window))
@@ -209,7 +295,37 @@ class LawWorld:
             target_V = self.models.target_V((*prefix, *tree.tokens_of(accepted)))
             name = ("plain", len(prefix) + len(accepted))
             token_id = self.named.choice(name, target_V.tolist())
-        return SequenceVerdict(part.sequence_id, len(accepted), token_id, accepted)
+        top_tokens = self._top_tokens(part, tree) if part.top_tokens else ()
+        return SequenceVerdict(part.sequence_id, len(accepted), token_id, accepted, top_tokens)
+
+    def _top_tokens(self, part: Slice, tree: CandidateTree) -> tuple[TopTokens, ...]:
+        """The target's likeliest tokens after each token of the slice, for drafters that learn."""
+        paths = [(*PROMPT, *self.text)[: part.start + 1 + n] for n in range(len(part.token_ids))]
+        first = len(part.token_ids) - part.window
+        for index, (token_id, parent) in enumerate(
+            zip(tree.token_ids, tree.parents, strict=True), start=first
+        ):
+            paths[index] = (*paths[first - 1 + parent], token_id)
+        return tuple(
+            TopTokens(
+                path[-1],
+                tuple(np.argsort(-self.models.target_V(path[len(PROMPT) :]), stable=True).tolist()),
+                path[-2] if len(path) > 1 else None,
+            )
+            for path in paths
+        )
+
+
+def _grant_of(grant: Grant) -> DraftGrant:
+    return DraftGrant(
+        grant.until_position,
+        grant.branches,
+        grant.nodes,
+        drafting_is_free=grant.drafting_is_free,
+        fan_out=grant.fan_out,
+        share=grant.share,
+        shares=grant.shares,
+    )
 
 
 def verdict_of(
@@ -237,20 +353,37 @@ def request(
     window: int,
     max_tokens: int,
     stopping: Stopping = Stopping.FIXED,
+    merge: bool = False,
 ) -> Request:
     """A request of a token's prompt."""
     spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=len(PROMPT), rule=rule)
     return Request(
-        1, PROMPT, spec, max_tokens, policy, window, branches=branches, stopping=stopping
+        OURS,
+        PROMPT,
+        spec,
+        max_tokens,
+        policy,
+        window,
+        branches=branches,
+        stopping=stopping,
+        merge=merge,
     )
+
+
+def _elder(fault: Preemption) -> Request:
+    """An older request, of plain decoding, whose tokens are all certain."""
+    spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=fault.prompt_length)
+    prompt = (0,) * fault.prompt_length
+    return Request(ELDER, prompt, spec, fault.max_tokens, PolicyName.OFF, window=0)
 
 
 @dataclass
 class Served:
-    """The law [V] * length of the first tokens, over all coins, and the windows on the way."""
+    """The law [V] * length of the first tokens, over all coins, and what happened on the way."""
 
     law: NDArray[np.float64]
     windows: list[Slice] = field(default_factory=list)
+    preempted_with: list[int] = field(default_factory=list)
 
 
 def served(
@@ -259,6 +392,7 @@ def served(
     timing: Timing,
     length: int,
     *,
+    makes: Mapping[str, MakeProposer],
     fault: Fault | None = None,
 ) -> Served:
     """Serve one request once for every fall of the coins."""
@@ -269,7 +403,17 @@ def served(
         named = NamedCoins(coins)
         with pytest.MonkeyPatch.context() as patch:
             draw_with(named, patch)
-            text = LawWorld(models, request, named, timing, fault, found.windows).serve(length)
+            world = LawWorld(
+                models,
+                request,
+                named,
+                timing,
+                makes,
+                fault,
+                found.windows,
+                found.preempted_with,
+            )
+            text = world.serve(length)
         found.law[text] += coins.probability
         if not coins.turn():
             return found

@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.decoding.sequence import Sequence
-from cluster.decoding.token_tree import TokenTree
 from paceline.rules import Rule
+from tests.cluster.decoding.law_breaks import forget_some_of_what_was_lost
 from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, PEARL, Case
-from tests.cluster.decoding.law_world import Fault, Timing
+from tests.cluster.decoding.law_faults import TargetFault as Fault
+from tests.cluster.decoding.law_world import Timing
 from tests.cluster.served_laws import trusts_what_was_drafted
 
 REJECTION = Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3, Fault(2))
@@ -55,20 +55,8 @@ def test_candidates_of_before_are_verified_after() -> None:
 # Negative controls: each is wrong by more than rounding.
 
 
-def _forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
-    """Of a window without a verdict, candidates are kept if they are of a certain token."""
-    forget = Sequence.forget_kv
-
-    def by_value(self: Sequence) -> None:
-        tree: TokenTree = self.tree
-        forget(self)
-        tree._keep([node for node in tree._nodes if node.token_id == 0])
-
-    patch.setattr(Sequence, "forget_kv", by_value)
-
-
 @pytest.mark.parametrize("case", [REJECTION, KSEQ, RECURSIVE], ids=str)
-@pytest.mark.parametrize("broken", [trusts_what_was_drafted, _forget_some_of_what_was_lost])
+@pytest.mark.parametrize("broken", [trusts_what_was_drafted, forget_some_of_what_was_lost])
 def test_what_is_broken_is_noticed(
     case: Case, broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,18 +15,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cluster.decoding import answers
-from cluster.decoding.events import Proposal, Request, SequenceVerdict
+from cluster.decoding.events import Request
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
-from cluster.decoding.verdicts import gives_up_bonus
 from cluster.decoding.windows import Window
-from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule
+from tests.cluster.decoding.law_breaks import bonus_where_it_agrees
 from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, PEARL, Case
 from tests.cluster.decoding.law_coins import NamedCoins
-from tests.cluster.decoding.law_drafter import PROMPT
-from tests.cluster.decoding.law_world import Timing, request, verdict_of
+from tests.cluster.decoding.law_windows import attach, verify_window
+from tests.cluster.decoding.law_world import Timing, request
 from tests.workers.verification.enumeration import (
     Coins,
     TinyModels,
@@ -37,7 +35,6 @@ from tests.workers.verification.enumeration import (
 from workers.drafting.draw import draw_children
 from workers.drafting.expansions import Children
 from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs
 from workers.verification.kseq import KSeqNode
 
 CASES = (
@@ -96,35 +93,11 @@ def _committed(
     models: TinyModels, asked: Request, tree: CandidateTree, coins: Coins
 ) -> tuple[int, ...]:
     """What the windows of one tree commit, until none of it is left."""
-    sequence, held = Sequence.admitted(asked, 0.0), models.draft_probs(tree).of_node
-    sequence.tree.attach(
-        Proposal(
-            1,
-            1,
-            hash_prefix(PROMPT),
-            tree.token_ids,
-            False,
-            tree.parents,
-            tree.multiplicities,
-            held,
-        ),
-        until_position=99,
-        max_nodes=99,
-    )
-    while True:
-        window = sequence.tree.pin(asked.window, num_paths=asked.branches)
-        tokens = tuple(sequence.tree.token_ids[1:])
-        if not window.token_ids:
-            return tokens
-        parents = window.parents or tuple(range(len(window.token_ids)))
-        candidates = CandidateTree(window.token_ids, parents, window.multiplicities)
-        probs = DraftProbs(window.distributions)
-        accepted, token_id = verdict_of(models, Rule.KSEQ, tokens, candidates, probs, coins)
-        if token_id is None and not gives_up_bonus(sequence, accepted):
-            token_id = coins.toss(
-                models.target_V((*tokens, *candidates.tokens_of(accepted))).tolist()
-            )
-        sequence.tree.commit(accepted, token_id)
+    sequence = Sequence.admitted(asked, 0.0)
+    attach(sequence, models, tree)
+    while verify_window(sequence, models, coins):
+        pass
+    return tuple(sequence.tree.token_ids[1:])
 
 
 @pytest.mark.parametrize(
@@ -191,25 +164,6 @@ def _keep_the_likelier_sibling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("workers.drafting.draw.draw_children", pruned)
 
 
-def _bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
-    """The bonus is taken where the run-ahead begins with it, and given up elsewhere."""
-    commit = answers._commit
-    bonus: list[int] = []
-
-    def noting(*args: Any) -> None:
-        bonus[:] = [one.token_id for one in args if isinstance(one, SequenceVerdict)]
-        commit(*args)
-
-    def by_value(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
-        tree = sequence.tree
-        leaf = tree._pinned[accepted[-1]] if accepted else tree.root
-        agrees = bonus[0] in [child.token_id for child in leaf.children]
-        return gives_up_bonus(sequence, accepted) and not agrees
-
-    patch.setattr(answers, "_commit", noting)
-    patch.setattr("cluster.decoding.answers.gives_up_bonus", by_value)
-
-
 def _one_uniform_a_position(patch: pytest.MonkeyPatch) -> None:
     """All tests of a position share a uniform."""
     below = NamedCoins.below
@@ -240,11 +194,11 @@ PRE_AND_POST = next(case for case in CASES if case.policy is PEARL)
     [
         (KSEQ, _forget_multiplicities),
         (KSEQ, _count_paths_that_are_gone),
-        (KSEQ, _bonus_where_it_agrees),
+        (KSEQ, bonus_where_it_agrees),
         (KSEQ, _one_uniform_a_position),
         (RECURSIVE, _keep_the_likelier_sibling),
-        (REJECTION, _bonus_where_it_agrees),
-        (PRE_AND_POST, _bonus_where_it_agrees),
+        (REJECTION, bonus_where_it_agrees),
+        (PRE_AND_POST, bonus_where_it_agrees),
         (PRE_AND_POST, _one_uniform_for_all),
     ],
     ids=lambda value: str(value) if isinstance(value, Case) else value.__name__,

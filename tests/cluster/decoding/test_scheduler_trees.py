@@ -139,10 +139,10 @@ def test_draws_of_two_drafters_are_not_left_side_by_side() -> None:
         scheduler.handle(Proposed(0.8, "e", (made,)))
         sequence = scheduler._state.find(1)
         assert sequence is not None
-        assert sequence.tree.num_candidates == 3
+        assert sequence.tree.num_candidates == 2
         if target_lost:
             scheduler.handle(TargetLost(0.9))
-            assert sequence.tree.num_candidates == 0
+            assert sequence.tree.pin(4).token_ids == (14, 15)
         else:
             scheduler.handle(verdict(3, 0, 14))
             assert sequence.tree.root.token_id == 14

@@ -1,0 +1,64 @@
+"""Ways to break the law, which the checks of law_cases.py must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster.decoding import answers
+from cluster.decoding.events import SequenceVerdict
+from cluster.decoding.sequence import Sequence
+from cluster.decoding.token_tree import TokenTree
+from cluster.decoding.verdicts import gives_up_bonus
+
+
+def bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
+    """The bonus is taken where the run-ahead begins with it, and given up elsewhere."""
+    commit = answers._commit
+    bonus: list[int] = []
+
+    def noting(*args: Any) -> None:
+        bonus[:] = [one.token_id for one in args if isinstance(one, SequenceVerdict)]
+        commit(*args)
+
+    def by_value(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
+        tree = sequence.tree
+        leaf = tree._pinned[accepted[-1]] if accepted else tree.root
+        agrees = bonus[0] in [child.token_id for child in leaf.children]
+        return gives_up_bonus(sequence, accepted) and not agrees
+
+    patch.setattr(answers, "_commit", noting)
+    patch.setattr("cluster.decoding.answers.gives_up_bonus", by_value)
+
+
+def forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
+    """When a sequence loses its KV, candidates are kept if they are of a certain token."""
+    forget = Sequence.forget_kv
+
+    def by_value(self: Sequence) -> None:
+        tree: TokenTree = self.tree
+        forget(self)
+        tree._keep([node for node in tree._nodes if node.token_id == 0])
+
+    patch.setattr(Sequence, "forget_kv", by_value)
+
+
+def keep_the_run_ahead(patch: pytest.MonkeyPatch) -> None:
+    """Another drafter's draws come to stand beside those of the drafter before."""
+    patch.setattr(TokenTree, "drop_run_ahead", lambda tree: None)
+
+
+def drop_some_of_the_run_ahead(patch: pytest.MonkeyPatch) -> None:
+    """When another drafter begins, candidates are kept if they are of a certain token."""
+
+    def by_value(tree: TokenTree) -> None:
+        pinned = {id(node) for node in tree._pinned}
+        tree._keep([n for n in tree._nodes if n.token_id == 0 or id(n) in pinned])
+
+    patch.setattr(TokenTree, "drop_run_ahead", by_value)
+
+
+def keep_the_window_in_the_tree(patch: pytest.MonkeyPatch) -> None:
+    """What is being verified stays in the tree when another drafter begins, which adds to it."""
+    patch.setattr(TokenTree, "drop_run_ahead", lambda tree: tree._keep(tree._pinned))

@@ -1,0 +1,76 @@
+"""What goes wrong while a request is served whose law is enumerated (law_world.py).
+
+When it goes wrong is fixed beforehand, by counting steps and passes: a fault that looks at a token
+would change the law, whatever Paceline did.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Way(enum.Enum):
+    """How a drafter ceases to work for the sequence."""
+
+    LOST = "lost"
+    """Its stream broke. Another drafter that is there takes over."""
+    DECLINES = "declines"
+    """It sends `Declined`. Another drafter that is there takes over."""
+    RESTARTS = "restarts"
+    """Its stream broke, and at once it is back with nothing known."""
+
+
+@dataclass(frozen=True)
+class TargetFault:
+    """The target is lost while it computes its step number `step`, the prompt's being the first.
+
+    `away`: passes whose drafts arrive before it is back. `drafter_too`: the drafter ends with the
+    target, and starts again when the target is back. `verified`: the step was verified, and only
+    its answer is lost.
+    """
+
+    step: int
+    away: int = 0
+    drafter_too: bool = False
+    verified: bool = False
+
+    def __str__(self) -> str:
+        too = "-drafter-too" if self.drafter_too else ""
+        verified = "-verified" if self.verified else ""
+        return f"lost{self.step}away{self.away}{too}{verified}"
+
+
+@dataclass(frozen=True)
+class DrafterFault:
+    """The sequence's drafter ceases to work for it, after `passes` passes during step `step`.
+
+    `target_away`: the target is lost in that step, too, after this.
+    """
+
+    step: int
+    passes: int
+    way: Way
+    target_away: bool = False
+
+    def __str__(self) -> str:
+        too = "-target-too" if self.target_away else ""
+        return f"{self.way.value}{self.step}after{self.passes}{too}"
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """An older sequence of `prompt_length` tokens takes the KV blocks of the one that is looked at.
+
+    There are `num_blocks` blocks of two tokens. The older one ends after `max_tokens` tokens.
+    """
+
+    prompt_length: int
+    max_tokens: int
+    num_blocks: int
+
+    def __str__(self) -> str:
+        return f"preempted{self.prompt_length}-{self.max_tokens}-{self.num_blocks}"
+
+
+Fault = TargetFault | DrafterFault | Preemption
