@@ -22,7 +22,6 @@ from workers.engine.slices import Slice
 from workers.slice_candidates import Candidates, read_candidates
 from workers.tree_slots import TreeSlots
 
-
 _NO_SPEC = SequenceSpec(SamplingParams(), seed=0, prompt_length=0)
 
 
@@ -40,8 +39,8 @@ class EngineLimits:
 class _Sequence:
     spec: SequenceSpec
     fault: str | None = None
-    """Why its spec was refused: it is fed like others, whose prefix it may compute, and its verdicts
-    say this."""
+    """Why its spec was refused. It is fed like others, who may share its prefix; its verdicts say
+    this."""
     token_ids: list[int] = field(default_factory=list)
     block_table: list[int] = field(default_factory=list)
     tree: TreeSlots | None = None

@@ -127,9 +127,7 @@ class DecodingState:
             return
         suspects = self.waiting.suspects
         takers = [
-            one
-            for one in self.running
-            if one.policy.replicates and one.sequence_id not in suspects
+            one for one in self.running if one.policy.replicates and one.sequence_id not in suspects
         ]
         if not takers:
             return

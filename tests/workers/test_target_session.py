@@ -85,9 +85,7 @@ BAD_SPECS: dict[str, types_pb2.SequenceSpec] = {
     "logit_bias: token id 100 is not": spec_to_wire(
         SequenceSpec(SamplingParams(logit_bias={100: 1}), seed=0, prompt_length=1)
     ),
-    "sampling: expected sampling": types_pb2.SequenceSpec(
-        rule=types_pb2.VERIFICATION_RULE_COUPLED
-    ),
+    "sampling: expected sampling": types_pb2.SequenceSpec(rule=types_pb2.VERIFICATION_RULE_COUPLED),
 }
 
 

@@ -93,7 +93,9 @@ class ReplayEngine:
                 window = 1 + len(task.candidates.tree)
                 parts.append((task, rows.digests[end - window : end]))
         judged = judge_each(self._judge, parts)
-        found = [message_of(verdict, task) for verdict, (task, _) in zip(judged, parts, strict=True)]
+        found = [
+            message_of(verdict, task) for verdict, (task, _) in zip(judged, parts, strict=True)
+        ]
         self.forward_end = self.clock.finish(self._begin, self.forward_seconds)
         self.forward_seconds += self.clock.overrun_seconds
         return found

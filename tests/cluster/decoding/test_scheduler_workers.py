@@ -19,7 +19,6 @@ from cluster.decoding.events import (
     TargetLost,
 )
 from cluster.decoding.instructions import (
-    CloseDraft,
     Emit,
     Grant,
     OpenDraft,
