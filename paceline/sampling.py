@@ -9,11 +9,11 @@ from paceline.errors import InvalidRequestError
 from paceline.rules import Rule
 
 MAX_LOGIT_BIAS = 10_000.0
-"""Largest size of a bias. Far beyond any difference of logits (OpenAI allows 100), and small enough
-that no logit leaves float32 for it, whatever penalty comes on top: -inf is for masked tokens alone."""
+"""Largest size of a bias. Far beyond any difference of logits (OpenAI allows 100), and so small that
+no logit leaves float32 for it, whatever penalty comes on top: -inf is for masked tokens alone."""
 
 MAX_REPETITION_PENALTY = 100.0
-"""The least is its inverse. It multiplies logits, biases included, which must stay within float32."""
+"""The least is its inverse. It multiplies logits, biases included: these must stay in float32."""
 
 _LEAST_FLOAT32, _MOST_FLOAT32 = 1.1754944e-38, 3.4028234e38
 """What float32, which the wire has, rounds neither to 0 nor to infinity."""

@@ -2,8 +2,8 @@
 
 What goes wrong with one slice alone (its parameters, the choice of its tokens, its verification)
 gives that slice a `SliceFault` in place of a verdict. Whatever else raises fails the step: the
-stream ends, and its sequences are computed again. A process whose steps keep failing is of no use:
-it ends, and a new one is started.
+stream ends, and its sequences are computed again. A process that cannot compute any more is of no
+use: it ends, and a new one is started. So whoever fails next on this device is to blame for it.
 """
 
 from __future__ import annotations
@@ -108,9 +108,12 @@ def _device_is_lost() -> bool:
 class StepFailures:
     """Failed steps of a process, whatever streams they came on."""
 
-    def __init__(self, give_up: Callable[[str], None]) -> None:
-        """`give_up` is told once why the process must end."""
+    def __init__(self, give_up: Callable[[str], None], check: Callable[[], None]) -> None:
+        """`give_up` is told why the process must end. `check` raises where the device cannot
+        compute what any device can; asked after each failure.
+        """
         self._give_up = give_up
+        self._check = check
         self._in_a_row = 0
 
     def step_answered(self) -> None:
@@ -128,11 +131,19 @@ class StepFailures:
         self._in_a_row += 1
         reason = f"step {number} failed: {_told(error)}"
         _log.error("%s (failure %d in a row)", reason, self._in_a_row, exc_info=error)
-        if lost:
+        if lost or not self._computes():
             self._give_up(f"the device does not work any more: {reason}")
         elif self._in_a_row >= MOST_FAILED_STEPS:
             self._give_up(f"{self._in_a_row} steps in a row failed, the last one so: {reason}")
         return InternalError(reason)
+
+    def _computes(self) -> bool:
+        try:
+            self._check()
+        except Exception as error:
+            _log.error("a pass over two tokens fails as well: %s", _told(error))
+            return False
+        return True
 
 
 def _told(error: Exception) -> str:

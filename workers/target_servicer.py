@@ -48,7 +48,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         self._clock = clock or WorkerClock()
         self.on_broken: Callable[[str], None] | None = None
         """Told why this process is of no use any more and should end."""
-        self._failures = StepFailures(self._give_up)
+        self._failures = StepFailures(self._give_up, self._check)
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
 
@@ -146,6 +146,14 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         if request.slices:
             self._failures.step_answered()
         return response
+
+    def _check(self) -> None:
+        """Raise where the engine cannot compute. The stream that is live loses its KV."""
+        engine = self._engine
+        if isinstance(engine, RankedEngine):
+            if engine.group is not None:
+                engine.group.leave()  # Whoever waits for this rank fails at once.
+            engine.check_computes()
 
     def _give_up(self, reason: str) -> None:
         if self.on_broken is not None:

@@ -42,8 +42,8 @@ class _Sequence:
     text: CountedText
     block_table: list[int]
     fault: str | None = None
-    """Why its spec was refused: it is fed like others, whose prefix it may compute, and its verdicts
-    say this."""
+    """Why its spec was refused. It is fed like others, who may share its prefix; its verdicts say
+    this."""
     tree: TreeSlots | None = None
     """Where the last slice's candidates lie, if not as a chain."""
 

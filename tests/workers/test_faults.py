@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,9 +76,9 @@ def test_the_same_by_tensors_of_a_device(bad: float, device: str) -> None:
         assert i in CULPRITS or now == before
 
 
-def task_of(sequence_id: int) -> VerdictTask:
-    tasks, _ = random_tasks(RULES)
-    return replace(tasks[0], sequence_id=sequence_id)
+def numbered(count: int) -> list[Part[int]]:
+    (task, *_), _ = random_tasks(RULES)
+    return [(replace(task, sequence_id=number), number) for number in range(count)]
 
 
 def test_who_is_at_fault_is_found_in_few_tries() -> None:
@@ -90,7 +90,7 @@ def test_who_is_at_fault_is_found_in_few_tries() -> None:
             raise KeyError("a defect")
         return [number for _, number in parts]
 
-    found = judge_each(judge, [(task_of(i), i) for i in range(64)])
+    found = judge_each(judge, numbered(64))
     assert found[:40] + found[41:] == [*range(40), *range(41, 64)]
     assert isinstance(found[40], SliceFault)
     assert "an unexpected KeyError" in found[40].reason
@@ -112,12 +112,12 @@ def test_what_is_no_slices_fault_is_raised(error: Exception) -> None:
         raise error
 
     with pytest.raises(type(error)):
-        judge_each(judge, [(task_of(1), 1)])
+        judge_each(judge, numbered(1))
 
 
-def counting() -> tuple[StepFailures, list[str]]:
+def counting(check: Callable[[], None] = lambda: None) -> tuple[StepFailures, list[str]]:
     reasons: list[str] = []
-    return StepFailures(reasons.append), reasons
+    return StepFailures(reasons.append, check), reasons
 
 
 def test_three_failed_steps_in_a_row_are_the_end() -> None:
@@ -142,6 +142,16 @@ def test_what_others_did_is_no_failure_of_this_process(lost: Exception) -> None:
     for _ in range(2 * MOST_FAILED_STEPS):
         assert failures.step_failed(7, lost) is None
     assert not reasons
+
+
+def test_a_device_that_can_compute_nothing_is_the_end_at_once() -> None:
+    def check() -> None:
+        raise ValueError("the weights are gone")
+
+    failures, reasons = counting(check)
+    failures.step_failed(7, ValueError("the weights are gone"))
+    (reason,) = reasons
+    assert reason.startswith("the device does not work any more: step 7 failed: ValueError")
 
 
 def test_a_device_error_is_the_end_at_once_though_it_comes_as_another_error() -> None:

@@ -87,6 +87,16 @@ class RankedEngine(ABC):
             return part_TV[:, :0]
         return torch.cat(parts, dim=1)[:, : self.info.vocab_size]
 
+    @torch.inference_mode()
+    def check_computes(self) -> None:
+        """Raise what a pass over two tokens raises, if it does. Block 0 is overwritten."""
+        pieces = [Slice([0], 0, [0, 0], 1)]
+        if self.group is None:
+            self.step_part(pieces).cpu()
+            return
+        with self.group.alone():
+            self.group.settle(self.step_part(pieces)).cpu()
+
     @property
     def token_ids_held(self) -> range:
         """The columns of what step_part returns; further ones are padding."""
