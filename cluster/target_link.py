@@ -112,7 +112,13 @@ class TargetLink:
     def send(self, step: RunStep) -> None:
         """Send a step to every shard. The target must be joined."""
         self._has_asked = True
-        for request in step_messages(step):
+        try:
+            requests = step_messages(step)
+        except Exception:
+            _log.exception("a defect kept step %d from being sent", step.step)
+            self._answer_by = 0.0  # It counts as lost with the target, and its requests with it.
+            return
+        for request in requests:
             for outbox in self._outboxes:
                 outbox.put(request)
         # The reader of rank 0 writes for itself when it is the one who handles an answer.

@@ -224,9 +224,9 @@ async def serve_lying_drafter(drafter: LyingDrafter) -> RunningServer:
     return await start_server(add, host=HOST)
 
 
-async def serve_false_target(target: HungTarget) -> RunningServer:
+async def serve_false_target(target: HungTarget, *, port: int = 0) -> RunningServer:
     def add(server: grpc.aio.Server) -> tuple[str]:
         target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
         return ("paceline.v1.TargetService",)
 
-    return await start_server(add, host=HOST)
+    return await start_server(add, host=HOST, port=port)
