@@ -7,6 +7,7 @@ ProtocolError naming the field; the session is of no use after that, since its s
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +38,8 @@ class EngineLimits:
 class _Sequence:
     spec: SequenceSpec
     text: CountedText
-    block_table: list[int] = field(default_factory=list)
+    block_table: array[int]
+    """An array, since a GPU's step copies it as a whole, and the collector need not walk it."""
     tree: TreeSlots | None = None
     """Where the last slice's candidates lie, if not as a chain."""
     top_tokens: list[types_pb2.TopTokens] = field(default_factory=list)
@@ -138,7 +140,7 @@ class TargetSession:
         except InvalidRequestError as error:
             raise ProtocolError(f"{name}: spec.{error}") from error
         text = CountedText(opened.token_ids, prompt_length=spec.prompt_length)
-        sequence = _Sequence(spec, text, list(opened.shared_blocks))
+        sequence = _Sequence(spec, text, array("q", opened.shared_blocks))
         num_positions = len(sequence.block_table) * self._limits.block_size
         if len(text.token_ids) != num_positions:
             raise ProtocolError(

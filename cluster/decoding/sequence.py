@@ -85,6 +85,7 @@ class Sequence:
             admitted_at=now,
             tree=TokenTree(
                 request.prompt_token_ids,
+                prompt_hash=request.prompt_hash,
                 chain=request.branches == 1 and not (fans_out or request.merge),
                 verified_width=request.branches if fans_out or request.merge else None,
                 merged=request.merge,
