@@ -220,6 +220,7 @@ class Driver:
             drafter_kind=resolved.speculation.drafter,
             merge=resolved.speculation.merge,
             tenant=resolved.tenant,
+            prompt_hash=resolved.prompt_hash,
         )
         self._dispatch.admit(request, generation)
         return generation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import secrets
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +27,16 @@ from cluster.stop_strings import StopStrings
 from cluster.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, GenerateOptions, Message
+from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
 from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.checkpoint import CheckpointInfo
 
 _log = logging.getLogger(__name__)
+
+HASHED_AT_ONCE = 2048
+"""Tokens of a prompt that are hashed, some 1 ms, before the driver's loop may go on."""
+
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
 
 ValueT = TypeVar("ValueT")
@@ -66,6 +72,8 @@ class ResolvedRequest:
     stop: StopStrings
     speculation: Speculation
     tenant: str
+    prompt_hash: int | None = None
+    """paceline.prefix_hash of the prompt, which takes too long for the loop; None: not known."""
 
 
 class RequestResolver:
@@ -132,6 +140,7 @@ class RequestResolver:
             stop=_stop(options.stop),
             speculation=speculation,
             tenant=options.tenant or "",
+            prompt_hash=_hash(prompt_token_ids),
         )
 
     def _sampling(self, options: GenerateOptions) -> SamplingParams:
@@ -262,6 +271,15 @@ def _stop(stop: Sequence[str]) -> StopStrings:
     if not all(stop):
         raise InvalidRequestError("stop", "expected strings with text, got an empty one")
     return StopStrings(stop)
+
+
+def _hash(token_ids: Sequence[int]) -> int:
+    """The hash of a prompt. This thread lets go of Python's lock after each piece."""
+    prefix_hash = EMPTY_PREFIX_HASH
+    for first in range(0, len(token_ids), HASHED_AT_ONCE):
+        prefix_hash = hash_on(prefix_hash, token_ids[first : first + HASHED_AT_ONCE])
+        time.sleep(0)
+    return prefix_hash
 
 
 def _in_range(field: str, value: int, lowest: int, highest: int) -> int:

@@ -8,6 +8,7 @@ that is refused is the fault of its sequence alone.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -40,7 +41,8 @@ class EngineLimits:
 class _Sequence:
     spec: SequenceSpec
     text: CountedText
-    block_table: list[int]
+    block_table: array[int]
+    """An array, since a GPU's step copies it as a whole, and the collector need not walk it."""
     fault: str | None = None
     """Why its spec was refused. It is fed like others, who may share its prefix; its verdicts say
     this."""
@@ -144,7 +146,7 @@ class TargetSession:
         except InvalidRequestError as error:
             fault = f"the target refuses its parameters: {error}"
         text = CountedText(opened.token_ids, prompt_length=spec.prompt_length)
-        sequence = _Sequence(spec, text, list(opened.shared_blocks), fault)
+        sequence = _Sequence(spec, text, array("q", opened.shared_blocks), fault)
         num_positions = len(sequence.block_table) * self._limits.block_size
         if len(text.token_ids) != num_positions:
             raise ProtocolError(

@@ -31,7 +31,10 @@ def is_believable(seconds: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A sequence to decode. `spec.prompt_length` equals the length of `prompt_token_ids`."""
+    """A sequence to decode. `spec.prompt_length` equals the length of `prompt_token_ids`.
+
+    `prompt_hash`: paceline.prefix_hash of them; None: the scheduler computes it.
+    """
 
     sequence_id: int
     prompt_token_ids: tuple[int, ...]
@@ -45,6 +48,7 @@ class Request:
     drafter_kind: str | None = None
     merge: bool = False
     tenant: str = ""
+    prompt_hash: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,7 @@ class Sequence:
         return cls(
             request=request,
             admitted_at=now,
-            tree=_tree_of(request, request.prompt_token_ids),
+            tree=_tree_of(request, request.prompt_token_ids, request.prompt_hash),
             policy=policy_named(request.policy),
             max_length=len(request.prompt_token_ids) + request.max_tokens,
             window=request.window,
@@ -228,12 +228,15 @@ class Sequence:
         )
 
 
-def _tree_of(request: Request, token_ids: Iterable[int]) -> TokenTree:
+def _tree_of(
+    request: Request, token_ids: Iterable[int], prefix_hash: int | None = None
+) -> TokenTree:
     """These tokens, and no candidates yet."""
     policy = policy_named(request.policy)
     fans_out = policy.fans_out and request.spec.rule in policy_named(PolicyName.FANOUT).needs.rules
     return TokenTree(
         tuple(token_ids),
+        prompt_hash=prefix_hash,
         chain=request.branches == 1 and not (fans_out or request.merge),
         verified_width=request.branches if fans_out or request.merge else None,
         merged=request.merge,

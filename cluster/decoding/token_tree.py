@@ -27,19 +27,29 @@ class TokenTree(Candidates):
     drafter goes on from, but for those that are being verified.
     """
 
-    __slots__ = ("_counts_paths", "_hashes", "_most_draws", "repeats", "token_ids")
+    __slots__ = (
+        "_counts_paths",
+        "_hashes",
+        "_most_draws",
+        "_num_prompt",
+        "repeats",
+        "token_ids",
+    )
 
     def __init__(
         self,
         prompt_token_ids: Sequence[int],
         *,
+        prompt_hash: int | None = None,
         chain: bool = True,
         verified_width: int | None = None,
         merged: bool = False,
         most_draws: int = MAX_SIBLINGS,
         counts_paths: bool = False,
     ) -> None:
-        """`most_draws`: granted under a node, of draws that come with their distribution.
+        """`prompt_hash`: of a long prompt it takes milliseconds, so a caller may bring it.
+
+        `most_draws`: granted under a node, of draws that come with their distribution.
         `counts_paths`: the draws are of paths (k-SEQ), no more of which go on than came.
         """
         self._most_draws = most_draws
@@ -47,9 +57,9 @@ class TokenTree(Candidates):
         self.repeats = 0
         """Tokens of proposals that were held already as candidates."""
         self.token_ids = list(prompt_token_ids)
-        self._hashes = [hash_prefix(())]
-        for token_id in prompt_token_ids:
-            self._hashes.append(extend_hash(self._hashes[-1], token_id))
+        # Of the prompt and of each longer prefix: drafters are told all of the prompt at once.
+        self._num_prompt = len(self.token_ids)
+        self._hashes = [hash_prefix(self.token_ids) if prompt_hash is None else prompt_hash]
         root = Node(self.token_ids[-1], len(self.token_ids), self._hashes[-1])
         super().__init__(root, chain=chain, verified_width=verified_width, merged=merged)
 
@@ -145,7 +155,8 @@ class TokenTree(Candidates):
 
     def _place_of_base(self, length: int, prefix_hash: int) -> _Place:
         if length < len(self.token_ids):
-            return length if self._hashes[length] == prefix_hash else None
+            place = length - self._num_prompt
+            return length if place >= 0 and self._hashes[place] == prefix_hash else None
         node = self._by_hash.get(prefix_hash)
         return node if node is not None and node.length == length else None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deploy.bench.engine_delay import measure_delay
-from deploy.bench.engine_driver import BATCHES as DRIVER_BATCHES
+from deploy.bench.engine_driver import ALL_BATCHES as DRIVER_BATCHES
 from deploy.bench.engine_driver import measure_driver
 from deploy.bench.engine_prefix import measure_prefix
 from deploy.bench.engine_rows import BATCHES, EngineRow, EngineTask, with_speedups

@@ -2,20 +2,24 @@
 
 It is the processor time of the driver's event loop from one answer of the target to the next:
 scheduling, messages to and from workers, text and its way to the callers. A small model makes the
-other side quick, which is where it matters; then most of it is messages.
+other side quick, which is where it matters; then most of it is messages. Rows by the length of the
+prompts are measured without workers and gRPC (driver_load.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 from collections.abc import Iterator
 
 from cluster.config_model import Config
 from deploy.bench.deployments import running_side_by_side
+from deploy.bench.driver_load import DriverLoad, driver_milliseconds
 from deploy.bench.engine_load import random_tokens
 from deploy.bench.engine_rows import EngineRow, EngineTask
 from paceline.client import AsyncClient
 from paceline.generation import GenerateOptions, Stats
+from workers.engine.checkpoint import describe_checkpoint
 
 PART = "driver"
 POLICIES = ("off", "chain")
@@ -24,13 +28,58 @@ PROMPT_TOKENS = 16
 TOKENS, QUICK_TOKENS = 200, 60
 AIM_MS, AIM_MS_A_SEQUENCE = 1.0, 0.05
 
+LOADS = tuple(
+    DriverLoad(policy, sequences, prompt_tokens)
+    for sequences in (64, 1000)
+    for policy in POLICIES
+    for prompt_tokens in (1_000, 8_000, 32_000)
+)
+QUICK_LOADS = tuple(one for one in LOADS if one.sequences == 64)
+ALL_BATCHES = sorted({*BATCHES, *(load.sequences for load in LOADS)})
+LOAD_STEPS, QUICK_LOAD_STEPS = 60, 15
+
 
 def measure_driver(task: EngineTask) -> Iterator[EngineRow]:
-    """A row for each policy and batch; a deployment of its own each, since meters are medians."""
+    """A row for each policy and batch; a deployment of its own each, since meters are medians.
+
+    First those by the length of the prompts.
+    """
+    loads = QUICK_LOADS if task.quick else LOADS
+    chosen = task.batches_of(ALL_BATCHES)
+    for load in (one for one in loads if one.sequences in chosen):
+        yield measure_load(task, load)
     batches = task.batches_of(BATCHES[::2] if task.quick else BATCHES)
     for policy in POLICIES:
         for batch in batches:
             yield measure_one(task, policy, batch)
+
+
+def measure_load(task: EngineTask, load: DriverLoad) -> EngineRow:
+    """The driver's work for prompts of one length."""
+    task.tell(
+        f"driver: {load.policy}, {load.sequences} sequences, prompts of {load.prompt_tokens} tokens"
+    )
+    files = task.target_files()
+    vocab_size = describe_checkpoint(files.folder).vocab_size
+    steps = QUICK_LOAD_STEPS if task.quick else LOAD_STEPS
+    taken = driver_milliseconds(load, files.folder, vocab_size, steps)
+    return EngineRow(
+        part=PART,
+        name=f"{load.policy}, prompts of {load.prompt_tokens}",
+        engine="paceline",
+        batch=load.sequences,
+        window=0,
+        degree=1,
+        dtype=files.weights,
+        threads=1,
+        details={
+            "driver_ms_p50": statistics.median(taken),
+            "driver_ms_least": min(taken),
+            "prompt_tokens": load.prompt_tokens,
+            "steps": len(taken),
+            "emulated": True,
+        },
+    )
 
 
 def measure_one(task: EngineTask, policy: str, batch: int) -> EngineRow:

@@ -67,8 +67,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         batch: Annotated[
             list[int] | None,
             typer.Option(
-                help="engine: rows of this batch alone, of 1, 4, 16 and, in part driver, 64. "
-                "May be repeated. Default: all."
+                help="engine: rows of this batch alone, of 1, 4, 16 and, in part driver, 64 and "
+                "1000. May be repeated. Default: all."
             ),
         ] = None,
         quick: Annotated[

@@ -80,7 +80,7 @@ def test_parts_are_those_that_the_command_takes(call: Call) -> None:
 def test_batches_are_those_that_some_part_measures(call: Call, task: EngineTask) -> None:
     done = call("bench", "engine", "--batch", "5")
     assert done.code == 2
-    assert "batch: expected 1, 4, 16, 64, got 5" in done.stderr
+    assert "batch: expected 1, 4, 16, 64, 1000, got 5" in done.stderr
     assert task.batches_of(BATCHES) == list(BATCHES)
     assert replace(task, batches=[16, 64]).batches_of(BATCHES) == [16]
 
