@@ -268,7 +268,7 @@ class Dispatch:
                 name,
                 proposals,
                 pass_seconds=batch.pass_seconds,
-                entries=1 + entries,
+                entries=entries,
             )
         )
         for _ in range(read.malformed):

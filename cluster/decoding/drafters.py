@@ -18,6 +18,7 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.roster import (
     MALFORMED_LIMIT,
+    MESSAGE_ENTRIES,
     Roster,
     RosterEntry,
     is_better,
@@ -31,7 +32,7 @@ from workers.verification.rules import FACTS
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
 """Seconds until a drafter that declined a sequence is asked again; each time twice as long."""
 
-_TOKENS_AN_ENTRY = 8.0
+_TOKENS_A_MESSAGE = 8
 """A pass that prefills feeds at least so many tokens for the message that tells of it."""
 
 
@@ -85,7 +86,7 @@ class Drafters:
     def told(
         self, drafter: str, entries: int, sequences: Iterable[Sequence], out: list[Instruction]
     ) -> None:
-        """It told so many entries; where they are more than was granted, it is used no more."""
+        """It sent a message of so many entries; one that tells more than it is granted is left."""
         if self._drafters.overdraws(drafter, entries):
             self.lose(drafter, sequences)
             out.append(Suspect(drafter, "it told more than it was granted"))
@@ -246,7 +247,7 @@ class Drafters:
 
     def _open(self, sequence: Sequence, chosen: RosterEntry, out: list[Instruction]) -> None:
         chosen.load += 1
-        chosen.allowance += len(sequence.tree.token_ids) / _TOKENS_AN_ENTRY
+        chosen.allowance += len(sequence.tree.token_ids) * MESSAGE_ENTRIES / _TOKENS_A_MESSAGE
         chosen.heard_at = max(chosen.heard_at, sequence.ready_since)
         chosen.steps_unheard = 0
         sequence.wants_top_tokens |= chosen.joined.wants_top_tokens
@@ -346,7 +347,7 @@ class Drafters:
         """Tell its drafter what was committed, and how far it may go now."""
         if sequence.drafter is None:
             return
-        leave = _leave_to_tell(sequence) + len(token_ids)
+        leave = _leave_to_tell(sequence) + MESSAGE_ENTRIES * len(token_ids)
         for name in (sequence.drafter, *sequence.helpers):
             self._drafters[name].allow(leave)
             out.append(SendOutcome(name, sequence.sequence_id, position, token_ids, top_tokens))
@@ -408,10 +409,11 @@ class Drafters:
 def _leave_to_tell(sequence: Sequence) -> float:
     """Most entries that a drafter tells of a sequence until the next outcome, as it is granted now.
 
-    Each node comes once, alone in its message at worst; where draws are told, in trees, all nodes
-    come again with each.
+    Each node comes once, at worst alone in its message, as a proposal of one token; at the end comes
+    a message without any. Where distributions are told, of 64 pairs, those of a tree's other nodes
+    may come again with each.
     """
-    nodes = sequence.granted_nodes
+    most = 1 + sequence.granted_nodes
     if not FACTS[sequence.request.spec.rule].needs_draft_probs:
-        return 4.0 * (1 + nodes)
-    return 20.0 * (1 + nodes) * (1 if sequence.tree.chain else nodes)
+        return (MESSAGE_ENTRIES + 2.0) * most
+    return (MESSAGE_ENTRIES + 14.0) * most * (1 if sequence.tree.chain else most)

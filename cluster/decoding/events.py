@@ -112,15 +112,15 @@ class MalformedProposal:
 class Proposed:
     """One message of a drafter, after a pass of `pass_seconds`; without proposals: a prefill.
 
-    `entries`: of the message (batch_size.py), itself and those that were dropped as it was read
-    included; 0: not counted.
+    `entries`: of the message (batch_size.py), with those that were dropped as it was read; None:
+    they are not counted.
     """
 
     now: float
     drafter: str
     proposals: tuple[Proposal, ...]
     pass_seconds: float = 0.0
-    entries: int = 0
+    entries: int | None = None
 
     @property
     def believable_seconds(self) -> float:

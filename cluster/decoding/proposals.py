@@ -74,7 +74,8 @@ def take_proposals(state: DecodingState, event: Proposed, out: Outbox) -> None:
     state.totals.malformed_proposals += contradictions
     for _ in range(contradictions):
         state.drafters.blame(drafter, state.sequences(), out.drafters)
-    state.drafters.told(drafter, event.entries, state.sequences(), out.drafters)
+    if event.entries is not None:
+        state.drafters.told(drafter, event.entries, state.sequences(), out.drafters)
     if known and not state.drafters.known(drafter):
         state.assign(out)
 

@@ -23,9 +23,11 @@ alive says something upon each, be it that nothing follows."""
 FIRST_REST, LONGEST_REST = 10.0, 60.0
 """Seconds for which a drafter that is taken for dead gets no work; each time twice as long."""
 
-FIRST_ALLOWANCE = 4096.0
-"""Entries that a drafter may tell beyond what it is granted (drafting.proto, ProposalBatch). An
-honest one needs none of them: they are for what crosses the wire."""
+MESSAGE_ENTRIES = 4
+"""A message counts as so many entries (drafting.proto, ProposalBatch) beside those in it."""
+
+FIRST_ALLOWANCE = 1024.0
+"""Entries that a drafter may tell beyond what it is granted. An honest one needs none of them."""
 
 ALLOWED_ROUNDS = 8
 """Of so many rounds of outcomes the leave to tell adds up; what was not used before is void. One is
@@ -127,11 +129,11 @@ class Roster(dict[str, RosterEntry]):
         return blamed.malformed >= MALFORMED_LIMIT
 
     def overdraws(self, drafter: str, entries: int) -> bool:
-        """It told so many entries; whether these are more than it may tell."""
+        """It told so many entries in a message; whether these are more than it may tell."""
         known = self.get(drafter)
         if known is None:
             return False
-        known.allowance -= entries
+        known.allowance -= MESSAGE_ENTRIES + entries
         return known.allowance < 0
 
     def taken_for_dead(self, now: float) -> list[str]:

@@ -319,7 +319,7 @@ class Scheduler:
         drafters = self._state.drafters
         if not drafters.known(event.drafter):
             return
-        drafters.told(event.drafter, 1, self._state.sequences(), out.drafters)
+        drafters.told(event.drafter, 0, self._state.sequences(), out.drafters)
         if not drafters.known(event.drafter):
             self._state.assign(out)
         elif sequence is not None:

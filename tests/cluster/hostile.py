@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -230,3 +230,107 @@ async def serve_false_target(target: HungTarget, *, port: int = 0) -> RunningSer
         return ("paceline.v1.TargetService",)
 
     return await start_server(add, host=HOST, port=port)
+
+
+class Flood(LyingDrafter):
+    """From its first grant on sends messages without end, as fast as they are taken.
+
+    `message` makes one, from a sequence that is open. `sent` counts them.
+    """
+
+    def __init__(self, message: Callable[[int, list[int]], drafting_pb2.DraftResponse]) -> None:
+        super().__init__()
+        self.message = message
+        self.sent = 0
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: Any
+    ) -> AsyncIterator[drafting_pb2.DraftResponse]:
+        self.streams += 1
+        async for request in request_iterator:
+            alone = [request] if not request.HasField("batch") else request.batch.requests
+            opened = next((one.open for one in alone if one.HasField("open")), None)
+            if opened is not None:
+                break
+        message = self.message(opened.sequence_id, list(opened.token_ids))
+        while True:
+            self.sent += 1
+            yield message
+
+
+def _unknown_bases(sequence_id: int, count: int) -> list[drafting_pb2.Proposal]:
+    return [
+        drafting_pb2.Proposal(
+            sequence_id=sequence_id, base=types_pb2.Base(length=3, hash=number), token_ids=[5]
+        )
+        for number in range(count)
+    ]
+
+
+def _batch(**fields: Any) -> drafting_pb2.DraftResponse:
+    return drafting_pb2.DraftResponse(
+        proposals=drafting_pb2.ProposalBatch(pass_seconds=1e-3, **fields)
+    )
+
+
+def _huge(sequence_id: int, known: list[int]) -> drafting_pb2.DraftResponse:
+    return _batch(proposals=_unknown_bases(sequence_id, 300_000))
+
+
+def _crowded(sequence_id: int, known: list[int]) -> drafting_pb2.DraftResponse:
+    return _batch(proposals=_unknown_bases(sequence_id, 5_000))
+
+
+def _steady(sequence_id: int, known: list[int]) -> drafting_pb2.DraftResponse:
+    return _batch(proposals=_unknown_bases(sequence_id, 500))
+
+
+def _disagreeing(sequence_id: int, known: list[int]) -> drafting_pb2.DraftResponse:
+    """Chains under the right base, each of which replaces the one before."""
+    base = types_pb2.Base(length=len(known), hash=hash_prefix(known))
+    chains = [
+        drafting_pb2.Proposal(sequence_id=sequence_id, base=base, token_ids=[5 + number % 2] * 8)
+        for number in range(200)
+    ]
+    return _batch(proposals=chains)
+
+
+def _strangers(sequence_id: int, known: list[int]) -> drafting_pb2.DraftResponse:
+    tips = drafting_pb2.Tips(
+        sequence_ids=range(10_000, 11_000),
+        base_lengths=[3] * 1000,
+        base_hashes=[7] * 1000,
+        token_ids=[5] * 1000,
+    )
+    return _batch(tips=[tips])
+
+
+def _nothing(sequence_id: int, known: list[int]) -> drafting_pb2.DraftResponse:
+    return drafting_pb2.DraftResponse()
+
+
+def _declined(sequence_id: int, known: list[int]) -> drafting_pb2.DraftResponse:
+    declined = drafting_pb2.Declined(sequence_id=10_000 + sequence_id, reason="no " * 5_000)
+    return drafting_pb2.DraftResponse(declined=declined)
+
+
+def _named(sequence_id: int, known: list[int]) -> drafting_pb2.DraftResponse:
+    base = types_pb2.Base(length=len(known), hash=hash_prefix(known))
+    state = {f"{number}" * 70: 1.0 for number in range(8)}
+    told = drafting_pb2.Proposal(
+        sequence_id=sequence_id, base=base, token_ids=[5], stopping_state=state
+    )
+    return _batch(proposals=[told])
+
+
+FLOODS: dict[str, Callable[[int, list[int]], drafting_pb2.DraftResponse]] = {
+    "a message of 300,000 proposals": _huge,
+    "messages of 5,000 proposals": _crowded,
+    "proposals for unknown bases without end": _steady,
+    "proposals that replace each other": _disagreeing,
+    "proposals for unknown sequences": _strangers,
+    "empty messages": _nothing,
+    "refusals with long reasons": _declined,
+    "long names": _named,
+}
+"""What a drafter may send without end, each message of which is well-formed."""

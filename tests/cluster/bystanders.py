@@ -1,0 +1,57 @@
+"""A well-behaved request that runs through a fault."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from paceline import Chunk, Completion
+from paceline.generation import CompletionBuilder
+from tests.cluster.interruptions import OPTIONS, PROMPT
+from tests.cluster.system import System, eventually
+
+
+@dataclass
+class Bystander:
+    """What it has got so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+
+    async def grows(self, tokens: int) -> None:
+        """Wait until it has so many tokens more."""
+        enough = len(self.token_ids) + tokens
+        await eventually(lambda: len(self.token_ids) >= enough)
+
+
+@asynccontextmanager
+async def bystander(
+    system: System, *, max_tokens: int = 300, **changes: object
+) -> AsyncIterator[Bystander]:
+    """Runs before and through the block, and must end with the text of plain decoding.
+
+    It is looked up beforehand with policy off. `changes`: of its options.
+    """
+    options = replace(OPTIONS, max_tokens=max_tokens, **changes)  # type: ignore[arg-type]
+    plain = await system.client.generate(PROMPT, replace(options, policy="off"))
+    seen = Bystander()
+
+    async def run() -> Completion:
+        builder = CompletionBuilder()
+        async for event in system.client.stream(PROMPT, options):
+            builder.add(event)
+            if isinstance(event, Chunk):
+                seen.token_ids += event.token_ids
+        return builder.build()
+
+    task = asyncio.create_task(run())
+    try:
+        await seen.grows(1)
+        yield seen
+        answer = await task
+        assert answer.token_ids == plain.token_ids
+        assert answer.finish_reason == plain.finish_reason
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
