@@ -25,17 +25,18 @@ from cluster.drafter_link import DrafterDescription
 from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.requests import ResolvedRequest, Speculation
+from cluster.stop_strings import StopStrings
 from cluster.target_description import TargetDescription
 from cluster.text import TextCodec, TextStream
-from cluster.worker_wire import DraftInstruction, drafts_to_wire, step_to_wire
+from cluster.worker_wire import DraftInstruction, drafts_to_wire, step_messages
 from deploy.bench.engine_load import random_tokens
 from paceline.errors import PacelineError, UnavailableError
-from paceline.generation import GenerateEvent
 from paceline.inference_wire import fill_response
 from paceline.prefix_hash import hash_on, hash_prefix
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
+from workers.drafting.batch_size import count_entries
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
@@ -84,7 +85,7 @@ class _Bench:
         self._elsewhere = 0.0
         self._sent: list[bytes] = []
         self._for_drafter: list[bytes] = []
-        self._heard: list[tuple[int, GenerateEvent | PacelineError]] = []
+        self._told: list[Generation] = []
 
     async def run(self, steps: int) -> list[float]:
         load = self._load
@@ -97,7 +98,7 @@ class _Bench:
             target_patience=600.0,
             clock=DriverClock(),
         )
-        dispatch.connect(self._send_step, self._send_drafts, lambda name: None)
+        dispatch.connect(self._send_step, self._send_drafts, _no_suspect)
         room = load.prompt_tokens + MAX_TOKENS
         own_blocks = -(-(OWN_TOKENS + MAX_TOKENS) // BLOCK_SIZE) + 1
         num_blocks = room // BLOCK_SIZE + own_blocks * load.sequences
@@ -125,7 +126,7 @@ class _Bench:
                     passed = self._draft(drafter, session)
                 for message in passed:
                     batch = drafting_pb2.DraftResponse.FromString(message).proposals
-                    dispatch.proposed(_DRAFTER, batch)
+                    dispatch.proposed(_DRAFTER, batch, count_entries(batch))
                 await _turn()
             dispatch.step_answered(0, target_pb2.StepResponse.FromString(answer))
             await _turn()
@@ -148,10 +149,12 @@ class _Bench:
                 SamplingParams(temperature=0.0), seed=number, prompt_length=len(prompt)
             )
             speculation = Speculation(PolicyName(load.policy), WINDOW)
-            resolved = ResolvedRequest(str(number), prompt, spec, MAX_TOKENS, (), speculation, "")
+            resolved = ResolvedRequest(
+                str(number), prompt, spec, MAX_TOKENS, StopStrings(()), speculation, ""
+            )
             stream = TextStream(self._codec)
-            generation = Generation(resolved, number, stream, lambda _: None)
-            generation.pass_to(partial(self._hear, number))
+            generation = Generation(resolved, number, stream, dispatch)
+            generation.on_told(partial(self._told.append, generation))
             request = Request(
                 number,
                 prompt,
@@ -171,25 +174,26 @@ class _Bench:
         self._elsewhere += time.thread_time() - begin
 
     def _send_step(self, step: RunStep) -> None:
-        self._sent.append(step_to_wire(step).SerializeToString())
+        (message,) = step_messages(step)
+        self._sent.append(message.SerializeToString())
 
     def _send_drafts(self, name: str, instructions: Sequence[DraftInstruction]) -> None:
-        self._for_drafter.append(drafts_to_wire(instructions).SerializeToString())
-
-    def _hear(self, number: int, event: GenerateEvent | PacelineError) -> None:
-        self._heard.append((number, event))
+        for message in drafts_to_wire(instructions):
+            self._for_drafter.append(message.SerializeToString())
 
     def _tell(self) -> None:
         """One message to the callers, as cluster/many_requests.py has it."""
         message = inference_pb2.GenerateManyResponse()
-        for number, event in self._heard:
-            if isinstance(event, PacelineError):
-                raise event
-            numbered = message.responses.add()
-            numbered.number = number
-            fill_response(numbered.response, event)
+        for generation in self._told:
+            while generation.next_answer is not None:
+                event = generation.take()
+                if isinstance(event, PacelineError):
+                    raise event
+                numbered = message.responses.add()
+                numbered.number = generation.sequence_id
+                fill_response(numbered.response, event)
         message.SerializeToString()
-        self._heard.clear()
+        self._told.clear()
 
     def _draft(self, desk: DraftingDesk, session: DraftingSession) -> list[bytes]:
         """A pass over what the driver said."""
@@ -200,6 +204,10 @@ class _Bench:
         while desk.opening:  # long texts are taken in at once here
             news += desk.run_pass()
         return [answer.SerializeToString() for one in news for answer in to_responses(one, 0.003)]
+
+
+def _no_suspect(drafter: str, reason: str) -> None:
+    raise AssertionError(f"{drafter}: {reason}")
 
 
 async def _turn() -> None:
