@@ -50,7 +50,8 @@ class PrefixCache(SharedBlocks):
             return
         self._hash_blocks(sequence, verified)
         for index in range(held.blocks_kept, verified):
-            self.offer(sequence.block_keys[index], held.block_table[index])
+            block = held.block_table[index]
+            self.offer(sequence.block_keys[index], block, tenant=sequence.request.tenant)
         held.blocks_kept = verified
 
     def wanted(self, sequence: Sequence, length: int) -> int:

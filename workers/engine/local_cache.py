@@ -118,7 +118,7 @@ class LocalSequence:
             return
         self._extend_keys(self.token_ids, count)
         for index in range(self._num_offered, count):
-            self._pool.offer(self._block_keys[index], self.block_table[index])
+            self._pool.offer(self._block_keys[index], self.block_table[index], tenant=self._tenant)
         self._num_offered = count
 
     def close(self) -> None:
