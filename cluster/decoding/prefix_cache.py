@@ -50,7 +50,8 @@ class PrefixCache(SharedBlocks):
             return
         keys = self._keys_of(sequence, verified)
         for index in range(held.blocks_kept, verified):
-            self.offer(keys[index], held.block_table[index])
+            block = held.block_table[index]
+            self.offer(keys[index], block, tenant=sequence.request.tenant)
         held.blocks_kept = verified
 
     def forget(self, sequence: Sequence) -> None:

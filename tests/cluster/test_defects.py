@@ -221,14 +221,14 @@ async def test_a_step_that_cannot_be_worded_counts_as_lost(
 ) -> None:
     """The request is not the driver's end: it is tried again, and refused when that is in vain."""
     async with running_system(checkpoints) as system:
-        right = target_link.step_to_wire
+        right = target_link.step_messages
 
-        def step_to_wire(step: Any) -> Any:
+        def step_messages(step: Any) -> Any:
             if any(one.spec.seed == 666 for one in step.open):
                 raise ZeroDivisionError("injected")
             return right(step)
 
-        monkeypatch.setattr(target_link, "step_to_wire", step_to_wire)
+        monkeypatch.setattr(target_link, "step_messages", step_messages)
         with pytest.raises(PacelineError):
             await system.client.generate(PROMPT, GenerateOptions(seed=666, max_tokens=5))
         await eventually(lambda: system.driver.is_serving)

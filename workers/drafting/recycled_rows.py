@@ -5,13 +5,17 @@ from __future__ import annotations
 import enum
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import TypeVar
 
 from workers.drafting.chances import RankChances
 from workers.drafting.proposer import TopTokens
 
+KeyT = TypeVar("KeyT")
+
 ROW_LENGTH = 8
-MAX_PAIRS = 32_768
-"""Rows by two tokens that a tenant has; of more, those learned longest ago are forgotten."""
+MAX_ROWS = 32_768
+"""Rows by two tokens that a tenant has, and as many by one; of more, those learned longest ago are
+forgotten. Both together take some 15 MB of memory."""
 
 
 class RowKey(enum.Enum):
@@ -40,26 +44,28 @@ class RowTable:
     """
 
     def __init__(self) -> None:
-        self._of_token: dict[int, tuple[int, ...]] = {}
+        self._of_token: OrderedDict[int, tuple[int, ...]] = OrderedDict()
         self._of_pair: OrderedDict[tuple[int, int], tuple[int, ...]] = OrderedDict()
 
     def learn(self, top: TopTokens) -> None:
         """Replace the rows of a token that the target was fed."""
         row = tuple(dict.fromkeys(top.top_ids))[:ROW_LENGTH]
-        self._of_token[top.token_id] = row
-        if top.previous_id is None:
-            return
-        pair = (top.previous_id, top.token_id)
-        self._of_pair[pair] = row
-        self._of_pair.move_to_end(pair)
-        if len(self._of_pair) > MAX_PAIRS:
-            self._of_pair.popitem(last=False)
+        _put_last(self._of_token, top.token_id, row)
+        if top.previous_id is not None:
+            _put_last(self._of_pair, (top.previous_id, top.token_id), row)
 
     def row(self, previous_id: int | None, token_id: int) -> Row:
         """What may follow a token; nothing after one that was never seen."""
         if previous_id is not None and (row := self._of_pair.get((previous_id, token_id))):
             return RowKey.PAIR, row
         return RowKey.TOKEN, self._of_token.get(token_id, ())
+
+
+def _put_last(rows: OrderedDict[KeyT, tuple[int, ...]], key: KeyT, row: tuple[int, ...]) -> None:
+    rows[key] = row
+    rows.move_to_end(key)
+    if len(rows) > MAX_ROWS:
+        rows.popitem(last=False)
 
 
 class RowChances:

@@ -117,7 +117,8 @@ class LocalSequence:
             return
         keys = self._block_keys.first(count, self.token_ids)
         for index in range(self._num_offered, count):
-            self._pool.offer(keys[index], self.block_table[index])
+            block = self.block_table[index]
+            self._pool.offer(keys[index], block, tenant=self._block_keys.tenant)
         self._num_offered = count
 
     def close(self) -> None:

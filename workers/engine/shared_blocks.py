@@ -2,8 +2,9 @@
 
 A block is known by a hash of all tokens up to its end, of the tenant whose they are and of the
 kind of KV, so equal prefixes are found and those of other tenants or kinds are not. A known block
-that no sequence holds stays until its room is needed; the one whose last use is longest ago goes
-first. Who offers a block promises that nobody will write it again.
+that no sequence holds stays until its room is needed. Then the tenant that keeps most gives room
+first, of its blocks the one that was not used for the longest time: nobody can push out what all
+others keep. Who offers a block promises that nobody will write it again.
 """
 
 from __future__ import annotations
@@ -26,13 +27,15 @@ class SharedBlocks:
         self._pool = BlockPool(num_blocks)
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        # Blocks that nobody but the cache holds, the longest unused first.
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._tenant_of: dict[int, str] = {}
+        # Blocks that nobody but the cache holds, by tenant, the longest unused first.
+        self._idle: dict[str, OrderedDict[int, None]] = {}
+        self._num_idle = 0
 
     @property
     def num_available(self) -> int:
         """How many blocks can be had: the free ones and those kept for nobody in particular."""
-        return self._pool.num_free + len(self._idle)
+        return self._pool.num_free + self._num_idle
 
     def check_room(self, count: int) -> None:
         """Raise OverloadedError unless so many blocks are available. Takes none."""
@@ -46,7 +49,9 @@ class SharedBlocks:
         """
         self.check_room(count)
         for _ in range(count - self._pool.num_free):
-            block, _ = self._idle.popitem(last=False)
+            most = max(self._idle.values(), key=len)
+            block = next(iter(most))
+            self._no_longer_idle(block)
             del self._block_of[self._key_of.pop(block)]
             self._pool.free([block])
         return self._pool.allocate(count)
@@ -57,7 +62,8 @@ class SharedBlocks:
         for block in reversed(blocks):
             self._pool.free([block])
             if block in self._key_of and self._pool.holders(block) == 1:
-                self._idle[block] = None
+                self._idle.setdefault(self._tenant_of[block], OrderedDict())[block] = None
+                self._num_idle += 1
 
     def knows(self, key: bytes) -> bool:
         """Whether a block is known by this key."""
@@ -67,16 +73,18 @@ class SharedBlocks:
         """The block known by a key, with one holder more; None: there is none."""
         block = self._block_of.get(key)
         if block is not None:
-            self._idle.pop(block, None)
+            if self._is_idle(block):
+                self._no_longer_idle(block)
             self._pool.share(block)
         return block
 
-    def offer(self, key: bytes, block: int) -> None:
+    def offer(self, key: bytes, block: int, *, tenant: str) -> None:
         """Let a block, which its holder will not write again, be known by a key."""
         if key not in self._block_of:  # else another sequence computed the same meanwhile
             self._pool.share(block)
             self._block_of[key] = block
             self._key_of[block] = key
+            self._tenant_of[block] = tenant
 
     def take_back(self, blocks: Iterable[int]) -> None:
         """Let blocks that are held be known by no key any more."""
@@ -88,7 +96,17 @@ class SharedBlocks:
 
     def is_idle(self, key: bytes) -> bool:
         """Whether the known block of this key is held by no sequence."""
-        return self._block_of[key] in self._idle
+        return self._is_idle(self._block_of[key])
+
+    def _is_idle(self, block: int) -> bool:
+        return block in self._idle.get(self._tenant_of[block], ())
+
+    def _no_longer_idle(self, block: int) -> None:
+        tenant = self._tenant_of[block]
+        del self._idle[tenant][block]
+        if not self._idle[tenant]:
+            del self._idle[tenant]
+        self._num_idle -= 1
 
     def check_tables(self, tables: Iterable[tuple[Sequence[int], int, Sequence[bytes]]]) -> None:
         """Assert that blocks are neither leaked nor written by one while others read them.
@@ -100,7 +118,10 @@ class SharedBlocks:
         self._pool.check_integrity([*(table for table, _, _ in running), list(self._key_of)])
         assert {block: key for key, block in self._block_of.items()} == self._key_of
         held = {block for table, _, _ in running for block in table}
-        assert set(self._idle) == set(self._key_of) - held
+        idle = [block for blocks in self._idle.values() for block in blocks]
+        assert set(idle) == set(self._key_of) - held
+        assert len(idle) == self._num_idle
+        assert all(self._idle.values()), "a tenant is remembered that keeps nothing"
         for table, num_full, keys in running:
             assert all(self._pool.holders(block) == 1 for block in table[num_full:]), "shared"
             for block, key in zip(table, keys, strict=False):
@@ -124,10 +145,11 @@ class BlockKeys:
     """SHA-256 keys of the full blocks of one text, for one kind of KV, as far as they were asked
     for."""
 
-    __slots__ = ("_keys", "_parent", "kind")
+    __slots__ = ("_keys", "_parent", "kind", "tenant")
 
     def __init__(self, kind: KvKind, *, tenant: str) -> None:
         self.kind = kind
+        self.tenant = tenant
         self._keys: list[bytes] = []
         made_of = (kind.block_size, kind.dtype, kind.checkpoint_digest, tenant)
         self._parent = hashlib.sha256(repr(made_of).encode()).digest()

@@ -10,13 +10,15 @@ from cluster.decoding.events import (
     Admitted,
     DrafterJoined,
     DrafterLost,
+    FedTopTokens,
     Proposal,
     Proposed,
     SequenceVerdict,
     StepDone,
     TargetJoined,
+    TopTokens,
 )
-from cluster.decoding.instructions import Emit, Grant, Instruction, OpenDraft
+from cluster.decoding.instructions import Emit, Grant, Instruction, OpenDraft, SendOutcome
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.fitting import check_merge
@@ -94,6 +96,22 @@ def test_a_drafter_that_learns_from_the_target_goes_on_learning_without_the_firs
     assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].top_tokens
     scheduler.handle(DrafterLost(2, "model"))
     assert the_step(scheduler.handle(verdict(2, 0, 11))).slices[0].top_tokens
+
+
+def test_what_the_target_tells_of_a_prompt_goes_to_who_learns_at_once() -> None:
+    """A prompt in two pieces: the first has no verdict."""
+    scheduler = Scheduler(max_num_seqs=1, max_step_tokens=2)
+    scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
+    for kind in ("model", "recycling"):
+        learns = kind == "recycling"
+        scheduler.handle(DrafterJoined(0, kind, 1000, kind=kind, wants_top_tokens=learns))
+    step = the_step(scheduler.handle(Admitted(1, request(1, PROMPT, merge=True))))
+    assert not step.slices[0].verdict
+    top = (TopTokens(PROMPT[0], (7, 8)),)
+    done = StepDone(2, step.step, (), fed=(FedTopTokens(1, top), FedTopTokens(99, top)))
+    told = [one for one in scheduler.handle(done) if isinstance(one, SendOutcome)]
+    assert told == [SendOutcome("recycling", 1, len(PROMPT), (), top)]
+    scheduler.check_integrity()
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,16 @@ def test_the_longest_unused_goes_first_and_of_a_prefix_its_end() -> None:
     assert len(set(taken)) == 5
 
 
+def test_a_tenant_that_floods_the_cache_pushes_out_its_own_blocks_alone() -> None:
+    cache = PrefixCache(8, SIZE)
+    cache.release(computed(cache, A, tenant="one"))
+    for begin in range(100, 200, 10):
+        cache.release(computed(cache, tuple(range(begin, begin + 9)), tenant="many"))
+        cache.check_integrity([])
+    assert found(cache, A, tenant="one") == 8
+    assert found(cache, tuple(range(190, 199)), tenant="many") == 8
+
+
 def test_blocks_that_somebody_reads_are_not_to_be_had() -> None:
     cache = PrefixCache(6, KIND)
     first, second = computed(cache, A), computed(cache, A)

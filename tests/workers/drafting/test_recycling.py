@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from paceline.errors import ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import TopTokens
-from workers.drafting.recycled_rows import MAX_PAIRS, RowKey, RowTable
+from workers.drafting.recycled_rows import MAX_ROWS, RowKey, RowTable
 from workers.drafting.recycling import MAX_TABLES, RecyclingProposer
 from workers.drafting.tree import Grant
 from workers.verification.candidates import CandidateTree
@@ -55,6 +56,17 @@ def test_the_first_of_each_row_makes_a_chain(desk: DraftingDesk, session: Drafti
     assert draft(desk, session, Grant(9)).token_ids == (6, 99)
 
 
+def test_rows_of_a_prompt_are_learned_before_anything_is_committed(
+    desk: DraftingDesk, session: DraftingSession
+) -> None:
+    session.open(1, SPEC, [5])
+    session.outcome(1, 1, [], rows({5: [6, 7], 6: [8, 5]}))
+    proposal = draft(desk, session, Grant(3))
+    assert (proposal.base_length, proposal.token_ids) == (1, (6, 8))
+    with pytest.raises(ProtocolError, match=r"outcome\.token_ids: expected at least one token"):
+        session.outcome(1, 1, [])
+
+
 def test_a_tree_follows_the_rows(desk: DraftingDesk, session: DraftingSession) -> None:
     session.open(1, SPEC, [5])
     session.outcome(1, 1, [6], rows({6: [8, 9], 8: [10, 11], 9: [12]}))
@@ -90,10 +102,14 @@ def test_the_row_of_two_tokens_comes_before_that_of_one(
 
 def test_rows_of_two_tokens_are_so_many() -> None:
     table = RowTable()
-    for number in range(MAX_PAIRS + 1):
+    for number in range(MAX_ROWS + 1):
         table.learn(TopTokens(1, (number,), number))
-    assert table.row(0, 1) == (RowKey.TOKEN, (MAX_PAIRS,))
+    assert table.row(0, 1) == (RowKey.TOKEN, (MAX_ROWS,))
     assert table.row(1, 1) == (RowKey.PAIR, (1,))
+    for token_id in range(2, MAX_ROWS + 2):
+        table.learn(TopTokens(token_id, (9,)))
+    assert table.row(None, 1) == (RowKey.TOKEN, ()), "the rows of tokens are no more either"
+    assert table.row(None, 2) == (RowKey.TOKEN, (9,))
 
 
 def test_what_is_left_of_a_tree_is_not_told_again(
