@@ -24,10 +24,13 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.policies import policy_named
 from cluster.decoding.scheduler import MOST_LOST_STEPS, Scheduler
+from cluster.worker_wire import step_to_wire
 from paceline.errors import WorkerLostError
+from paceline.v1 import target_pb2
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.pretended_target import BLOCK_SIZE, PretendedTarget
 from tests.cluster.decoding.true_text import VOCAB_SIZE, plain_text
+from workers.target_session import EngineLimits, TargetSession
 
 
 class World:
@@ -43,6 +46,8 @@ class World:
         self.now = 0.0
         self.step_seconds: Callable[[int], float] = lambda tokens: 0.010 + 0.001 * tokens
         self.targets = [PretendedTarget() for _ in range(num_groups)]
+        self.shards: dict[int, TargetSession] = {}
+        """What a shard of each group checks a step by."""
         self.drafters: dict[str, PretendedDrafter] = {}
         self.steps: dict[int, RunStep] = {}
         """In flight, by group."""
@@ -64,6 +69,7 @@ class World:
             match instruction:
                 case RunStep():
                     assert instruction.group not in self.steps, "two steps in flight"
+                    self._check_by_a_shard(instruction)
                     self.steps[instruction.group] = instruction
                 case Emit(sequence_id, offset, token_ids, num_drafted):
                     assert sequence_id not in self.finished
@@ -96,6 +102,12 @@ class World:
             # A policy that waits by its nature may hold the last blocks for its bounded time.
             assert not policies or any(one.waits for one in policies), "the target idles"
             assert group.batching.running or not group.batching.waiting, "nobody is let in"
+
+    def _check_by_a_shard(self, step: RunStep) -> None:
+        """A real shard takes the step as it comes over the wire. Else raises ProtocolError."""
+        message = step_to_wire(step).SerializeToString()
+        self.shards[step.group].begin_step(target_pb2.StepRequest.FromString(message))
+        self.shards[step.group].check_integrity()
 
     def _shared_steps(self) -> set[int]:
         """Sequences in flight whose policy has several groups verify them."""
@@ -130,6 +142,8 @@ class World:
     def join_target(self, group: int = 0) -> None:
         """A fresh target group joins."""
         self.targets[group] = PretendedTarget()
+        limits = EngineLimits(VOCAB_SIZE, self.max_model_len, BLOCK_SIZE, self.num_blocks)
+        self.shards[group] = TargetSession(limits)
         self.steps.pop(group, None)
         self.send(
             TargetJoined(
