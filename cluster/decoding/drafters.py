@@ -409,9 +409,9 @@ class Drafters:
 def _leave_to_tell(sequence: Sequence) -> float:
     """Most entries that a drafter tells of a sequence until the next outcome, as it is granted now.
 
-    Each node comes once, at worst alone in its message, as a proposal of one token. At the end
-    comes a message without any. Where distributions are told, of 64 pairs, those of a tree's other
-    nodes may come again with each.
+    Each node comes once, at worst alone in its message, as a proposal of one token; a last message
+    has none. Where distributions are told, of 64 pairs each, a tree's other nodes may come again
+    with each.
     """
     most = 1 + sequence.granted_nodes
     if not FACTS[sequence.request.spec.rule].needs_draft_probs:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from paceline.prefix_hash import hash_prefix
+from paceline.rules import Rule
 from tests.cluster.decoding.true_text import END_TOKEN
+from workers.verification.draft_probs import SparseProbs
+from workers.verification.rules import FACTS
 
 
 @dataclass
@@ -21,6 +27,9 @@ class DraftedSequence:
     until_position: int = 0
     nodes: int = 0
     branches: int = 1
+    rule: Rule = Rule.COUPLED
+    paths: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """How many of k-SEQ's paths go through a candidate, by the tokens that lead to it."""
 
 
 @dataclass
@@ -35,12 +44,14 @@ class PretendedDrafter:
         """A message of the driver."""
         match message:
             case OpenDraft(_, sequence_id, spec, token_ids):
-                self.sequences[sequence_id] = DraftedSequence(list(token_ids), spec.seed)
+                drafted = DraftedSequence(list(token_ids), spec.seed, rule=spec.rule)
+                self.sequences[sequence_id] = drafted
             case SendOutcome(_, sequence_id, position, token_ids):
                 drafted = self.sequences[sequence_id]
                 assert position == len(drafted.committed)
                 drafted.committed.extend(token_ids)
                 count = len(token_ids)
+                drafted.paths = {path[count:]: n for path, n in drafted.paths.items()}
                 drafted.candidates = [
                     c[count:]
                     for c in drafted.candidates
@@ -73,9 +84,11 @@ class PretendedDrafter:
         if len(path) >= drafted.until_position:
             return None
         count = min(drafted.branches, room)
-        made = dict.fromkeys(self.guess(path, drafted.seed) for _ in range(count))
+        if drafted.rule is Rule.KSEQ and leaf:
+            count = min(drafted.paths[leaf], room)
+        made = Counter(self.guess(path, drafted.seed) for _ in range(count))
         drafted.candidates.extend((*leaf, token_id) for token_id in made)
-        return Proposal(
+        proposal = Proposal(
             sequence_id,
             len(path),
             hash_prefix(path),
@@ -83,3 +96,16 @@ class PretendedDrafter:
             last=set(made) == {END_TOKEN},
             parents=(0,) * len(made),
         )
+        if drafted.rule is Rule.KSEQ:
+            drafted.paths |= {(*leaf, token_id): number for token_id, number in made.items()}
+            proposal = replace(proposal, multiplicities=tuple(made.values()))
+        if FACTS[drafted.rule].needs_draft_probs:
+            proposal = replace(proposal, distributions={0: evenly({*made, len(path) % 50})})
+        return proposal
+
+
+def evenly(token_ids: Collection[int]) -> SparseProbs:
+    """A distribution over these tokens, each as likely as the others."""
+    size = len(token_ids)
+    probs_M = np.full(size, 1 / size, dtype=np.float32)
+    return SparseProbs(np.array(sorted(token_ids), dtype=np.int64), probs_M)

@@ -30,6 +30,7 @@ from cluster.decoding.events import (
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.scheduler import Scheduler
+from paceline.rules import Rule
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
@@ -77,6 +78,8 @@ class Schedule:
     """One schedule: about three requests, up to three drafters and target groups."""
 
     policies = tuple(PolicyName)
+    rules = frozenset({Rule.COUPLED})
+    """For which the drafters can draft."""
     most_tokens = 24
     wrong_one_in = 4
 
@@ -109,8 +112,13 @@ class Schedule:
             max_tokens=1 + tape.choose(self.most_tokens),
             window=2 + tape.choose(6),
             branches=1 if narrow else 1 + tape.choose(2),
+            rule=self.choose_rule(),
         )
         world.send(Admitted(world.now, asked))
+
+    def choose_rule(self) -> Rule:
+        """That of the next request."""
+        return Rule.COUPLED
 
     def guess(self, path: list[int], seed: int) -> int:
         wrong = self.tape.choose(self.wrong_one_in) == 0
@@ -168,12 +176,16 @@ class Schedule:
                     self.seen["cancelled in a step"] += self.in_a_step(victim)
                     world.send(Cancelled(world.now, victim))
                 elif drafter is not None:
-                    world.send(DraftDeclined(world.now, name, victim))
+                    self.decline(name, victim)
             case 15 if tape.choose(2):
                 self.pause_or_resume(1 + tape.choose(len(world.requests)))
             case 15:
                 if len(world.requests) < 5:
                     self.admit()
+
+    def decline(self, name: str, victim: int) -> None:
+        """A drafter refuses a sequence, whether it works for it or not."""
+        self.world.send(DraftDeclined(self.world.now, name, victim))
 
     def deliver(self, name: str, index: int) -> None:
         """One message of a drafter arrives, after others that were sent later perhaps."""
@@ -224,7 +236,8 @@ class Schedule:
         else:
             drafter = FarDrafter(self.guess, self.tape.choose)
             self.far[name] = world.drafters[name] = drafter
-            world.send(DrafterJoined(world.now, name, 12 + self.tape.choose(60)))
+            longest = 12 + self.tape.choose(60)
+            world.send(DrafterJoined(world.now, name, longest, rules=self.rules))
 
     def drain(self) -> None:
         """No drafter says anything more; everything comes to its end all the same.

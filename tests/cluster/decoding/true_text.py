@@ -7,6 +7,7 @@ import functools
 from cluster.decoding.events import Request
 from cluster.decoding.policies import PolicyName
 from paceline.prefix_hash import extend_hash
+from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 
 VOCAB_SIZE = 50
@@ -43,10 +44,15 @@ def request(
     branches: int = 1,
     tenant: str = "",
     merge: bool = False,
+    rule: Rule = Rule.COUPLED,
 ) -> Request:
     """A request whose seed is its id."""
     spec = SequenceSpec(
-        SamplingParams(), seed=sequence_id, prompt_length=len(prompt), end_token_ids=(END_TOKEN,)
+        SamplingParams(),
+        seed=sequence_id,
+        prompt_length=len(prompt),
+        end_token_ids=(END_TOKEN,),
+        rule=rule,
     )
     return Request(
         sequence_id,

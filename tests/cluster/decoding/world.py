@@ -29,10 +29,13 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.policies import policy_named
 from cluster.decoding.scheduler import Scheduler
+from cluster.worker_wire import step_messages
 from paceline.errors import RequestFaultError
+from paceline.v1 import target_pb2
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.pretended_target import BLOCK_SIZE, PretendedTarget
 from tests.cluster.decoding.true_text import VOCAB_SIZE, plain_text
+from workers.target_session import EngineLimits, TargetSession
 
 
 class World:
@@ -48,6 +51,8 @@ class World:
         self.now = 0.0
         self.step_seconds: Callable[[int], float] = lambda tokens: 0.010 + 0.001 * tokens
         self.targets = [PretendedTarget() for _ in range(num_groups)]
+        self.shards: dict[int, TargetSession] = {}
+        """What a shard of each group checks a step by."""
         self.drafters: dict[str, PretendedDrafter] = {}
         self.steps: dict[int, RunStep] = {}
         """In flight, by group."""
@@ -81,6 +86,7 @@ class World:
             match instruction:
                 case RunStep():
                     assert instruction.group not in self.steps, "two steps in flight"
+                    self._check_by_a_shard(instruction)
                     self.steps[instruction.group] = instruction
                     self.check_trial(instruction)
                     stepping = {part.sequence_id for part in instruction.slices}
@@ -126,6 +132,13 @@ class World:
         tried = [part.sequence_id for part in step.slices if part.sequence_id in suspects]
         assert not tried or len(step.slices) == 1, "a suspect has company"
 
+    def _check_by_a_shard(self, step: RunStep) -> None:
+        """A real shard takes the step as it comes over the wire. Else raises ProtocolError."""
+        (message,) = step_messages(step)
+        request = target_pb2.StepRequest.FromString(message.SerializeToString())
+        self.shards[step.group].begin_step(request)
+        self.shards[step.group].check_integrity()
+
     def _shared_steps(self) -> set[int]:
         """Sequences in flight whose policy has several groups verify them."""
         parts = [part for step in self.steps.values() for part in step.slices]
@@ -159,6 +172,8 @@ class World:
     def join_target(self, group: int = 0, *, block_size: int = BLOCK_SIZE) -> None:
         """A fresh target group joins."""
         self.targets[group] = PretendedTarget(block_size)
+        limits = EngineLimits(VOCAB_SIZE, self.max_model_len, block_size, self.num_blocks)
+        self.shards[group] = TargetSession(limits)
         self._note_loss(group)
         self.send(
             TargetJoined(
