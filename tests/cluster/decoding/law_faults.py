@@ -60,17 +60,15 @@ class DrafterFault:
 
 @dataclass(frozen=True)
 class Preemption:
-    """An older sequence of `prompt_length` tokens takes the KV blocks of the one that is looked at.
+    """An older sequence, of plain decoding, takes the KV blocks of the one that is looked at.
 
-    There are `num_blocks` blocks of two tokens. The older one ends after `max_tokens` tokens.
+    There are `num_blocks` blocks of a token each; the older sequence ends when it has them all.
     """
 
-    prompt_length: int
-    max_tokens: int
     num_blocks: int
 
     def __str__(self) -> str:
-        return f"preempted{self.prompt_length}-{self.max_tokens}-{self.num_blocks}"
+        return f"preempted-of-{self.num_blocks}"
 
 
 Fault = TargetFault | DrafterFault | Preemption

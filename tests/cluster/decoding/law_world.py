@@ -102,6 +102,18 @@ class Drafter:
 
 
 @dataclass
+class Served:
+    """The law [V] * length of the first tokens, over all coins, and what happened on the way."""
+
+    law: NDArray[np.float64]
+    windows: list[Slice] = field(default_factory=list)
+    preempted_with: list[int] = field(default_factory=list)
+    """How many candidates were held each time that the sequence lost its blocks."""
+    branch_hits: int = 0
+    """Verdicts that were held as a branch beside the chain."""
+
+
+@dataclass
 class LawWorld:
     """One request served once, with coins that fall as `named` says.
 
@@ -114,9 +126,7 @@ class LawWorld:
     timing: Timing
     makes: Mapping[str, MakeProposer]
     fault: Fault | None = None
-    windows: list[Slice] = field(default_factory=list)
-    preempted_with: list[int] = field(default_factory=list)
-    """How many candidates were held each time that the sequence lost its blocks."""
+    found: Served = field(default_factory=lambda: Served(np.zeros(())))
     text: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -151,10 +161,11 @@ class LawWorld:
                 continue
             step, self._step = self._step, None
             verdicts = self._verdicts(step)
-            self.windows += [part for part in step.slices if part.sequence_id == OURS]
+            self.found.windows += [part for part in step.slices if part.sequence_id == OURS]
             self._send(StepDone(self._now, step.step, verdicts, 0.01))
             for proposals in late:
                 self._deliver(proposals)
+        self.found.branch_hits += self._scheduler.totals.counts.branch_hits
         return tuple(self.text[:length])
 
     def _passes_in_step(self) -> list[dict[str, tuple[Proposal, ...]]]:
@@ -179,7 +190,7 @@ class LawWorld:
     def _join_target(self) -> None:
         size, count = 16, 16
         if isinstance(self.fault, Preemption):
-            size, count = 2, self.fault.num_blocks
+            size, count = 1, self.fault.num_blocks
         self._send(TargetJoined(self._now, self.models.vocab_size, 100, size, count))
 
     def _join_drafter(self, name: str) -> None:
@@ -269,7 +280,7 @@ class LawWorld:
             sequence = self._scheduler._state.find(OURS)
             assert sequence is not None
             assert sequence.kv.group is None, "another sequence lost its blocks"
-            self.preempted_with.append(sequence.tree.num_candidates)
+            self.found.preempted_with.append(sequence.tree.num_candidates)
 
     def _verdicts(self, step: RunStep) -> tuple[SequenceVerdict, ...]:
         return tuple(
@@ -371,19 +382,10 @@ def request(
 
 
 def _elder(fault: Preemption) -> Request:
-    """An older request, of plain decoding, whose tokens are all certain."""
-    spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=fault.prompt_length)
-    prompt = (0,) * fault.prompt_length
-    return Request(ELDER, prompt, spec, fault.max_tokens, PolicyName.OFF, window=0)
-
-
-@dataclass
-class Served:
-    """The law [V] * length of the first tokens, over all coins, and what happened on the way."""
-
-    law: NDArray[np.float64]
-    windows: list[Slice] = field(default_factory=list)
-    preempted_with: list[int] = field(default_factory=list)
+    """An older request, whose tokens are all certain."""
+    spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=len(PROMPT))
+    most = fault.num_blocks - len(PROMPT)
+    return Request(ELDER, PROMPT, spec, most, PolicyName.OFF, window=0)
 
 
 def served(
@@ -403,16 +405,7 @@ def served(
         named = NamedCoins(coins)
         with pytest.MonkeyPatch.context() as patch:
             draw_with(named, patch)
-            world = LawWorld(
-                models,
-                request,
-                named,
-                timing,
-                makes,
-                fault,
-                found.windows,
-                found.preempted_with,
-            )
+            world = LawWorld(models, request, named, timing, makes, fault, found)
             text = world.serve(length)
         found.law[text] += coins.probability
         if not coins.turn():
