@@ -9,9 +9,10 @@ How to decode is said by a `GenerateOptions`, by its fields as keywords, or by b
 keywords come first. Every error is one of `paceline.errors`. A client may be shared by threads
 (`Client`) or by tasks of one event loop (`AsyncClient`).
 
-A `timeout` is the time in seconds from the call to the end of its answer, connecting included. The
-one given with a call replaces the client's. When it has passed, the request is cancelled at the
-server and the call raises DeadlineError. Nothing is sent twice by itself.
+A `timeout` is the time in seconds from the call to the end of its answer, connecting included; of
+`stream` it begins when the first event is asked for. The one given with a call replaces that of
+the client. When it has passed, the request is cancelled at the server and the call raises
+DeadlineError. Nothing is sent twice by itself.
 """
 
 from __future__ import annotations

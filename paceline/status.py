@@ -35,6 +35,9 @@ MAX_DETAILS_BYTES = 4000
 _BROKEN_WRITE = "Internal error from Core"
 """What gRPC says on its own where a stream ends while a message is written to it."""
 
+_REMOVED = "Stream removed ("
+"""What gRPC puts before the cause where a connection ends."""
+
 _NOT_DECODED = "Exception deserializing response!"
 """What gRPC says on its own of bytes that are no message."""
 
@@ -118,8 +121,10 @@ def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError
         return InvalidRequestError(WHOLE_REQUEST, details)
     if code is grpc.StatusCode.UNAVAILABLE:
         cause = details.rpartition("last error: ")[2]
+        if cause.startswith(_REMOVED):
+            cause = cause[len(_REMOVED) : -1]
         return UnavailableError(
-            f"the connection to the server at {address} broke ({cause}); "
+            f"the connection to the server at {address} broke: {cause}; "
             "see whether the server is still up, then try again"
         )
     return _BY_CODE.get(code, InternalError)(

@@ -222,6 +222,9 @@ def test_what_another_server_answers_is_told() -> None:
     torn = error_told(grpc.StatusCode.INTERNAL, "Internal error from Core", {}, "here:1")
     assert (type(other), type(torn)) == (UnavailableError, UnavailableError)
     assert type(error_told(grpc.StatusCode.INTERNAL, "else", {}, "here:1")) is InternalError
+    gone = "Stream removed (Socket closed (GOAWAY received))"
+    ended = error_told(grpc.StatusCode.UNAVAILABLE, gone, {}, "here:1")
+    assert "at here:1 broke: Socket closed (GOAWAY received); see whether" in str(ended)
 
 
 async def test_options_as_keywords(address: str, scripted: Scripted) -> None:
