@@ -181,6 +181,11 @@ class DraftingDesk:
         """How many sequences are open, those of all streams together."""
         return sum(len(session.trees) for session in self._sessions)
 
+    @property
+    def num_opening(self) -> int:
+        """How many of them have a long text that is not taken in yet."""
+        return len(self.opening)
+
     def reason_to_decline(self, num_tokens: int, spec: SequenceSpec) -> str | None:
         """Why a sequence of so many tokens is not taken, or None."""
         if spec.rule not in self.info.rules:
