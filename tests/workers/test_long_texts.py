@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 import time
-import tracemalloc
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ import torch
 from paceline.convert import spec_to_wire
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
+from tests.work_done import calls_of, peak_bytes
 from workers.device_verdicts import verify_on_host
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
 from workers.drafting.ngram import NgramProposer
@@ -72,16 +70,6 @@ def test_penalties_of_a_long_text_take_what_those_of_a_short_one_take() -> None:
     assert least_seconds(LONG) < 5 * least_seconds(SHORT)
 
 
-def peak_bytes(act: Callable[[], object]) -> int:
-    """The most that is allocated at once while it runs, beyond what there was."""
-    tracemalloc.start()
-    try:
-        act()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-
-
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), PENALISED])
 def test_a_step_copies_no_text(sampling: SamplingParams) -> None:
     steps = verdicts(LONG, sampling)
@@ -118,22 +106,6 @@ def test_a_draft_copies_no_text() -> None:
         session.outcome(1, position, [position % VOCAB])
         session.grant(1, Grant(until_position=position + WINDOW))
     assert peak_bytes(desk.run_pass) < FEW_BYTES
-
-
-def calls_of(act: Callable[[], object]) -> int:
-    """How many functions are called while it runs: work that no other process disturbs."""
-    count = 0
-
-    def listen(frame: FrameType, event: str, value: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(listen)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def test_a_long_text_is_taken_in_beside_the_drafts_of_others() -> None:
