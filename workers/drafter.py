@@ -18,6 +18,7 @@ from workers.drafting.recycling import RecyclingProposer
 from workers.drafting_service import Drafter
 from workers.engine.device import DEVICES, Device
 from workers.engine.weight_form import WeightForm
+from workers.garbage import spare_what_is_there
 from workers.server import RunningServer, start_server
 from workers.standalone import parse_choice, parse_cores, parse_weights, run_standalone
 
@@ -81,6 +82,7 @@ def _loader_of(kind: DrafterKind) -> Callable[[DrafterOptions], Awaitable[Propos
     proposer = NgramProposer if kind == "ngram" else RecyclingProposer
 
     async def make(options: DrafterOptions) -> Proposer:
+        spare_what_is_there()
         return proposer()
 
     return make

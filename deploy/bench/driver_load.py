@@ -201,7 +201,7 @@ class _Bench:
             apply_request(session, drafting_pb2.DraftRequest.FromString(message))
         self._for_drafter.clear()
         news = desk.run_pass() if desk.has_work else []
-        while desk.opening:  # long texts are taken in at once here
+        while desk.num_opening:  # long texts are taken in at once here
             news += desk.run_pass()
         return [answer.SerializeToString() for one in news for answer in to_responses(one, 0.003)]
 

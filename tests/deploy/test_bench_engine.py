@@ -14,9 +14,10 @@ import pytest
 from cluster.config import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
 from deploy.bench.core_waits import CoreWaits
+from deploy.bench.driver_load import DriverLoad
 from deploy.bench.engine import PARTS, USUAL_PARTS, run_engine
 from deploy.bench.engine_delay import delay_in_steps
-from deploy.bench.engine_driver import measure_one
+from deploy.bench.engine_driver import measure_load, measure_one
 from deploy.bench.engine_load import Request, random_tokens, seeded_requests
 from deploy.bench.engine_memory import model_bytes
 from deploy.bench.engine_peer import PeerProcess
@@ -259,6 +260,16 @@ def test_a_failed_part_is_told_and_is_no_success(
     document = json.loads(found.read_text())
     assert document["rows"] == []
     assert list(document["failed"]) == ["steps"]
+
+
+@pytest.mark.parametrize("policy", ["off", "chain"])
+def test_the_drivers_time_is_measured_by_the_length_of_prompts(
+    task: EngineTask, policy: str
+) -> None:
+    """Texts that need several pieces at the drafter; the target's first token ends the prefill."""
+    row = measure_load(task, DriverLoad(policy, 3, 5000))
+    assert (row.batch, row.details["prompt_tokens"], row.details["emulated"]) == (3, 5000, True)
+    assert 0 < row.details["driver_ms_least"] <= row.details["driver_ms_p50"] < 1000
 
 
 def test_the_drivers_time_is_measured_with_so_many_sequences_at_once(task: EngineTask) -> None:

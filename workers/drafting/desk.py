@@ -226,6 +226,11 @@ class DraftingDesk:
         return sum(len(session.trees) for session in self._sessions)
 
     @property
+    def num_opening(self) -> int:
+        """How many of them have a long text that is not taken in yet."""
+        return len(self.opening)
+
+    @property
     def is_full(self) -> bool:
         """Whether no further sequence can be opened."""
         return self.num_open >= self.max_sequences

@@ -71,7 +71,7 @@ class Script:
 
     def say(self, drafter: str, *token_ids: int, pass_ms: float = 2.0) -> None:
         """It drafts something for nobody in particular."""
-        one = Proposal(1, 1, hash_prefix(PROMPT[:1]), (*PROMPT[1:], *token_ids))
+        one = Proposal(1, len(PROMPT), hash_prefix(PROMPT), token_ids)
         self.send(Proposed(self.now, drafter, (one,), pass_seconds=pass_ms / 1000))
 
     def draft_on(self, steps: int, **pass_ms: float) -> None:
