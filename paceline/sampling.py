@@ -9,7 +9,7 @@ from paceline.errors import InvalidRequestError
 from paceline.rules import Rule
 
 MAX_LOGIT_BIAS = 10_000.0
-"""Largest size of a bias. Far beyond any difference of logits (OpenAI allows 100), and so small that
+"""Largest size of a bias. Far beyond any difference of logits (OpenAI allows 100), so small that
 no logit leaves float32 for it, whatever penalty comes on top: -inf is for masked tokens alone."""
 
 MAX_REPETITION_PENALTY = 100.0
