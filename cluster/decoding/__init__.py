@@ -19,6 +19,7 @@ batching.py, prefill.py      a step: who is in it, and how much prefill
 prefill_price.py  what prefill adds to a step's time
 answers.py, verdicts.py      what its answer does
 replicas.py       one sequence on several groups
+suspects.py       who may have ended it: tried alone
 
 Drafters:
 drafters.py, roster.py       who drafts for whom, and what they are told

@@ -94,7 +94,9 @@ def take_answer(
     state.utilisation.stepped(event.step_seconds)
     answer = Answer(event, step, batching, state.totals.counts.committed)
     verdicts = iter(event.verdicts)
-    suspects, cleared = state.waiting.suspects, False
+    suspects = state.waiting.suspects
+    any_suspects = len(suspects) > 0
+    cleared = not any_suspects
     for part in step.slices:
         verdict = next(verdicts) if part.verdict else None
         if part.sequence_id in batching.leaving:
@@ -112,14 +114,15 @@ def take_answer(
             sequence.tree.unpin()
             batching.kv.keep(sequence)
         else:
-            cleared |= suspects.answered(part.sequence_id)
+            if any_suspects:
+                cleared |= suspects.answered(part.sequence_id)
             if sequence.policy.replicates:
                 _commit_what_is_new(state, answer, sequence, part, verdict, out)
             else:
                 _commit(state, answer, sequence, part, verdict, out)
         if sequence.paused and state.find(sequence.sequence_id) is sequence:
             state.pause(sequence, out)
-    if cleared:
+    if cleared and event.verdicts:
         group.answered_at = state.totals.steps
     return answer
 

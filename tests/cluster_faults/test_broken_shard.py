@@ -1,0 +1,53 @@
+"""A shard whose device is broken, on a real Ray cluster: its process ends, and that is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster_faults.killing import eventually
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+async def is_heard() -> bool:
+    return True
+
+
+def test_the_process_of_a_broken_shard_ends_and_the_controller_sees_it(ray_address: str) -> None:
+    """Though it answers pings, and the driver could reach its server."""
+    import ray
+
+    from cluster.actors import Serving, ShardActor
+    from cluster.lives import until_lost
+
+    class Shard(ShardActor):
+        """Serves nothing, and is told that its device is broken as a servicer would tell it."""
+
+        async def open(self) -> Serving:
+            from workers.server import start_server
+
+            return self._serving(await start_server(lambda _: (), host="127.0.0.1"))
+
+        async def break_down(self) -> None:
+            assert self._server is not None
+            self._server.report_broken("the device does not work any more")
+
+    async def watch(shard: Any) -> tuple[int, str]:
+        serving = await shard.open.remote()
+        watching = asyncio.create_task(until_lost(shard, hung_after=60.0, is_heard=is_heard))
+        await shard.ping.remote()
+        assert not watching.done()
+        await shard.break_down.remote()
+        return serving.pid, await asyncio.wait_for(watching, 60)
+
+    shard = ray.remote(Shard).options(num_cpus=0, max_concurrency=10).remote()
+    try:
+        pid, why = asyncio.run(watch(shard))
+        assert why
+        eventually(lambda: not Path(f"/proc/{pid}").exists())
+    finally:
+        ray.kill(shard)
