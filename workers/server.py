@@ -35,6 +35,7 @@ class RunningServer:
         self._services = services
         self._closers: list[Callable[[], Awaitable[None]]] = []
         self._failure: PacelineError | None = None
+        self._failed = asyncio.Event()
         self._ending: asyncio.Task[None] | None = None
 
     async def report_serving(self) -> None:
@@ -65,10 +66,17 @@ class RunningServer:
             await self._closers.pop()()
 
     def fail(self, reason: PacelineError) -> None:
-        """Stop for a reason, which `wait` raises: the process is to end."""
+        """Stop for a reason, which `wait` and `until_failed` raise: the process is to end."""
         if self._failure is None:
             self._failure = reason
+            self._failed.set()
             self._ending = asyncio.create_task(self.stop())
+
+    async def until_failed(self) -> None:
+        """Raise what the server was made to `fail` by, once it is."""
+        await self._failed.wait()
+        assert self._failure is not None
+        raise self._failure
 
     async def wait(self) -> None:
         """Return when the server has stopped. Raises what it was made to `fail` by."""

@@ -42,7 +42,8 @@ async def _serve(serve: Callable[[], Awaitable[Servers]]) -> None:
     servers = [served] if isinstance(served, RunningServer) else served
     for server in servers:
         typer.echo(server.address)
-    ways = [asyncio.create_task(ended.wait()), *(asyncio.create_task(s.wait()) for s in servers)]
+    ways = [asyncio.create_task(server.until_failed()) for server in servers]
+    ways.append(asyncio.create_task(_until(ended)))
     try:
         done, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         for way in done:
@@ -50,8 +51,13 @@ async def _serve(serve: Callable[[], Awaitable[Servers]]) -> None:
     finally:
         for way in ways:
             way.cancel()
+        await asyncio.gather(*ways, return_exceptions=True)
         for server in servers:
             await server.stop()
+
+
+async def _until(event: asyncio.Event) -> None:
+    await event.wait()
 
 
 def parse_cores(text: str | None) -> tuple[int, ...] | None:
