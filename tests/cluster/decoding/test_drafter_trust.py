@@ -159,7 +159,7 @@ def test_one_that_tells_what_it_is_granted_never_is() -> None:
         for depth in range(9):
             base = [*path, *[7, *[9] * 8][:depth]]
             told = Proposal(1, len(base), hash_prefix(base), (9 if depth else 7,))
-            steps.tell(told, entries=2)
+            steps.tell(told, entries=3)
         steps.answer(0.01)
         path.append(7)
     assert not steps.suspects
