@@ -415,5 +415,5 @@ def _leave_to_tell(sequence: Sequence) -> float:
     """
     most = 1 + sequence.granted_nodes
     if not FACTS[sequence.request.spec.rule].needs_draft_probs:
-        return (MESSAGE_ENTRIES + 2.0) * most
-    return (MESSAGE_ENTRIES + 14.0) * most * (1 if sequence.tree.chain else most)
+        return (MESSAGE_ENTRIES + 3.0) * most
+    return (MESSAGE_ENTRIES + 27.0) * most * (1 if sequence.tree.chain else most)

@@ -378,9 +378,9 @@ class ProposalBatch(_message.Message):
 
     A batch has at most 2048 entries, and a response at most 256 KiB. A drafter sends more than that
     in several responses, of which the first tells of the pass and the others have proposals alone. A
-    tip is an entry. A proposal is one, and so are each of its tokens and each value of its
-    stopping_state; each of its distributions is 8, and one more for every 16 pairs. A driver that gets
-    more, or more entries in all than it granted candidates for, uses this drafter no more until its
+    tip is an entry. A proposal is two, and 14 where it has distributions; each of its tokens and each
+    value of its stopping_state is one; each distribution is 8, and one more for every 16 pairs. A
+    driver that gets more, or more entries in all than it granted candidates for, uses this drafter no more until its
     process is started again.
     """
 

@@ -334,3 +334,32 @@ FLOODS: dict[str, Callable[[int, list[int]], drafting_pb2.DraftResponse]] = {
     "long names": _named,
 }
 """What a drafter may send without end, each message of which is well-formed."""
+
+
+class ContradictingDrafter(LyingDrafter):
+    """Each proposal is in order by itself. Together they tell of several distributions under one
+    node, and of more draws and paths than it was granted.
+
+    Its candidates are the likeliest to be believed: for each of two lies another token.
+    """
+
+    def __init__(self, rule: types_pb2.VerificationRule.ValueType, digest: bytes) -> None:
+        super().__init__()
+        self.kind, self.rules, self.digest = "model", [rule], digest
+
+    def _lies_in_columns(self, sequence_id: int, known: list[int]) -> list[drafting_pb2.Tips]:
+        return []
+
+    def _lie(self, sequence_id: int, known: list[int]) -> drafting_pb2.Proposal:
+        token_id = self.random.randrange(5, 380)
+        drawn = types_pb2.DraftDistribution(
+            node=0, token_ids=[token_id, token_id + 1], probabilities=[0.25, 0.75]
+        )
+        counts = self.rules == [types_pb2.VERIFICATION_RULE_KSEQ]
+        return drafting_pb2.Proposal(
+            sequence_id=sequence_id,
+            base=types_pb2.Base(length=len(known), hash=hash_prefix(known)),
+            token_ids=[token_id],
+            distributions=[drawn],
+            multiplicities=[2] if counts else [],
+        )

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from paceline.convert import rule_to_wire
+from paceline.rules import Rule
 from paceline.v1 import types_pb2
+from tests.cluster.bystanders import bystander
 from tests.cluster.hostile import (
     BREACHES,
     PROBABILITY_BREACHES,
+    ContradictingDrafter,
     HungDrafter,
     LyingDrafter,
     MalformedDrafter,
@@ -182,6 +186,38 @@ async def test_malformed_probabilities_make_a_drafter_suspect(
             await system.settle()
         finally:
             await server.stop()
+
+
+@pytest.mark.parametrize("rule", ["rejection", "kseq", "recursive", "mcsd"])
+async def test_a_liar_with_valid_probabilities_ends_nobodys_step(
+    checkpoints: Checkpoints, rule: str
+) -> None:
+    """What it says goes together in no window that a shard takes, but for a chain."""
+    digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
+    number = rule_to_wire(Rule(rule))
+    liar = ContradictingDrafter(number, digest)
+    server = await serve_lying_drafter(liar)
+    try:
+        async with running_system(checkpoints, wait_ms=20.0, target_rtt_ms=5.0) as system:
+            greedy = replace(OPTIONS, temperature=0.0, max_tokens=60, rule=rule, policy="lockstep")
+            plain = await system.client.generate(PROMPT, replace(greedy, policy="off"))
+            branches = 1 if rule == "rejection" else 2
+            async with bystander(system, max_tokens=400) as other:
+                await system.driver.set_drafters({"liar": server.address})
+                await eventually(lambda: "liar" in system.connected())
+                for policy in ("lockstep", "chain"):
+                    options = replace(greedy, branches=branches, policy=policy)
+                    answer = await system.client.generate(PROMPT, options)
+                    assert answer.token_ids == plain.token_ids
+                if branches > 1:
+                    await eventually(lambda: system.driver.stats().workers[1].suspect)
+                await other.grows(1)
+            target, told = system.driver.stats().workers
+            assert target.reconnects == 0
+            assert told.malformed >= 3 or branches == 1
+            await system.settle()
+    finally:
+        await server.stop()
 
 
 async def test_a_cut_wire_is_noticed_by_keepalive(checkpoints: Checkpoints) -> None:

@@ -57,8 +57,8 @@ def test_tokens_under_many_bases_are_told_in_columns() -> None:
 
 
 def test_columns_are_cut_where_they_become_too_long() -> None:
-    tips = [_tip(number, 5, 6) for number in range(2 * MAX_PROPOSED + 1)]
-    assert _there_and_back(tips) == (3, tips)
+    tips = [_tip(number, 5, 6) for number in range(MAX_PROPOSED + 1)]
+    assert _there_and_back(tips) == (2, tips)
 
 
 def test_what_is_for_sequences_that_have_ended_is_left_out() -> None:

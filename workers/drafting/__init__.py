@@ -10,7 +10,8 @@ acceptance_map.py   how likely a drafted token is to be accepted, for that
 desk.py       the open sequences of all streams, and passes over them
 rhythm.py     when a pass is better held back for the outcomes that are about to come
 excerpt.py    what of a tree a proposal shows; proposal.py: the proposal;
-              telling.py: which are told of a pass; wire.py: as messages
+              telling.py: which are told of a pass; wire.py: as messages, of which
+              batch_size.py says how large they may be
 
 Of the model drafter:
 growth.py     how a tree grows, rule by rule

@@ -48,7 +48,7 @@ def test_a_lost_drafter_leaves_the_sequence_to_another_and_its_drafts_stay_valid
     scheduler.handle(DrafterJoined(0, "e", 1000))
     scheduler.handle(proposal(PROMPT, 10, 11))
     out = scheduler.handle(DrafterLost(0.6, "d"))
-    assert out[0] == OpenDraft("e", 1, request(1, PROMPT).spec, PROMPT)
+    assert out[0] == OpenDraft("e", 1, request(1, PROMPT).spec, PROMPT, vocab_size=50)
     out = scheduler.handle(verdict(1, 0, 10))
     assert the_step(out).slices[0].token_ids == (10, 11)
 

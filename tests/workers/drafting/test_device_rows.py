@@ -71,10 +71,28 @@ def test_candidates_are_those_that_the_host_draws(device: str) -> None:
 
 
 def test_logits_that_decide_must_be_numbers() -> None:
+    """Where they are none, that tree alone fails."""
     logits_TV = torch.zeros(len(KINDS), VOCAB)
     logits_TV[0, 7] = float("nan")
-    with pytest.raises(InternalError):
-        expand_on_device(logits_TV, make_growths())
+    growths = make_growths()
+    ((tree, error),) = expand_on_device(logits_TV, growths)
+    assert tree is growths[0][0]
+    assert isinstance(error, InternalError)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_targets_may_have_different_vocabularies(device: str) -> None:
+    """In one pass each tree's draws are of its own target's token ids."""
+    logits_TV = torch.randn(len(KINDS), VOCAB, generator=torch.Generator().manual_seed(2))
+    expected, found = make_growths(), make_growths()
+    for growths in (expected, found):
+        for number, (tree, _, _) in enumerate(growths):
+            tree.vocab_size = (None, 40)[number % 2]
+    for row, (_, growth, node) in enumerate(expected):
+        growth.expand(node, logits_TV[row])
+    assert expand_on_device(logits_TV.to(device), found) == []
+    drawn = harvest(found)
+    assert drawn == harvest(expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)
