@@ -34,6 +34,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
 
     def report(self, *, serving: bool) -> None:
         """Answer this from now on, and tell whoever watches."""
+        if serving == self._serving:
+            return
         self._serving = serving
         self._changed.set()
         self._changed = asyncio.Event()

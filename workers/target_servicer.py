@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -45,6 +45,8 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         self._clock = clock or WorkerClock()
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
+        self.on_serving: Callable[[bool], None] = lambda serving: None
+        """Told False when a step fails for another reason than what it asks, True by the next."""
 
     def add_to(self, server: grpc.aio.Server) -> tuple[str]:
         """Have a server offer it; the names of its services."""
@@ -103,7 +105,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             rehearsal = StepRehearsal()
             reading = Begun(context.read())
             while (request := await reading) is not _END:
-                response = stepper.step(request)
+                response = self._step(stepper, request)
                 writing = Begun(context.write(response))
                 reading = Begun(context.read())
                 await writing
@@ -117,6 +119,17 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             self._live.release()
             if reading is not None:
                 reading.cancel()
+
+    def _step(self, stepper: Stepper, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
+        try:
+            response = stepper.step(request)
+        except PacelineError:
+            raise
+        except Exception:
+            self.on_serving(False)
+            raise
+        self.on_serving(True)
+        return response
 
     async def _loaded(self, context: _Context) -> StepEngine:
         if self._engine is None:

@@ -14,7 +14,7 @@ from cluster.driver import DriverOptions
 from cluster.inference import SERVICE_NAME, serve_driver
 from paceline import channel as paceline_channel
 from paceline.channel import MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION
-from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.v1 import inference_pb2, inference_pb2_grpc, target_pb2
 from tests.cluster.fast_target import fast_system, fast_target
 from tests.cluster.hostile import serve_false_target
 from tests.cluster.interruptions import OPTIONS, PROMPT, plain_answer, port_of
@@ -26,6 +26,7 @@ from tests.cluster.system import (
     running_system,
     start_target,
 )
+from workers.target_stepper import Stepper
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -70,6 +71,33 @@ async def test_it_follows_the_target(checkpoints: Checkpoints, service: str) -> 
             watch.cancel()
         finally:
             await restarted.stop()
+
+
+async def test_a_shard_says_that_its_steps_fail(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until one succeeds. The request whose step it was is tried again."""
+    async with (
+        running_system(checkpoints) as system,
+        grpc.aio.insecure_channel(system.target.address) as channel,
+    ):
+        plain = await plain_answer(system)
+        watch: Any = health_pb2_grpc.HealthStub(channel).Watch(_asked())
+        assert await _told(watch) == SERVING
+        right, broken = Stepper.step, asyncio.Event()
+
+        def step(stepper: Stepper, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
+            if request.step > 20 and not broken.is_set():
+                broken.set()
+                raise RuntimeError("injected: the device is broken")
+            return right(stepper, request)
+
+        monkeypatch.setattr(Stepper, "step", step)
+        answer = asyncio.create_task(system.client.generate(PROMPT, OPTIONS, policy="off"))
+        assert await _told(watch) == NOT_SERVING
+        assert await _told(watch) == SERVING
+        assert (await answer).token_ids == plain.token_ids
+        watch.cancel()
 
 
 async def test_it_serves_only_once_the_target_is_there(checkpoints: Checkpoints) -> None:

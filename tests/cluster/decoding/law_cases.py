@@ -38,6 +38,8 @@ class Case:
         name = f"{self.rule.value}-{self.policy.value}-{shape}-{when}"
         if self.fault is None:
             return name
+        if self.fault.paused:
+            return f"{name}-paused{self.fault.step}"
         too = "-drafter-too" if self.fault.drafter_too else ""
         return f"{name}-lost{self.fault.step}away{self.fault.away}{too}"
 

@@ -18,9 +18,11 @@ from cluster.decoding.events import (
     DrafterJoined,
     DrafterLost,
     Event,
+    Paused,
     Proposal,
     Proposed,
     Request,
+    Resumed,
     SequenceVerdict,
     StepDone,
     TargetJoined,
@@ -71,12 +73,14 @@ class Fault:
     """The target is lost while it computes its step number `step`, the prompt's being the first.
 
     What was drafted in `away` passes arrives before it is back. `drafter_too`: that ends with the
-    target, and starts again when the target is back.
+    target, and starts again when the target is back. `paused`: the target is not lost; instead the
+    request is paused in the midst of that step, and resumed after it.
     """
 
     step: int
     away: int = 0
     drafter_too: bool = False
+    paused: bool = False
 
 
 @dataclass
@@ -114,12 +118,18 @@ class LawWorld:
             in_time = len(sent) - self.timing.late
             for proposals in sent[:in_time]:
                 self._deliver(proposals)
-            if self.fault is not None and self._num_steps == self.fault.step:
-                self._fail(self.fault)
+            fault = self.fault if self.fault and self._num_steps == self.fault.step else None
+            if fault is not None and fault.paused:
+                self._send(Paused(self._now, self.request.sequence_id))
+            elif fault is not None:
+                self._fail(fault)
                 continue
             step, self._step = self._step, None
             verdicts = tuple(self._verdict(part) for part in step.slices if part.verdict)
             self._send(StepDone(self._now, step.step, verdicts, 0.01))
+            if fault is not None:
+                assert self._step is None, "a paused sequence is in a new step"
+                self._send(Resumed(self._now, self.request.sequence_id))
             for proposals in sent[in_time:]:
                 self._deliver(proposals)
         return tuple(self.text[:length])

@@ -1,4 +1,4 @@
-"""Rules that toss coins keep the law when the target is lost half-way: exactly.
+"""Rules that toss coins keep the law exactly, though the target is lost or a request is paused.
 
 A lost step has no verdict. The sequence is computed again from its committed tokens, the token
 after them is the target's own, and what was drafted beyond stays where it agrees with that token.
@@ -37,6 +37,10 @@ CASES = (
     Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, Fault(2, away=1, drafter_too=True)),
     Case(Rule.MCSD, CHAIN, 2, 3, Timing(3), 2, Fault(2)),
     Case(Rule.MCSD, CHAIN, 2, 2, Timing(2), 2, Fault(3, away=1)),
+    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2, Fault(2, paused=True), length=4),
+    Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2, Fault(2, paused=True)),
+    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, Fault(2, paused=True)),
+    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, Fault(2, paused=True)),
 )
 
 
