@@ -45,9 +45,12 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
 
     def report(self, *, serving: bool) -> None:
         """Answer this from now on, and tell whoever watches."""
-        self._serving = serving
-        self._changed.set()
-        self._changed = asyncio.Event()
+        if serving == self._serving:
+            return
+        if serving != self._serving:
+            self._serving = serving
+            self._changed.set()
+            self._changed = asyncio.Event()
 
     async def Check(
         self, request: health_pb2.HealthCheckRequest, context: _Context

@@ -51,6 +51,8 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         self._failures = StepFailures(self._give_up, self._check)
         # Held by the stream that may step: KV blocks belong to it.
         self._live = asyncio.Lock()
+        self.on_serving: Callable[[bool], None] = lambda serving: None
+        """Told False when a step fails for another reason than what it asks, True by the next."""
 
     def add_to(self, server: grpc.aio.Server) -> tuple[str]:
         """Have a server offer it; the names of its services."""
@@ -142,9 +144,11 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             failure = self._failures.step_failed(request.step, error)
             if failure is None:
                 raise
+            self.on_serving(False)
             raise failure from error
         if request.slices:
             self._failures.step_answered()
+            self.on_serving(True)
         return response
 
     def _check(self) -> None:

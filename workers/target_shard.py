@@ -94,9 +94,10 @@ async def load_target(
 async def serve_once_loaded(
     shard: TargetShard, load: Callable[[], Awaitable[None]], *, host: str, port: int
 ) -> RunningServer:
-    """Listen, have `load` make the shard begin, then report SERVING."""
+    """Listen, have `load` make the shard begin, then report SERVING while its steps succeed."""
     server = await start_server(shard.add_to, host=host, port=port, serving=False)
     shard.on_broken = server.report_broken
+    shard.on_serving = lambda serving: server.report(serving=serving)
     await server.serve_once(load)
     return server
 

@@ -14,8 +14,8 @@ from cluster.driver import DriverOptions
 from cluster.inference import SERVICE_NAME, serve_driver
 from paceline import channel as paceline_channel
 from paceline.channel import MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION
-from paceline.v1 import inference_pb2, inference_pb2_grpc
-from tests.cluster.fast_target import fast_system, fast_target
+from paceline.v1 import inference_pb2, inference_pb2_grpc, target_pb2
+from tests.cluster.fast_target import FastTarget, fast_system
 from tests.cluster.hostile import serve_false_target
 from tests.cluster.interruptions import OPTIONS, PROMPT, plain_answer, port_of
 from tests.cluster.system import (
@@ -26,6 +26,9 @@ from tests.cluster.system import (
     running_system,
     start_target,
 )
+from tests.held_ports import held_port
+from workers.engine.checkpoint import inspect_checkpoint
+from workers.target_stepper import Stepper
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -72,25 +75,47 @@ async def test_it_follows_the_target(checkpoints: Checkpoints, service: str) -> 
             await restarted.stop()
 
 
+async def test_a_shard_says_that_its_steps_fail(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until one succeeds. The request whose step it was is tried again."""
+    async with (
+        running_system(checkpoints) as system,
+        grpc.aio.insecure_channel(system.target.address) as channel,
+    ):
+        plain = await plain_answer(system)
+        watch: Any = health_pb2_grpc.HealthStub(channel).Watch(_asked())
+        assert await _told(watch) == SERVING
+        right, broken = Stepper.step, asyncio.Event()
+
+        def step(stepper: Stepper, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
+            if request.step > 20 and not broken.is_set():
+                broken.set()
+                raise RuntimeError("injected: the device is broken")
+            return right(stepper, request)
+
+        monkeypatch.setattr(Stepper, "step", step)
+        answer = asyncio.create_task(system.client.generate(PROMPT, OPTIONS, policy="off"))
+        assert await _told(watch) == NOT_SERVING
+        assert await _told(watch) == SERVING
+        assert (await answer).token_ids == plain.token_ids
+        watch.cancel()
+
+
 async def test_it_serves_only_once_the_target_is_there(checkpoints: Checkpoints) -> None:
     """Asked while the driver looks for its target."""
-    async with fast_target(checkpoints.target) as (target, server):
-        address = server.address
-        await server.stop()
-        options = DriverOptions(checkpoints.target, (address,), connect_seconds=60)
-        port = 0
-        async with fast_target(checkpoints.target) as (_, other):
-            port = port_of(other.address)
+    digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
+    with held_port() as target_port, held_port() as port:
+        options = DriverOptions(checkpoints.target, (f"{HOST}:{target_port}",), connect_seconds=120)
         starting = asyncio.create_task(serve_driver(options, host=HOST, port=port))
         async with grpc.aio.insecure_channel(f"{HOST}:{port}") as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
-            watch: Any = stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+            watch: Any = health_pb2_grpc.HealthStub(channel).Watch(_asked(), wait_for_ready=True)
             assert await _told(watch) == NOT_SERVING
-            again = await serve_false_target(target, port=port_of(address))
-            _, driver_server = await starting
+            target = await serve_false_target(FastTarget(digest), port=target_port)
+            _, server = await starting
             assert await _told(watch) == SERVING
-            await driver_server.stop()
-            await again.stop()
+            await server.stop()
+            await target.stop()
 
 
 async def test_one_who_watches_and_does_not_read_holds_up_nobody(checkpoints: Checkpoints) -> None:

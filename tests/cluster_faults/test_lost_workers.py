@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from paceline import Client
-from paceline.errors import PacelineError
+from paceline import Client, Started
+from paceline.errors import InternalError, PacelineError
 from tests.cluster_faults.killing import (
     PROMPT,
     cluster_of,
@@ -114,6 +114,36 @@ def test_a_driver_that_is_lost_is_started_again_where_it_was(
     after = {worker.name: worker for worker in cluster.workers()}
     assert after["driver"].address == before["driver"].address
     assert after["driver"].restarts == before["driver"].restarts + 1
+    for name in before.keys() - {"driver"}:
+        assert after[name].pid == before[name].pid
+
+
+def test_a_driver_that_a_defect_ends_is_started_again(
+    cluster: ClusterHandle, client: Client, expected: tuple[int, ...]
+) -> None:
+    """Its requests end with InternalError: nobody waits for a driver that knows half of them."""
+    import ray
+
+    def break_scheduler(actor: Any) -> None:
+        def begin(event: Any) -> None:
+            raise ZeroDivisionError("injected")
+
+        actor._driver.scheduler.begin = begin
+
+    before = {worker.name: worker for worker in cluster.workers()}
+    controller: Any = cluster._controller
+    driver = ray.get(controller.__ray_call__.remote(lambda actor: actor._workforce.driver.handle))
+    events = client.stream(PROMPT, options_of("off"))
+    assert isinstance(next(events), Started)
+    ray.get(driver.__ray_call__.remote(break_scheduler))
+    with pytest.raises(InternalError, match="a defect ended the server"):
+        list(events)
+    eventually(lambda: is_whole(client))
+    assert client.generate(PROMPT, options_of("chain")).token_ids == expected
+    after = {worker.name: worker for worker in cluster.workers()}
+    assert after["driver"].pid != before["driver"].pid
+    assert after["driver"].restarts == before["driver"].restarts + 1
+    eventually(lambda: not Path(f"/proc/{before['driver'].pid}").exists())
     for name in before.keys() - {"driver"}:
         assert after[name].pid == before[name].pid
 

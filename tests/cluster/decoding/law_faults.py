@@ -71,4 +71,14 @@ class Preemption:
         return f"preempted-of-{self.num_blocks}"
 
 
-Fault = TargetFault | DrafterFault | Preemption
+@dataclass(frozen=True)
+class Pause:
+    """The request is paused in the midst of its step number `step`, and resumed after it."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"paused{self.step}"
+
+
+Fault = TargetFault | DrafterFault | Preemption | Pause

@@ -20,9 +20,11 @@ from cluster.decoding.events import (
     DrafterJoined,
     DrafterLost,
     Event,
+    Paused,
     Proposal,
     Proposed,
     Request,
+    Resumed,
     SequenceVerdict,
     StepDone,
     TargetJoined,
@@ -47,7 +49,14 @@ from paceline.rules import Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.decoding.law_coins import NamedCoins, WindowCoins, draw_with
 from tests.cluster.decoding.law_drafter import PROMPT
-from tests.cluster.decoding.law_faults import DrafterFault, Fault, Preemption, TargetFault, Way
+from tests.cluster.decoding.law_faults import (
+    DrafterFault,
+    Fault,
+    Pause,
+    Preemption,
+    TargetFault,
+    Way,
+)
 from tests.workers.verification.enumeration import Coins, Prefix, TinyModels
 from workers.drafting import proposer
 from workers.drafting.desk import DraftingDesk
@@ -159,10 +168,16 @@ class LawWorld:
             if target_ends and fault is not None and self._is_due(fault):
                 self._lose_target(fault if isinstance(fault, TargetFault) else TargetFault(0))
                 continue
+            paused = isinstance(fault, Pause) and self._is_due(fault)
+            if paused:
+                self._send(Paused(self._now, OURS))
             step, self._step = self._step, None
             verdicts = self._verdicts(step)
             self.found.windows += [part for part in step.slices if part.sequence_id == OURS]
             self._send(StepDone(self._now, step.step, verdicts, 0.01))
+            if paused:
+                assert self._step is None, "a paused sequence is in a new step"
+                self._send(Resumed(self._now, OURS))
             for proposals in late:
                 self._deliver(proposals)
         self.found.branch_hits += self._scheduler.totals.counts.branch_hits

@@ -1,4 +1,4 @@
-"""Rules that toss coins keep the law when the target is lost half-way: exactly.
+"""Rules that toss coins keep the law exactly, though the target is lost or a request is paused.
 
 A lost step has no verdict. The sequence is computed again from its committed tokens, the token
 after them is the target's own, and what was drafted beyond stays where it agrees with that token.
@@ -15,7 +15,7 @@ import pytest
 from paceline.rules import Rule
 from tests.cluster.decoding.law_breaks import forget_some_of_what_was_lost
 from tests.cluster.decoding.law_cases import CHAIN, LOCKSTEP, PEARL, Case
-from tests.cluster.decoding.law_faults import TargetFault
+from tests.cluster.decoding.law_faults import Pause, TargetFault
 from tests.cluster.decoding.law_world import Timing
 from tests.cluster.served_laws import trusts_what_was_drafted
 
@@ -52,6 +52,10 @@ CASES = (
     Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2, TargetFault(3, verified=True)),
     Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, TargetFault(2, verified=True)),
     Case(Rule.ONE_HOT, CHAIN, 2, 3, Timing(2), 3, ONE_HOT_FAULT, 4, ("branching",)),
+    Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2, Pause(2), length=4),
+    Case(Rule.REJECTION, PEARL, 1, 2, Timing(3, 1), 2, Pause(2)),
+    Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, Pause(2)),
+    Case(Rule.RECURSIVE, CHAIN, 2, 3, Timing(3), 2, Pause(2)),
 )
 
 
