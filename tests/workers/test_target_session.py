@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.convert import spec_to_wire
 from paceline.errors import ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from workers.target_session import EngineLimits, StepWork, TargetSession
+from workers.verification.rows import WindowRows
 
 LIMITS = EngineLimits(vocab_size=100, max_model_len=40, block_size=16, num_blocks=5)
 SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
@@ -197,3 +200,70 @@ def test_a_malformed_begin_behind_shared_blocks_is_refused(
 ) -> None:
     with pytest.raises(ProtocolError, match=f"open: sequence 3: {message}"):
         session.begin_step(shared_step(2, **fields))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_counts_follow_windows_trees_moves_and_rollbacks(seed: int) -> None:
+    """Rows of a session's prefixes are those of plain lists, which are counted anew."""
+    draw = random.Random(seed)
+    limits = EngineLimits(vocab_size=12, max_model_len=4000, block_size=16, num_blocks=250)
+    session, text = TargetSession(limits), [draw.randrange(12) for _ in range(20)]
+    sampling = SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=-0.2)
+    spec = SequenceSpec(sampling, seed=1, prompt_length=draw.randrange(1, 30))
+    begun = piece(start=0, token_ids=text[:9], new_blocks=range(250), verdict=False)
+    session.begin_step(target_pb2.StepRequest(step=1, open=[opened(1, spec)], slices=[begun]))
+    start, moves = 9, list[target_pb2.KvMove]()
+    for step in range(2, 60):
+        window = draw.randrange(6)
+        parents = [draw.randrange(index + 1) for index in range(window)]
+        if draw.random() < 0.5:
+            parents = list(range(window))
+        candidates = _different_siblings(draw, parents)
+        message = piece(
+            start=start,
+            token_ids=[*text[start:], *candidates],
+            window=window,
+            parents=parents,
+            kv_moves=moves,
+        )
+        (task,) = session.begin_step(target_pb2.StepRequest(step=step, slices=[message])).tasks
+        assert list(task.prefix) == text
+        logits_RV = torch.randn(1 + window, 12, generator=torch.Generator().manual_seed(step))
+        rows, anew = (
+            WindowRows(logits_RV, task.candidates.tree, spec, prefix)
+            for prefix in (task.prefix, list(task.prefix))
+        )
+        path = list[int]()
+        for node in range(1 + window):
+            path = _path_to(parents, node)
+            assert rows.adjusted_V(node, path).tobytes() == anew.adjusted_V(node, path).tobytes()
+        first, chain = len(text), parents == list(range(window))
+        path = _path_to(parents, draw.randrange(1 + window))
+        moves = [
+            target_pb2.KvMove(from_position=first + index, to_position=first + place)
+            for place, index in enumerate(path)
+            if index != place
+        ]
+        text += [*(candidates[index] for index in path), draw.randrange(12)]
+        start = len(text) - 1
+        if chain and draw.random() < 0.2:  # a driver may take back what was committed
+            del text[draw.randrange(5, len(text)) :]
+            start = draw.randrange(len(text))
+
+
+def _different_siblings(draw: random.Random, parents: list[int]) -> list[int]:
+    taken, token_ids = set[tuple[int, int]](), []
+    for parent in parents:
+        token_id = draw.choice([one for one in range(12) if (parent, one) not in taken])
+        taken.add((parent, token_id))
+        token_ids.append(token_id)
+    return token_ids
+
+
+def _path_to(parents: list[int], node: int) -> list[int]:
+    """The candidates from the root to a node."""
+    path = []
+    while node:
+        path.append(node - 1)
+        node = parents[node - 1]
+    return path[::-1]
