@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ from paceline import GenerateOptions
 from paceline.channel import MAX_MESSAGE_BYTES
 from paceline.rules import MAX_LOGIT_BIAS, MAX_SEQUENCE_TOKENS, MAX_STOP_TOKENS
 from paceline.sampling import SamplingParams, SequenceSpec
-from paceline.v1 import drafting_pb2
+from paceline.v1 import drafting_pb2, inference_pb2, inference_pb2_grpc
 from tests.cluster.system import (
     HOST,
     Checkpoints,
@@ -160,8 +161,8 @@ async def test_a_drafter_joins_64_sequences_of_100_000_tokens() -> None:
 
 
 BYSTANDERS = 8
-MANY = 320
-"""With the most entries of a bias each: openings of 18 MB, that a drafter gets as it joins."""
+MANY = 300
+"""With the most entries of a bias each: openings of 17 MB, that a drafter gets as it joins."""
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +174,34 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 def _bystander(number: int) -> GenerateOptions:
     return GenerateOptions(temperature=1.0, seed=number, max_tokens=400, ignore_eos=True)
+
+
+async def test_biases_on_the_whole_vocabulary_are_refused_beside_others(
+    checkpoints: Checkpoints,
+) -> None:
+    """Of a real vocabulary, 32 such openings have 57 MB."""
+    request = inference_pb2.GenerateRequest(prompt="a", max_tokens=4)
+    for token_id in range(5000):
+        request.sampling.logit_bias[token_id] = 0.5
+    async with running_system(checkpoints) as system:
+        alone = await system.client.generate("a", _bystander(1))
+        beside = asyncio.create_task(system.client.generate("a", _bystander(1)))
+        await eventually(lambda: system.driver.scheduler.num_running == 1)
+        async with grpc.aio.insecure_channel(system.server.address) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+            async def ask() -> None:
+                async for _ in stub.Generate(request, timeout=120):
+                    pass
+
+            ends = await asyncio.gather(*[ask() for _ in range(32)], return_exceptions=True)
+        found = await beside
+        await system.settle()
+    for end in ends:
+        assert isinstance(end, grpc.aio.AioRpcError), end
+        assert end.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert end.details() == "logit_bias: expected at most 4,096 entries, got 5,000"
+    assert (alone.token_ids, alone.text) == (found.token_ids, found.text)
 
 
 @pytest.mark.slow
