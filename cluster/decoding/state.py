@@ -161,7 +161,7 @@ class DecodingState:
 
     def assign(self, out: Outbox) -> None:
         """Give running sequences the drafters that they want."""
-        running = [one for one in self.running if not one.paused]
+        running = self.running
         self.drafters.share_out(running, out.drafters)  # those who have several give some back
         for sequence in running:
             self.drafters.assign(sequence, out.drafters)

@@ -66,7 +66,7 @@ def test_the_longest_unused_goes_first_and_of_a_prefix_its_end() -> None:
 
 
 def test_a_tenant_that_floods_the_cache_pushes_out_its_own_blocks_alone() -> None:
-    cache = PrefixCache(8, SIZE)
+    cache = PrefixCache(8, KIND)
     cache.release(computed(cache, A, tenant="one"))
     for begin in range(100, 200, 10):
         cache.release(computed(cache, tuple(range(begin, begin + 9)), tenant="many"))

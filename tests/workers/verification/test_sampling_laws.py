@@ -81,19 +81,13 @@ def test_a_drafter_may_sample_otherwise_if_it_says_so(rule: Rule) -> None:
 # Negative controls: each is wrong by more than rounding.
 
 
-def _penalties_of_the_committed_prefix(patch: pytest.MonkeyPatch) -> None:
-    """Inside a window, penalties count the committed tokens only."""
+def _by_the_committed_prefix(patch: pytest.MonkeyPatch) -> None:
+    """Inside a window, penalties and min_tokens count the committed tokens only."""
 
     def adjusted_V(rows: Any, node: int, accepted: Any) -> Any:
-        position = rows.position(accepted)
-        return adjusted_logits(rows._rows_RV[node], rows.spec, position, rows._prefix_ids)
+        return adjusted_logits(rows._rows_RV[node], rows.spec, rows._prefix)
 
     patch.setattr(WindowRows, "adjusted_V", adjusted_V)
-
-
-def _length_of_the_committed_prefix(patch: pytest.MonkeyPatch) -> None:
-    """Inside a window, min_tokens counts the committed tokens only."""
-    patch.setattr(WindowRows, "position", lambda rows, accepted: rows._num_prefix)
 
 
 def _bonus_without_filters(patch: pytest.MonkeyPatch) -> None:
@@ -109,9 +103,9 @@ def _bonus_without_filters(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "broken"),
     [
-        ("repetition", _penalties_of_the_committed_prefix),
-        ("frequency", _penalties_of_the_committed_prefix),
-        ("min-tokens", _length_of_the_committed_prefix),
+        ("repetition", _by_the_committed_prefix),
+        ("frequency", _by_the_committed_prefix),
+        ("min-tokens", _by_the_committed_prefix),
         ("top-k", _bonus_without_filters),
     ],
 )
