@@ -16,6 +16,7 @@ from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification.enumeration import Coins, Draft, Prefix, TinyModels
 from tests.workers.verification.table_model import TableModel
+from workers.verification import prefix as text_prefix
 from workers.verification.candidates import CandidateTree
 from workers.verification.choice import Draw
 from workers.verification.distribution import adjusted_logits, probabilities_of
@@ -70,9 +71,8 @@ class SampledModels(TinyModels):
     def _at(self, prefix: Prefix) -> tuple[NDArray[np.float64], SparseProbs]:
         if prefix not in self._known:
             tokens = (*PROMPT, *prefix)
-            adjusted_V = adjusted_logits(
-                self.target.logits_V(tokens).numpy(), self.spec, len(tokens), np.array(tokens)
-            )
+            before = text_prefix.Prefix.of(tokens, prompt_length=len(PROMPT))
+            adjusted_V = adjusted_logits(self.target.logits_V(tokens).numpy(), self.spec, before)
             draft = cut_draft_probs(self.drafter.logits_V(tokens), self._draft_spec, tokens)
             self._known[prefix] = probabilities_of(adjusted_V, self.spec.sampling), draft
         return self._known[prefix]
