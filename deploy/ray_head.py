@@ -1,8 +1,8 @@
 """A Ray head of our own: one node on the loopback interface, in a session of its own.
 
 Ending it ends every process of it, though its first may be long dead, and nothing else. A process
-is known by a token in its environment, or by its session: that of the head's first process (its pid
-and start time), or of one with the token. So the head can be ended by whoever knows its plan, made
+is known by a token in its environment, or by its session: that of one with the token, or of one
+whose pid and start time were written down. So the head can be ended by whoever knows its plan, made
 before anything starts, and a pid that belongs to somebody else by now, after a reboot perhaps, is
 left alone. This module imports Ray nowhere but where it counts GPUs.
 """
@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,16 +53,16 @@ SYSTEM_CONFIG = {
 class RayHead:
     """A head, planned or running. `address` is what RAY_ADDRESS would hold.
 
-    `pid` and `started` (seconds since 1970) are of its first process; None: not started yet, or
-    nobody lived to write it down.
+    `processes`: pid and start time (seconds since 1970) of each that it had when it began to take
+    connections, the first one first. Empty: it did not come to that, or nobody lived to write them
+    down.
     """
 
     address: str
     token: str
     folder: str
     ports: Sequence[int]
-    pid: int | None = None
-    started: float | None = None
+    processes: Sequence[tuple[int, float]] = ()
 
 
 def plan_head() -> RayHead:
@@ -89,10 +89,11 @@ def start_head(head: RayHead | None = None, *, num_cpus: int, gpus: bool = False
     command = _command(head, num_cpus=num_cpus, gpus=gpus)
     try:
         Path(head.folder).mkdir(mode=0o700)
-        pid = _spawn(command, _environment(head.token), log)
-        first = psutil.Process(pid)
-        head = replace(head, pid=pid, started=first.create_time())
+        first = psutil.Process(_spawn(command, _environment(head.token), log))
+        head = replace(head, processes=[(first.pid, first.create_time())])
         _await_start(first, Path(head.folder), log)
+        others = [one for one in _processes_of(head, set()) if one != first]
+        head = replace(head, processes=[*head.processes, *_marks(others)])
     except BaseException:
         stop_head(head)
         raise
@@ -123,15 +124,15 @@ def stop_head(head: RayHead) -> None:
                     asked.add(process)
                     process.terminate()
         psutil.wait_procs(processes, timeout=_LOOK_SECONDS)
-    if head.pid is not None:
+    for first, _ in head.processes[:1]:
         with contextlib.suppress(ChildProcessError):  # `down` is not its parent.
-            os.waitpid(head.pid, os.WNOHANG)
+            os.waitpid(first, os.WNOHANG)
     shutil.rmtree(head.folder, ignore_errors=True)
 
 
 def is_running(head: RayHead) -> bool:
-    """Whether its first process lives."""
-    return _first_of(head) is not None
+    """Whether one of the processes that it had when it started lives."""
+    return bool(_known_of(head))
 
 
 def is_listening(address: str) -> bool:
@@ -256,23 +257,28 @@ def _processes_of(head: RayHead, sessions: set[int]) -> list[psutil.Process]:
     alive = {process: _session_of(process) for process in psutil.process_iter()}
     carriers = {process for process in alive if _carries(process, head.token)}
     sessions.update(session for one in carriers if (session := alive[one]) is not None)
-    if (first := _first_of(head)) is not None:
-        sessions.add(first.pid)
+    sessions.update(session for one in _known_of(head) if (session := _session_of(one)) is not None)
     return [
         process for process, session in alive.items() if process in carriers or session in sessions
     ]
 
 
-def _first_of(head: RayHead) -> psutil.Process | None:
-    """Its first process, if that lives: one of the same number that started then."""
-    if head.pid is None:
-        return None
-    try:
-        first = psutil.Process(head.pid)
-        is_it = first.create_time() == head.started and _is_alive(first)
-    except psutil.Error:
-        return None
-    return first if is_it else None
+def _marks(processes: Sequence[psutil.Process]) -> Iterator[tuple[int, float]]:
+    """Pid and start time of those that live."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            yield process.pid, process.create_time()
+
+
+def _known_of(head: RayHead) -> list[psutil.Process]:
+    """Those of its processes that were written down and live: of the same number and start."""
+    known = []
+    for pid, started in head.processes:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.create_time() == started and _is_alive(process):
+                known.append(process)
+    return known
 
 
 def _carries(process: psutil.Process, token: str) -> bool:

@@ -202,6 +202,7 @@ def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead
             head = ray_head.plan_head()
             stack.enter_context(guarded(head))
             head = start_own_head(head, config, progress)
+            stack.callback(ray_head.stop_head, head)
         if leave := enter_ray(head.address if head else running or "", own=head is not None):
             stack.callback(leave)
         if running is not None:

@@ -131,7 +131,7 @@ def refuse_second(home: Path) -> None:
         return
     head = record.head
     runs = ray_head.is_listening(record.ray_address) and (
-        head is None or head.pid is None or ray_head.is_running(head)
+        head is None or not head.processes or ray_head.is_running(head)
     )
     if runs:
         where = f"at {record.address}" if record.address else "half-way"

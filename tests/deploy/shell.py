@@ -65,7 +65,8 @@ class Shell:
         return found
 
     def assert_nothing_is_left(self) -> None:
-        assert self.processes() == []
+        left = self.processes()
+        assert not left, f"left are {left}"
         assert list(self.temporary.glob("paceline-*")) == []
         assert not (self.home / "run" / "cluster.json").exists()
 

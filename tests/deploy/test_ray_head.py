@@ -65,7 +65,7 @@ def lives(process: psutil.Process) -> bool:
 def test_the_processes_of_somebody_else_are_left_alone(leader_lives: bool) -> None:
     """They have the number that the head's first process had, before a reboot perhaps."""
     with session() as (leader, child):
-        stale = replace(plan_head(), pid=leader.pid, started=1.0e9)
+        stale = replace(plan_head(), processes=[(leader.pid, 1.0e9)])
         if not leader_lives:
             leader.kill()
             leader.wait()
@@ -85,11 +85,24 @@ def test_a_head_is_ended_by_its_plan_alone() -> None:
         assert not lives(first)
 
 
+@pytest.mark.ray
+@pytest.mark.slow
+def test_what_outlives_the_first_process_of_a_head_is_ended_as_well() -> None:
+    """Ray's agents do for some seconds, and have written over their own environment."""
+    for _ in range(3):
+        head = ray_head.start_head(num_cpus=1)
+        processes = ray_head._processes_of(head, set())
+        assert any("Agent" in " ".join(process.cmdline()) for process in processes)
+        psutil.Process(head.processes[0][0]).kill()
+        stop_head(head)
+        assert [process for process in processes if lives(process)] == []
+
+
 def test_a_session_is_ended_to_its_last_process_though_that_hides_whose_it_is() -> None:
     head = plan_head()
     with session() as (leader, child):
         first = psutil.Process(leader.pid)
-        head = replace(head, pid=first.pid, started=first.create_time())
+        head = replace(head, processes=[(first.pid, first.create_time())])
         assert is_running(head)
         stop_head(head)
         assert not lives(child)

@@ -75,7 +75,7 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     assert f"logs: {shell.home / 'logs'}" in shown
 
     head = json.loads((shell.home / "run" / "cluster.json").read_text())["head"]
-    os.kill(head["pid"], signal.SIGKILL)
+    os.kill(head["processes"][0][0], signal.SIGKILL)
     down = shell.run("down")
     assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
     shell.assert_nothing_is_left()
