@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +32,8 @@ class Run:
     """[count, 1, R, 128]"""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Use:
-    """A block that holds a chunk of a slice."""
+class Use(NamedTuple):
+    """A block that holds a chunk of a slice. A tuple, since those of a long text are sorted."""
 
     block: int
     slice_index: int
