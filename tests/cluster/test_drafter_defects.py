@@ -22,6 +22,7 @@ from tests.cluster.bystanders import bystander
 from tests.cluster.interruptions import OPTIONS, PROMPT
 from tests.cluster.system import Checkpoints, System, eventually, make_checkpoints, running_system
 from workers.drafting_service import MOST_FAILURES
+from workers.server import EXIT_BROKEN
 
 LOCKSTEP = replace(OPTIONS, policy="lockstep", max_tokens=40)
 TEXT = [5, 6, 7, 8] * 8
@@ -135,7 +136,7 @@ async def test_passes_that_fail_again_and_again_end_the_process(
                 await other.grows(5)
             await eventually(lambda: "d" not in system.connected())
             await system.settle()
-        assert process.returncode == 1
+        assert process.returncode == EXIT_BROKEN
         assert f"{MOST_FAILURES} drafting passes in a row failed" in log.decode()
         assert "DefectError('in a pass')" in log.decode()
     finally:

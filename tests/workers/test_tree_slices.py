@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_tokens_follow_the_moves_of_an_accepted_path() -> None:
     # Candidates 0 and 1 under token 7, 2 and 3 under candidate 1, 4 under candidate 3.
     run(session, 2, window([20, 21, 22, 23, 24], [0, 0, 2, 2, 4]))
     work = run(session, 3, piece(start=7, kv_moves=moves((5, 4), (7, 5), (8, 6))))
-    assert work.kv_moves == [([0, 1], [(5, 4), (7, 5), (8, 6)])]
+    assert work.kv_moves == [(array("q", [0, 1]), [(5, 4), (7, 5), (8, 6)])]
     assert list(work.tasks[0].prefix) == [1, 2, 3, 7, 21, 23, 24, 7]
 
 
