@@ -61,7 +61,7 @@ class DrafterListener(Protocol):
         """The stream broke."""
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """A message of the drafter, of so many entries (batch_size.py), which are not too many.
+        """A message of the drafter with `entries` entries (batch_size.py), at most MAX_ENTRIES.
 
         Returns how many of its proposals broke the contract.
         """

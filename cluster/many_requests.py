@@ -30,8 +30,8 @@ from paceline.v1 import inference_pb2
 from workers.server import unexpected
 
 USUAL_BYTES = 256 * 1024
-"""Most bytes of a message, all answers in it together, unless a single answer has more. So much
-stays in gRPC's hands where a caller does not read."""
+"""Most bytes of a message with several answers; a single answer may have more. gRPC holds one such
+message for a caller that does not read."""
 
 MAX_REQUESTS_PER_STREAM = 2048
 """Requests of one stream whose end was not sent yet. Further ones are refused, each by itself; the
@@ -139,7 +139,7 @@ class ManyRequests:
                     raise InvalidRequestError("message", "expected begin or cancel, got neither")
 
     async def _refuse(self, number: int) -> None:
-        """Wait, if need be, until so many refusals were sent that this one may be told."""
+        """Refuse a request. First wait until fewer than MAX_UNSENT_REFUSALS wait to be sent."""
         while self._num_refusals >= MAX_UNSENT_REFUSALS:
             self._sent.clear()
             await self._sent.wait()

@@ -51,7 +51,7 @@ def read_proposals(
 ) -> ReadBatch:
     """All that is of use in a message of `drafter`.
 
-    Once so many proposals are malformed that the drafter is suspect, the rest is not read.
+    Stops reading once the malformed proposals make the drafter suspect.
     """
     read = ReadBatch()
     told: list[drafting_pb2.Proposal | drafting_pb2.Tips] = [*batch.proposals, *batch.tips]

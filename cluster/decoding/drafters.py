@@ -33,7 +33,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
 """Seconds until a drafter that declined a sequence is asked again; each time twice as long."""
 
 _TOKENS_A_MESSAGE = 8
-"""A pass that prefills feeds at least so many tokens for the message that tells of it."""
+"""Least number of tokens that a prefill pass feeds for each message it sends."""
 
 
 class Drafters:
@@ -86,7 +86,7 @@ class Drafters:
     def told(
         self, drafter: str, entries: int, sequences: Iterable[Sequence], out: list[Instruction]
     ) -> None:
-        """It sent a message of so many entries; one that tells more than it is granted is left."""
+        """The drafter sent a message with `entries` entries. Stop using it if it exceeds its grants."""
         if self._drafters.overdraws(drafter, entries):
             self.lose(drafter, sequences)
             out.append(Suspect(drafter, "it told more than it was granted"))

@@ -17,21 +17,21 @@ MALFORMED_LIMIT = 3
 """So many malformed proposals make a drafter suspect."""
 
 UNANSWERED_OUTCOMES, UNANSWERED_SECONDS = 4, 10.0
-"""A drafter that says nothing upon so many outcomes, for so long, is taken for dead. One that is
-alive says something upon each, be it that nothing follows."""
+"""A drafter that answers none of this many outcomes for this many seconds is taken for dead. A live
+drafter answers each outcome, even if only to say that it has nothing to propose."""
 
 FIRST_REST, LONGEST_REST = 10.0, 60.0
 """Seconds for which a drafter that is taken for dead gets no work; each time twice as long."""
 
 MESSAGE_ENTRIES = 4
-"""A message counts as so many entries (drafting.proto, ProposalBatch) beside those in it."""
+"""Entries that a message itself counts as, added to those in it (drafting.proto, ProposalBatch)."""
 
 FIRST_ALLOWANCE = 1024.0
 """Entries that a drafter may tell beyond what it is granted. An honest one needs none of them."""
 
 ALLOWED_ROUNDS = 8
-"""Of so many rounds of outcomes the leave to tell adds up; what was not used before is void. One is
-used while the next is under way."""
+"""Rounds of outcomes whose unused allowance adds up; older allowance is lost. One round is used
+while the next is under way."""
 
 SILENT_STEPS, SILENT_SECONDS = 16, 0.25
 """A drafter with work that says nothing for so long is avoided where work may move."""
@@ -66,7 +66,7 @@ class RosterEntry:
     freed: int = 0
 
     def allow(self, entries: float) -> None:
-        """It may tell so many more: an outcome or a grant for one of its sequences was sent."""
+        """Add to its allowance: an outcome or a grant for one of its sequences was sent."""
         self.most_granted = max(self.most_granted, entries)
         self.most_load = max(self.most_load, self.load)
         most = FIRST_ALLOWANCE + ALLOWED_ROUNDS * self.most_granted * self.most_load
@@ -129,7 +129,7 @@ class Roster(dict[str, RosterEntry]):
         return blamed.malformed >= MALFORMED_LIMIT
 
     def overdraws(self, drafter: str, entries: int) -> bool:
-        """It told so many entries in a message; whether these are more than it may tell."""
+        """Take a message's entries from its allowance; whether that is exceeded now."""
         known = self.get(drafter)
         if known is None:
             return False

@@ -62,7 +62,7 @@ _DRAFTER = "drafter-0"
 
 @dataclass(frozen=True, slots=True)
 class DriverLoad:
-    """So many sequences at once, each with a prompt of so many tokens."""
+    """Sequences that decode at once, each with a prompt of `prompt_tokens` tokens."""
 
     policy: str
     sequences: int
@@ -70,7 +70,7 @@ class DriverLoad:
 
 
 def driver_milliseconds(load: DriverLoad, folder: Path, vocab_size: int, steps: int) -> list[float]:
-    """The processor time of each of so many steps in which all decode, in milliseconds.
+    """The processor time of each of `steps` steps in which all decode, in milliseconds.
 
     `folder`: of the checkpoint whose tokenizer makes the text.
     """
