@@ -86,7 +86,7 @@ class Drafters:
     def told(
         self, drafter: str, entries: int, sequences: Iterable[Sequence], out: list[Instruction]
     ) -> None:
-        """The drafter sent a message with `entries` entries. Stop using it if it exceeds its grants."""
+        """The drafter sent a message of `entries` entries. Leave it if it exceeds its grants."""
         if self._drafters.overdraws(drafter, entries):
             self.lose(drafter, sequences)
             out.append(Suspect(drafter, "it told more than it was granted"))
