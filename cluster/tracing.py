@@ -15,8 +15,9 @@ from paceline.status import status_of
 from paceline.v1 import trace_pb2, trace_pb2_grpc
 
 SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
-MAX_UNREAD = 10_000
-"""Messages that a caller may leave unread before its stream is ended."""
+MAX_UNREAD = 2_000
+"""Messages that a caller may leave unread before its stream is ended: some seconds' worth. A drafter
+may make one of 40 KB, so that this is 80 MB at most; 1 KB is usual."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
