@@ -41,7 +41,10 @@ from workers.engine.checkpoint import CheckpointInfo, describe_checkpoint
 
 SHORT_PROMPT_CHARACTERS = 64 * 1024
 """Prompts up to this length are tokenised in at most some 100 ms. Longer ones take a second per
-million characters, so they have a thread of their own, and short ones never wait for them."""
+million characters, so there is one at a time, and short ones have a thread besides."""
+
+_SHORT_AT_ONCE = 16
+"""Short prompts handed to the threads at once, so that these need not wait for the event loop."""
 
 _LOOK_SECONDS = 0.02
 """How often it is looked whether requests have ended, while a driver is drained."""
@@ -120,7 +123,8 @@ class Driver:
         self._sequence_ids = count(1)
         self._lives: list[tuple[WorkerLife, float]] = []
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
-        self._short_prompts, self._long_prompts = asyncio.Semaphore(1), asyncio.Semaphore(1)
+        self._short_prompts = asyncio.Semaphore(_SHORT_AT_ONCE)
+        self._long_prompts = asyncio.Semaphore(1)
         self._num_arriving = 0
         self.on_serving: Callable[[bool], None] = lambda serving: None
         """Called with whether requests can be served, whenever that changes."""
@@ -228,9 +232,9 @@ class Driver:
     async def _in_turn(
         self, resolve: Callable[[], ResolvedRequest], num_characters: int
     ) -> ResolvedRequest:
-        """Do it in a thread when those before it are done. Who goes away meanwhile leaves nothing.
+        """Do it in a thread in its turn. Who goes away while it waits leaves nothing behind.
 
-        What has begun in the thread goes on to its end; until then nobody else has its turn.
+        What a thread was given goes on to its end; until then nobody else has that turn.
         """
         is_short = num_characters <= SHORT_PROMPT_CHARACTERS
         turn = self._short_prompts if is_short else self._long_prompts

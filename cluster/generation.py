@@ -25,8 +25,8 @@ MAX_UNREAD_BYTES = 32 * 1024
 paused: some 600 tokens. 1,000 callers that read nothing then cost the driver some 100 MB."""
 
 MAX_UNREAD_SECONDS = 60.0
-"""Seconds for which a caller may leave any part of an answer unread before the request is ended.
-A suspended laptop is gone sooner (`paceline.channel.CALLERS`)."""
+"""Seconds for which a caller may leave any part of an answer unread. The request is ended within
+twice this time. A suspended laptop is gone sooner (`paceline.channel.CALLERS`)."""
 
 _DRAFT: tuple[Origin, ...] = ("draft",)
 _TARGET: tuple[Origin, ...] = ("target",)
@@ -79,9 +79,12 @@ class Generation:
         self._text = text
         self._text_error: Exception | None = None
         self._listener = listener
-        self._unread: deque[tuple[Answer, float]] = deque()
-        """Each with the time at which it was told, by the event loop's clock."""
+        self.unread: deque[tuple[Answer, int]] = deque()
+        """What `take` would return, each with its size (`size_of`)."""
         self._unread_bytes = 0
+        self._num_taken = 0
+        self._must_be_taken = 0
+        """As many answers as had been told when it was looked last."""
         self._paused = False
         self._num_output = 0
         self._over = False
@@ -97,7 +100,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> GenerateEvent:
-        while not self._unread:
+        while not self.unread:
             if self._over:
                 raise StopAsyncIteration
             await self._woken.wait()
@@ -107,31 +110,27 @@ class Generation:
             raise answer
         return answer
 
-    @property
-    def next_answer(self) -> Answer | None:
-        """What `take` would return; None: there is nothing."""
-        return self._unread[0][0] if self._unread else None
-
     def take(self) -> Answer:
         """Read what was told first. There must be something."""
-        answer, _ = self._unread.popleft()
-        self._unread_bytes -= size_of(answer)
+        answer, size = self.unread.popleft()
+        self._num_taken += 1
+        self._unread_bytes -= size
         if self._paused and self._unread_bytes <= MAX_UNREAD_BYTES // 2:
             self._paused = False
             self._listener.resume(self.sequence_id)
-        if self._over and not self._unread:
+        if self._over and not self.unread:
             self._look_no_more()
         return answer
 
     def on_told(self, told: Callable[[], None]) -> None:
         """Have `told` called whenever there is something to take, now if there is."""
         self._on_told = told
-        if self._unread:
+        if self.unread:
             told()
 
     def cancel(self) -> None:
         """The caller wants no more. No error when it has ended."""
-        self._unread.clear()
+        self.unread.clear()
         self._unread_bytes = 0
         self._look_no_more()
         if not self._over:
@@ -175,22 +174,21 @@ class Generation:
         if self._over:
             return
         self._over = isinstance(answer, Finished | PacelineError)
-        now = self._loop.time()
         if self._looks is None:
-            self._looks = self._loop.call_at(now + self._max_unread_seconds, self._look)
-        self._unread.append((answer, now))
-        self._unread_bytes += size_of(answer)
+            self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
+        size = size_of(answer)
+        self.unread.append((answer, size))
+        self._unread_bytes += size
         self._on_told()
         if self._unread_bytes > MAX_UNREAD_BYTES and not (self._paused or self._over):
             self._paused = True
             self._listener.pause(self.sequence_id)
 
     def _look(self) -> None:
-        """End the request if something has been unread for too long."""
-        now, self._looks = self._loop.time(), None
-        told_at = self._unread[0][1] if self._unread else now
-        if now < told_at + self._max_unread_seconds:
-            self._looks = self._loop.call_at(told_at + self._max_unread_seconds, self._look)
+        """End the request if something is unread that was told before the last look."""
+        if self._num_taken >= self._must_be_taken:
+            self._must_be_taken = self._num_taken + len(self.unread)
+            self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
             return
         unread = self._unread_bytes
         self.cancel()
@@ -198,7 +196,7 @@ class Generation:
             f"the caller left {unread:,} bytes of the answer unread for "
             f"{self._max_unread_seconds:g} s; read answers as they come"
         )
-        self._unread.append((error, now))
+        self.unread.append((error, 0))
         self._on_told()
 
     def _look_no_more(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from cluster.driver import Driver
-from cluster.generation import Answer, Generation, size_of
+from cluster.generation import Answer, Generation
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.errors import (
     InternalError,
@@ -58,13 +58,13 @@ class _Numbered:
     over: bool = False
 
     @property
-    def next_answer(self) -> Answer | None:
-        """What is to be sent next; None: nothing now."""
+    def unread(self) -> Sequence[tuple[Answer, int]]:
+        """What is to be sent, each with its size (`generation.size_of`)."""
         if self.over:
-            return None
+            return ()
         if self.error is not None:
-            return self.error
-        return None if self.generation is None else self.generation.next_answer
+            return ((self.error, 0),)
+        return () if self.generation is None else self.generation.unread
 
     def end(self) -> None:
         """Nothing more is sent, and nothing goes on."""
@@ -185,12 +185,13 @@ class ManyRequests:
         message, room = inference_pb2.GenerateManyResponse(), USUAL_BYTES
         while self._to_send:
             one = self._to_send[0]
-            answer = one.next_answer
-            if answer is None:
+            unread = one.unread
+            if not unread:
                 one.queued = False
                 self._to_send.popleft()
                 continue
-            most_bytes = _most_bytes(answer)
+            answer, size = unread[0]
+            most_bytes = size or _most_bytes(answer)
             if most_bytes > room and message.responses:
                 break
             room -= most_bytes
@@ -236,12 +237,10 @@ class ManyRequests:
 
 
 def _most_bytes(answer: Answer) -> int:
-    """An upper bound that is quickly told."""
+    """An upper bound of what is no chunk, cheap to compute."""
     if isinstance(answer, Started):
         return 1024 + 5 * len(answer.prompt_token_ids)
-    if isinstance(answer, Finished | PacelineError):
-        return 2 * MAX_DETAILS_BYTES
-    return size_of(answer)
+    return 2 * MAX_DETAILS_BYTES
 
 
 def _refusal_of(answer: Answer, message: inference_pb2.NumberedResponse) -> PacelineError | None:
