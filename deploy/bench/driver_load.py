@@ -185,7 +185,7 @@ class _Bench:
         """One message to the callers, as cluster/many_requests.py has it."""
         message = inference_pb2.GenerateManyResponse()
         for generation in self._told:
-            while generation.next_answer is not None:
+            while generation.unread:
                 event = generation.take()
                 if isinstance(event, PacelineError):
                     raise event
