@@ -14,12 +14,16 @@ from torch import Tensor, nn
 from paceline.errors import ConfigError
 
 _LARGEST = torch.finfo(torch.float16).max
+_ROWS_A_BLOCK = 6
+"""FBGEMM's AVX2 kernel takes blocks of at most 6 rows. In blocks of 1 or 2 it sums in another order.
+Its AVX-512 kernels sum all alike."""
 
 
 class HalfLinear(nn.Module):
     """A linear layer of float16 weights; activations, sums and results are float32.
 
-    A row's bits do not depend on the other rows.
+    A row's bits do not depend on the other rows: where there is no AVX-512, rows are padded to
+    whole blocks.
     """
 
     def __init__(self, source: nn.Linear) -> None:
@@ -42,10 +46,20 @@ class HalfLinear(nn.Module):
         bias = None if source.bias is None else source.bias.detach().to(torch.float32)
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight_MN, bias)
         self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
+        self._pads = not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
     def forward(self, rows_TN: Tensor) -> Tensor:
         """The product, of shape [..., M]."""
         if not rows_TN.numel():
             return rows_TN.new_empty((*rows_TN.shape[:-1], self.out_features))
+        if self._pads:
+            return self._in_whole_blocks(rows_TN)
         result: Tensor = self._multiply(rows_TN, self._packed)
         return result
+
+    def _in_whole_blocks(self, rows_TN: Tensor) -> Tensor:
+        flat_TN = rows_TN.reshape(-1, self.in_features)
+        num_rows = flat_TN.shape[0]
+        padded_TN = nn.functional.pad(flat_TN, (0, 0, 0, -num_rows % _ROWS_A_BLOCK))
+        result_TM: Tensor = self._multiply(padded_TN, self._packed)[:num_rows]
+        return result_TM.reshape(*rows_TN.shape[:-1], self.out_features)
