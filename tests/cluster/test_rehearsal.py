@@ -90,7 +90,7 @@ async def test_the_answer_of_a_step_that_waited_for_its_drafter_is_rehearsed(
     told = (5, 6, 7)
     proposal = drafting_pb2.Proposal(sequence_id=1, token_ids=[8, 9])
     proposal.base.length, proposal.base.hash = len(told), hash_prefix(told)
-    dispatch.proposed("d", drafting_pb2.ProposalBatch(proposals=[proposal], pass_seconds=0.1))
+    dispatch.proposed("d", drafting_pb2.ProposalBatch(proposals=[proposal], pass_seconds=0.1), 1)
     await asyncio.sleep(0)
     assert (len(steps), dispatch.rehearsal.expects) == (2, True)
     dispatch.stop(UnavailableError("the test is over"))

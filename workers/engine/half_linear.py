@@ -15,8 +15,8 @@ from paceline.errors import ConfigError
 
 _LARGEST = torch.finfo(torch.float16).max
 _ROWS_A_BLOCK = 6
-"""FBGEMM's AVX2 kernel takes blocks of at most 6 rows. In blocks of 1 or 2 it sums in another order.
-Its AVX-512 kernels sum all alike."""
+"""FBGEMM's AVX2 kernel takes blocks of at most 6 rows. In blocks of 1 or 2 it sums in another
+order. Its AVX-512 kernels sum all alike."""
 
 
 class HalfLinear(nn.Module):
