@@ -34,8 +34,13 @@ KILL_SECONDS = 15.0
 (state D) ends only once that does."""
 _LOOK_SECONDS = 0.1
 _TOKEN = "PACELINE_RAY_HEAD"
-# Ray takes "127.0.0.1" for "this host's own address" unless it is told not to.
-_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+_OF_HEAD_AND_JOINERS = {
+    # Ray takes "127.0.0.1" for "this host's own address" unless it is told not to.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # Where this user has a token, from a `ray.init()` of theirs, a head would ask for it and who
+    # joins by its address would not give it.
+    "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
+}
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 80_000_000
 SYSTEM_CONFIG = {
@@ -145,9 +150,9 @@ def is_listening(address: str) -> bool:
         return False
 
 
-def stay_on_loopback() -> None:
+def prepare_to_join() -> None:
     """To be called before Ray is imported in a process that joins a head of ours."""
-    os.environ[_LOOPBACK_ONLY] = "0"
+    os.environ.update(_OF_HEAD_AND_JOINERS)
 
 
 def gpus_here() -> int:
@@ -193,8 +198,8 @@ def _environment(token: str) -> dict[str, str]:
     """The caller's, with this Python first and our packages to be found by it."""
     environment = dict(os.environ)
     environment.pop("RAY_ADDRESS", None)
+    environment.update(_OF_HEAD_AND_JOINERS)
     environment[_TOKEN] = token
-    environment[_LOOPBACK_ONLY] = "0"
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     here = str(Path(__file__).resolve().parents[1])

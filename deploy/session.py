@@ -233,7 +233,7 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
 def enter_ray(address: str, *, own: bool) -> Callable[[], None] | None:
     """Join the Ray at `address`; returns how to leave it, None where this process was in it."""
     if own:
-        ray_head.stay_on_loopback()
+        ray_head.prepare_to_join()
     elif ":" in address and "//" not in address and not ray_head.is_listening(address):
         raise UnavailableError(f"no Ray cluster at {address} (RAY_ADDRESS); start it or unset it")
     from cluster import launch

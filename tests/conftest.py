@@ -19,6 +19,9 @@ os.environ.update(
         "RAY_USAGE_STATS_ENABLED": "0",
         # As deploy/ray_head.py has it: the heads of tests listen on the loopback interface alone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_AUTH_MODE": "disabled",
+        # A call of Ray's that comes too early or too late fails, and starts no cluster of its own.
+        "RAY_ENABLE_AUTO_CONNECT": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "GRPC_VERBOSITY": "ERROR",

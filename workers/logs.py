@@ -184,8 +184,11 @@ def _on_uncaught_in_thread(hook: threading.ExceptHookArgs) -> None:
 
 
 def _remove_old_runs(present: Path) -> None:
-    """Of runs that have ended the newest are kept; their names tell their age."""
-    runs = sorted((one for one in present.parent.iterdir() if one.is_dir()), reverse=True)
+    """Of runs that have ended the newest are kept; their names tell their age.
+
+    Nothing is removed but folders that a run has marked as its own.
+    """
+    runs = sorted((one.parent for one in present.parent.glob(f"*/{_LOCK}")), reverse=True)
     ended = [one for one in runs if one != present and not _is_in_use(one)]
     for run in ended[KEPT_RUNS:]:
         shutil.rmtree(run, ignore_errors=True)

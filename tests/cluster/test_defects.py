@@ -14,6 +14,7 @@ import pytest
 from cluster import drafter_link, many_requests, target_link
 from cluster.decoding.events import StepDone
 from cluster.round_tap import RoundTap
+from cluster.stop_strings import StopStrings
 from cluster.text import TextStream
 from paceline import Completion, GenerateOptions
 from paceline.errors import InternalError, PacelineError
@@ -43,9 +44,9 @@ def _break(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     begin = TextStream.__init__
     seen: dict[TextStream, int] = {}
 
-    def init(text: TextStream, codec: Any, *, stop: Sequence[str], **others: Any) -> None:
+    def init(text: TextStream, codec: Any, *, stop: StopStrings, **others: Any) -> None:
         begin(text, codec, stop=stop, **others)
-        if STOP in stop:
+        if STOP in stop.strings:
             seen[text] = 0
 
     def broken(text: TextStream, token_ids: Sequence[int], **others: Any) -> Any:

@@ -29,6 +29,7 @@ from tests.cluster.faulty_shard import (
     TAKES_ALL_MEMORY,
     with_nan,
 )
+from tests.cluster.hostile import MalformedDrafter, serve_lying_drafter
 from tests.cluster.shard_processes import ShardProcesses
 from tests.cluster.system import HOST, Checkpoints, eventually, running_system, start_drafter
 from tests.tiny import make_tiny_checkpoint
@@ -143,6 +144,30 @@ async def test_a_row_that_is_no_number_ends_its_own_request(folder: Path) -> Non
         # Its blocks are whoever's comes next.
         await bystanders.start()
         await bystanders.check(still_running=False)
+
+
+async def test_a_drafter_that_proposes_what_is_no_number_changes_no_text(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In each window of everybody's. It is left, and they go on without.
+
+    The target is far away, so that the drafter's candidates come in time.
+    """
+    drafter = await serve_lying_drafter(MalformedDrafter({"token_ids": [IS_NO_NUMBER]}))
+    try:
+        async with running_system(
+            Checkpoints(folder, folder),
+            drafter_addresses={"d": drafter.address},
+            target_rtt_ms=20,
+        ) as system:
+            bystanders = await Bystanders.of(system.client)
+            await bystanders.start()
+            await bystanders.check(still_running=False)
+            assert "has no verdict: expected finite logits, got nan" in caplog.text
+            assert losses(system.driver) == 0
+            await settled(system.driver)
+    finally:
+        await drafter.stop()
 
 
 @asynccontextmanager

@@ -124,6 +124,8 @@ def test_old_runs_are_removed_and_those_that_run_are_not(tmp_path: Path) -> None
     for run in runs[:-1]:
         run.mkdir(parents=True)
         (run / "driver.log").write_text("")
+        (run / logs._LOCK).touch()
+    (tmp_path / "logs" / "0-not-a-run").mkdir()
     with subprocess.Popen(
         [
             *(sys.executable, "-c"),
@@ -140,7 +142,8 @@ def test_old_runs_are_removed_and_those_that_run_are_not(tmp_path: Path) -> None
         in_a_process("", runs[-1])
         oldest.communicate()
     left = sorted(path.name for path in (tmp_path / "logs").iterdir())
-    assert left == sorted(run.name for run in (runs[0], *runs[-1 - logs.KEPT_RUNS :]))
+    kept = [run.name for run in (runs[0], *runs[-1 - logs.KEPT_RUNS :])]
+    assert left == ["0-not-a-run", *kept]
 
 
 def test_a_run_is_named_after_its_beginning(tmp_path: Path) -> None:
