@@ -56,16 +56,11 @@ def write_record(home: Path, record: ClusterRecord) -> None:
     """Record it, whole or not at all. Raises UnavailableError, as where the disk is full."""
     path = _path(home)
     partial = path.with_suffix(".partial")
-    try:
+    with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
         partial.chmod(0o600)
         os.replace(partial, path)
-    except OSError as error:
-        raise UnavailableError(
-            f"cannot write {path} ({error.strerror}): make room there, or set PACELINE_HOME to "
-            "another folder"
-        ) from None
 
 
 def remove_record(home: Path) -> None:
@@ -77,8 +72,10 @@ def remove_record(home: Path) -> None:
 def alone(home: Path, command: Command) -> Iterator[None]:
     """Hold the lock of `up` and `down`. Raises UnavailableError when another one has it."""
     path = _lock_path(home)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as stream:
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+")
+    with stream:
         if not _locked(stream, fcntl.LOCK_EX):
             raise UnavailableError(
                 f"another `paceline {_written(stream)}` is at work; wait until it is done"
@@ -96,6 +93,18 @@ def at_work(home: Path) -> Command | None:
             return None if _locked(stream, fcntl.LOCK_SH) else _written(stream)
     except OSError:
         return None
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raises UnavailableError where `path` cannot be written, as where the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write {path} ({error.strerror}): make room there, or set PACELINE_HOME to "
+            "another folder"
+        ) from None
 
 
 def _locked(stream: IO[str], kind: int) -> bool:

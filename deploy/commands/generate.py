@@ -34,6 +34,7 @@ from deploy.outputs import RowSink, whole_file
 from deploy.reach import reach_cluster
 from deploy.request_flags import RequestFlags, check_at_least_one, check_drafters
 from deploy.row_progress import announce, complain, row_progress
+from paceline.errors import InvalidRequestError
 from paceline.text import counted
 
 
@@ -193,6 +194,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         if server is None:
             check_drafters(flags, config)
         rows = read_rows(input_path, limit=limit)
+        if output_path.exists() and output_path.samefile(input_path):
+            raise InvalidRequestError("output", "is the input file; name another one")
         console = Console(stderr=True, quiet=quiet)
         errors = Console(stderr=True) if quiet else console
         with (

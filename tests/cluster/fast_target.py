@@ -108,7 +108,7 @@ async def driver_process(
     )
     try:
         assert process.stdout is not None
-        address = (await asyncio.wait_for(process.stdout.readline(), 120)).decode().strip()
+        address = (await asyncio.wait_for(process.stdout.readline(), 300)).decode().strip()
         yield DriverProcess(process, address)
     finally:
         process.kill()
@@ -117,7 +117,11 @@ async def driver_process(
 
 async def _serve(folder: Path, target_address: str, max_unread_seconds: float) -> None:
     options = DriverOptions(
-        folder, (target_address,), max_waiting=5000, max_unread_seconds=max_unread_seconds
+        folder,
+        (target_address,),
+        max_waiting=5000,
+        max_unread_seconds=max_unread_seconds,
+        connect_seconds=200.0,
     )
     _, server = await serve_driver(options, host=HOST)
     typer.echo(server.address)

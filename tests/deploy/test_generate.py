@@ -185,6 +185,15 @@ def test_bad_flags_are_one_line_and_exit_2_before_anything_starts(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
 
 
+def test_the_input_is_not_overwritten(call: Call, input_file: Path) -> None:
+    before = input_file.read_text()
+    link = input_file.with_name("link.jsonl")
+    link.symlink_to(input_file)
+    done = call("generate", "--server", "127.0.0.1:1", "--input", input_file, "--output", link)
+    assert (done.code, input_file.read_text()) == (2, before)
+    assert done.stderr.strip() == "error: output: is the input file; name another one"
+
+
 @pytest.mark.parametrize(
     "server",
     [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +13,20 @@ import pytest
 
 from deploy import session
 from deploy.session import running_ray
+from tests.deploy.shell import ROOT
 
 NOBODY = 65534
+JOIN_OWN_HEAD = """
+from cluster.launch import connect, disconnect
+from deploy.ray_head import prepare_to_join, start_head, stop_head
+head = start_head(num_cpus=1)
+try:
+    prepare_to_join()
+    connect(head.address)
+    disconnect()
+finally:
+    stop_head(head)
+"""
 
 
 @pytest.fixture
@@ -60,3 +74,21 @@ def test_a_pipe_is_not_waited_for(note: Path) -> None:
     note.unlink()
     os.mkfifo(note)
     assert told(note) == ""
+
+
+@pytest.mark.ray
+def test_a_token_of_the_users_for_ray_does_not_lock_us_out(tmp_path: Path) -> None:
+    """`ray.init()` leaves one for good, and a head that finds one asks for it."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
+    environment = dict(os.environ) | {"HOME": str(tmp_path)}
+    del environment["RAY_AUTH_MODE"]
+    done = subprocess.run(
+        [sys.executable, "-c", JOIN_OWN_HEAD],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

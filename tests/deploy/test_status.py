@@ -69,6 +69,18 @@ def test_figures_of_drafting_are_shown(capsys: pytest.CaptureFixture[str]) -> No
     )
 
 
+@pytest.mark.parametrize("command", ["up", "down"])
+def test_a_home_that_cannot_be_written_is_one_line(
+    call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PACELINE_HOME", str(tmp_path / "file"))
+    done = call(command)
+    assert done.code == 3
+    assert "set PACELINE_HOME to another folder" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_worker_without_a_stream_is_not_called_lost(capsys: pytest.CaptureFixture[str]) -> None:
     """It may be slow only: what is known is since when, and why it could not be reached."""
     shard = WorkerStats("shard-0", "target", "here:2", 7, True, 1.5, 9, 40, 0)
