@@ -174,8 +174,7 @@ class _Bench:
         self._elsewhere += time.thread_time() - begin
 
     def _send_step(self, step: RunStep) -> None:
-        (message,) = step_messages(step)
-        self._sent.append(message.SerializeToString())
+        self._sent += [message.SerializeToString() for message in step_messages(step)]
 
     def _send_drafts(self, name: str, instructions: Sequence[DraftInstruction]) -> None:
         for message in drafts_to_wire(instructions):
@@ -238,9 +237,10 @@ class _Target:
     _seeds: dict[int, int] = field(default_factory=dict)
 
     def answer(self, sent: Sequence[bytes]) -> bytes:
-        """To the one step that was sent."""
-        (message,) = sent
-        request = target_pb2.StepRequest.FromString(message)
+        """To the one step that was sent, in one message or several."""
+        request = target_pb2.StepRequest()
+        for message in sent:
+            request.MergeFromString(message)
         for opened in request.open:
             self._seeds[opened.sequence_id] = opened.spec.seed
         response = target_pb2.StepResponse(step=request.step)
