@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
             "distributions": [drawn_from(0, [8, 9], HALF)],
         },
     ),
-    "distributions: expected one distribution a node, got two of node 0": (
+    "distributions: expected one distribution per node, got two for node 0": (
         Rule.REJECTION,
         {
             "candidates": [8],

@@ -47,7 +47,7 @@ def agree(
             raise CheckpointError(
                 f"the shards differ in their {what}: rank {group.place.rank} has {loaded.name!r} "
                 f"as {weights}; these differ from rank 0: rank {', '.join(map(str, others))}; give "
-                "all hosts the same files and options (config.json, tensors, file sizes and samples "
-                "of the files are compared)"
+                "all hosts the same files and options (config.json, tensors, file sizes and "
+                "samples of the files are compared)"
             )
     return Agreed(min(row[3] for row in rows), min(row[4] for row in rows))
