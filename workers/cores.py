@@ -18,7 +18,7 @@ def pin_cores(cores: Collection[int]) -> None:
         os.sched_setaffinity(0, cores)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cores: cannot run on {sorted(cores)} alone ({error}); "
+            f"cores: cannot run on {sorted(cores)} only ({error}); "
             f"this process may use {sorted(os.sched_getaffinity(0))}"
         ) from error
     granted = os.sched_getaffinity(0)

@@ -184,7 +184,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             try:
                 desk.close_session(session)
             except Exception:
-                _log.exception("a sequence could not be closed in good order")
+                _log.exception("a sequence could not be closed properly")
 
     async def _draft_until_it_fails(self, desk: DraftingDesk) -> None:
         while True:

@@ -147,7 +147,7 @@ class RunningServer:
         try:
             await self.stop(grace)
         except Exception:
-            _log.exception("the server at %s did not stop in good order", self.address)
+            _log.exception("the server at %s did not stop properly", self.address)
 
     async def wait(self) -> None:
         """Return when the server has stopped."""

@@ -44,7 +44,7 @@ def read_candidates(
     for name, values in (("parents", parents), ("multiplicities", multiplicities)):
         if values and len(values) != len(token_ids):
             raise ProtocolError(
-                f"{name}: expected none or one a candidate, {len(token_ids)}, got {len(values)}"
+                f"{name}: expected none or one per candidate, {len(token_ids)}, got {len(values)}"
             )
     in_order = tuple(range(len(token_ids)))
     with _naming("parents"):

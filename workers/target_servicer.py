@@ -99,9 +99,9 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 else_status, "this shard is stepping for another stream; end that one first"
             )
 
-    # It reads and writes by the context rather than iterate and yield: a generator that is
-    # cancelled at a yield is closed by whoever collects it, and until then the next stream would
-    # find the shard taken. The next step is asked for while the answer is on its way, not after it.
+    # It reads and writes by the context rather than iterate and yield. A generator that is
+    # cancelled at a yield is closed only when it is garbage-collected, and until then the next
+    # stream would find the shard taken. The next step is read while the answer is being written.
     async def Step(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
     ) -> None:

@@ -303,7 +303,7 @@ def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork)
     moves = [(move.from_position, move.to_position) for move in message.kv_moves]
     if tree is None:
         raise ProtocolError(
-            f"kv_moves: expected none, for the slice before held no tree, got {moves}"
+            f"kv_moves: expected none, since the last slice held no tree, got {moves}"
         )
     try:
         for source, target in moves:
@@ -318,7 +318,7 @@ def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork)
 
 def _check_window(window: int, num_fed: int, verdict: bool) -> None:
     if not verdict and window:
-        raise ProtocolError(f"window: expected 0 where no verdict is asked for, got {window}")
+        raise ProtocolError(f"window: expected 0 if no verdict is requested, got {window}")
     if window >= num_fed:
         raise ProtocolError(
             f"window: expected less than the {num_fed} token_ids, the first of which is "

@@ -32,7 +32,7 @@ class TreeSlots:
             if not self.first <= position <= last:
                 raise ProtocolError(
                     f"expected positions {self.first} to {last}, which hold the candidates of the "
-                    f"slice before, got {source} to {target}"
+                    f"last slice, got {source} to {target}"
                 )
         self._candidates[target - self.first] = self._candidates[source - self.first]
 

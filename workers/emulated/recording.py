@@ -95,4 +95,4 @@ def load_recording(path: Path) -> Recording:
     try:
         return Recording.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise ConfigError(f"{path} is not a recording that can be used: {error}") from error
+        raise ConfigError(f"{path} is not a usable recording: {error}") from error

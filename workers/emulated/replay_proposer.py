@@ -105,8 +105,8 @@ class ReplayProposer:
             )
         if tree.vocab_size is not None and tree.vocab_size < self._text.vocab_size:
             raise OverloadedError(
-                f"an emulated drafter guesses among all its {self._text.vocab_size} token ids, and "
-                f"the target has {tree.vocab_size}"
+                f"an emulated drafter guesses among all its {self._text.vocab_size} token ids, but "
+                f"the target has only {tree.vocab_size}"
             )
         growth = Growth(tree, self._chances, Stopper(tree.stopping, self._stopping))
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)

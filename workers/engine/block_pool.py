@@ -63,7 +63,7 @@ class BlockPool:
             pairs = enumerate(zip(counted, self._holders, strict=True))
             wrong = [block for block, (tables, holders) in pairs if tables != holders]
             raise AssertionError(
-                f"KV blocks leaked or shared unasked: {wrong} of {self.num_blocks}"
+                f"KV blocks leaked or shared by mistake: {wrong} of {self.num_blocks}"
             )
         free = set(self._free)
         assert len(free) == len(self._free) == counted.count(0), "a block is not free just once"

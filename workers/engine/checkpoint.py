@@ -93,7 +93,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     check_quantisation(folder, raw)
     if "auto_map" in raw:
         raise CheckpointError(
-            f"{folder / 'config.json'} wants code from the checkpoint to be run (auto_map), which "
+            f"{folder / 'config.json'} asks to run code from the checkpoint (auto_map), which "
             "Paceline never does: use a checkpoint of an architecture that transformers has"
         )
     try:
@@ -217,7 +217,7 @@ def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
     if not path.is_file():
         if required:
-            raise CheckpointError(f"{path} is missing: this is no checkpoint folder")
+            raise CheckpointError(f"{path} is missing: this is not a checkpoint folder")
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         if dtype == torch.bfloat16 and not multiplies_bfloat16():
             raise ConfigError(
                 "bfloat16 weights need a processor with AVX-512 (or AVX-NE-CONVERT), which this "
-                'one has not: set target.dtype = "float16", "int8" or "float32"'
+                'one lacks: set target.dtype = "float16", "int8" or "float32"'
             )
         self.in_features = source.in_features
         self.out_features = source.out_features

@@ -125,7 +125,7 @@ class _Loading:
             weight_bytes + kv_bytes,
             f"this shard's weights as {self._weights} ({weight_bytes} bytes) and its KV together "
             "take",
-            "give less target.kv_memory",
+            "lower target.kv_memory",
         )
         # Linears and experts are filled with their parents, and must be freed once replaced.
         for module in [one for one in self._model.modules() if not _is_replaced(one)]:

@@ -82,7 +82,7 @@ def device_of(device: Device) -> str:
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError(
-            "a GPU was asked for, and this process sees none: check the driver, torch's build "
+            "a GPU was requested, but this process sees none: check the driver, torch's build "
             f"({torch.__version__}) and CUDA_VISIBLE_DEVICES, or use the device cpu"
         )
     return "cuda:0" if available and device != "cpu" else "cpu"

@@ -38,7 +38,7 @@ needs.
 
 REFUSED: Mapping[str, str] = {
     "bitsandbytes": "its weights are unpacked in its own modules at each step",
-    "torchao": "its quantiser does not turn weights back into numbers while it loads",
+    "torchao": "its quantizer does not turn weights back into numbers while it loads",
     "gptq": "its weights are unpacked by kernels for GPUs at each step",
     "awq": "its weights are unpacked by kernels for GPUs at each step",
     "mxfp4": "its models attend in a way that is not supported here",
@@ -54,14 +54,15 @@ def check_quantisation(folder: Path, raw: Mapping[str, Any]) -> None:
     if kind not in READABLE:
         reason = REFUSED.get(kind, "a kind that is not known here")
         raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantised ({kind}), which is not read: "
-            f"{reason}. Use the checkpoint in float32, bfloat16 or float16 (target.dtype = "
-            f'"int8" makes it small on a CPU), or quantised as one of {", ".join(READABLE)}'
+            f"{folder / 'config.json'}: the weights are quantized ({kind}), which is not "
+            f"supported: {reason}. Use the checkpoint in float32, bfloat16 or float16 "
+            f'(target.dtype = "int8" makes it small on a CPU), or quantized as '
+            f"one of {', '.join(READABLE)}"
         )
     package = READABLE[kind]
     if package is not None and importlib.util.find_spec(package) is None:
         raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantised ({kind}), for which transformers "
+            f"{folder / 'config.json'}: the weights are quantized ({kind}), for which transformers "
             f"needs the package {package}: pip install 'paceline[quantised]'"
         )
 

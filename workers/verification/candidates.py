@@ -36,7 +36,7 @@ class CandidateTree:
         for name, values in (("parents", self.parents), ("multiplicities", self.multiplicities)):
             if len(values) != size:
                 raise ProtocolError(
-                    f"expected {size} {name}, one a candidate, got {len(values)}: send as many "
+                    f"expected {size} {name}, one per candidate, got {len(values)}: send as many "
                     f"{name} as token ids"
                 )
         if size and not (min(self.parents) >= 0 and all(map(le, self.parents, range(size)))):

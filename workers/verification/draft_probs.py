@@ -64,7 +64,7 @@ class SparseProbs:
         if abs(total - 1) > SUM_TOLERANCE:
             raise ProtocolError(
                 f"expected draft probabilities that sum to 1 under node {node}, got {total}: "
-                "normalise them after the cut"
+                "normalize them after the cut"
             )
 
 

@@ -110,7 +110,7 @@ def check_proposal(
     if facts.chain_only and not tree.is_chain:
         raise ProtocolError(
             f"expected a chain for the rule {rule.value!r}, got the parents {list(tree.parents)}: "
-            "draft one candidate a position"
+            "draft one candidate per position"
         )
     if rule is not Rule.KSEQ and max(tree.multiplicities, default=1) > 1:
         raise ProtocolError(

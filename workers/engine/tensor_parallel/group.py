@@ -217,7 +217,7 @@ class Group:
         except RuntimeError as error:
             self.leave()
             raise WorkerLostError(
-                f"rank {self.place.rank} lost another shard in the midst of a step, or waited for "
+                f"rank {self.place.rank} lost another shard during a step, or waited for "
                 f"it longer than {self._deadlines.collective:g} s: {_first_line(error)}"
             ) from error
 
