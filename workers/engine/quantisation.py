@@ -118,8 +118,8 @@ def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
     count = sum(parameter.numel() for parameter in model.parameters())
     check_room(
         count * dtype.itemsize,
-        f"the quantised weights, turned into {dtype}, take",
-        "take a larger host, or a checkpoint that is not quantised",
+        f"the quantized weights, turned into {dtype}, take",
+        "take a larger host, or a checkpoint that is not quantized",
     )
     transformers_logging.disable_progress_bar()  # workers have no terminal
     loader: Any = AutoModelForCausalLM

@@ -20,7 +20,7 @@ _UNITS = (128, 64, 32, 16, 8, 4, 2)
 sizes.
 """
 _LARGEST_IMBALANCE = 64
-"""A unit is used if it is at most this fraction (1 / 64) of a rank's share."""
+"""A unit is used if a rank's share is at least this multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
