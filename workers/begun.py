@@ -47,9 +47,7 @@ class Begun(Generic[Result]):
         self._coroutine.close()
 
     def _resume(self, thrown: BaseException | None) -> None:
-        """Run to the next wait or to the end. An end, by return or exception, is kept for the
-        awaiter.
-        """
+        """Run to the next wait or to the end. The end, by return or exception, is kept."""
         try:
             if thrown is None:
                 self._waits_for = self._coroutine.send(None)

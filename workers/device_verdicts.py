@@ -130,9 +130,7 @@ class ChosenTokens:
 
 
 def _rows(task: VerdictTask) -> list[Row]:
-    """The row after the prefix, then one row per candidate, after the candidate and its
-    ancestors.
-    """
+    """The row after the prefix, then one row after each candidate and its ancestors."""
     tree = task.candidates.tree
     paths: list[tuple[int, ...]] = [()]
     for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):

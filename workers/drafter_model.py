@@ -19,9 +19,7 @@ async def load_model_proposer(options: DrafterOptions) -> ModelProposer:
 
 
 async def load_drafter_model(options: DrafterOptions) -> AnyEngine:
-    """Load a drafter's model in a thread. Raises ConfigError and CheckpointError as serve_drafter
-    does.
-    """
+    """Load a drafter's model in a thread. Raises ConfigError and CheckpointError."""
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
     return await load_engine(

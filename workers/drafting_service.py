@@ -158,9 +158,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             outbox.put_nowait(None)
 
     async def _draft(self, desk: DraftingDesk) -> None:
-        """Run passes. A failure ends all streams, and their drivers reconnect. Give up after
-        MOST_FAILURES.
-        """
+        """Run passes. A failure ends all streams; after MOST_FAILURES in a row, give up."""
         reason = ""
         while self._failures < MOST_FAILURES:
             try:

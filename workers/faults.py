@@ -69,9 +69,7 @@ def judge_each(
 
 
 def _reason_of(error: Exception, sequence_id: int) -> str:
-    """The reason for the caller. Unexpected errors go to the log, since their text may reveal
-    others' data.
-    """
+    """The reason for the caller. Unexpected errors are logged: their text may hold others' data."""
     if isinstance(error, PacelineError):
         _log.warning("sequence %d has no verdict: %s", sequence_id, error)
         return str(error)[:MAX_REASON_CHARACTERS]

@@ -41,9 +41,7 @@ class _Best:
     ids: Tensor
 
     def over_ranks(self) -> tuple[list[float], list[int]]:
-        """Each row's best score and id. Among equal scores the lowest id wins; it is at the lowest
-        rank.
-        """
+        """Each row's best score and id. The lowest id wins a tie; it is at the lowest rank."""
         best = torch.from_numpy(self.scores.numpy().argmax(axis=0))[None]  # argmax stops at a NaN
         return self.scores.gather(0, best)[0].tolist(), self.ids.gather(0, best)[0].tolist()
 

@@ -31,7 +31,7 @@ _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model comes from: the file `member`, with this SHA-256, in the wheel of
+    """Where a model comes from: the file `member`, with this hash, in the wheel of
     `requirement`.
     """
 

@@ -40,9 +40,7 @@ class Row:
 
 
 def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
-    """Whether choosing for some row takes memory proportional to the vocabulary, even with
-    kernels.
-    """
+    """Whether a row's choice takes memory proportional to the vocabulary, even with kernels."""
     return any(
         _adjusts(spec.sampling) or _filters(spec.sampling, vocab_size)
         for spec in _distinct(rows).values()

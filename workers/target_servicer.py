@@ -52,9 +52,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         # Held by the stream that may step: the KV blocks belong to it.
         self._live = asyncio.Lock()
         self.on_serving: Callable[[bool], None] = lambda serving: None
-        """Called with False when a step fails for a reason of our own, with True when one
-        succeeds.
-        """
+        """Called with False when a step fails by our own fault, with True when one succeeds."""
 
     def add_to(self, server: grpc.aio.Server) -> tuple[str]:
         """Add this servicer to a server. Returns the names of its services."""
@@ -197,9 +195,7 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
 
 
 def _meet(engine: RankedEngine, request: target_pb2.MeetRequest) -> None:
-    """Meet the other ranks. Raises WorkerLostError; CheckpointError if ranks loaded different
-    things.
-    """
+    """Meet the other ranks. Raises WorkerLostError; CheckpointError if what they loaded differs."""
     assert engine.group is not None
     engine.group.meet(request.session, request.rendezvous)
     try:

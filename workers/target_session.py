@@ -42,9 +42,7 @@ class _Sequence:
     spec: SequenceSpec
     text: CountedText
     block_table: array[int]
-    """An array, since a GPU's step copies it as a whole, and the garbage collector skips its
-    items.
-    """
+    """An array, since a GPU's step copies it as a whole; the garbage collector skips its items."""
     fault: str | None = None
     """Why its spec was refused. The sequence is fed like others, which may share its prefix; its
     verdicts report this reason.
@@ -73,15 +71,13 @@ class VerdictTask:
 
     @property
     def num_rows(self) -> int:
-        """The number of rows of logits: of every fed token, or of the window and the token before
-        it.
+        """The number of rows of logits: of all fed tokens, or of the window and the token
+        before.
         """
         return len(self.fed) or 1 + len(self.candidates.tree)
 
     def fed_after(self) -> list[int | None]:
-        """The token before each of `fed`: in a tree its parent; None before the sequence's first
-        token.
-        """
+        """The token before each of `fed`; in a tree, its parent. None before the first of all."""
         tree = self.candidates.tree
         first = len(self.prefix) - (len(self.fed) - len(tree))
         before = self.prefix[first - 1 : -1] if first else (None, *self.prefix[:-1])
@@ -114,9 +110,7 @@ class TargetSession:
         self._last_step = 0
 
     def begin_step(self, request: target_pb2.StepRequest) -> StepWork:
-        """Apply a step's closes and opens, check its slices and return the work. Raises
-        ProtocolError.
-        """
+        """Apply closes and opens, check the slices and return the work. Raises ProtocolError."""
         expected = self._last_step + 1
         if request.step != expected:
             raise ProtocolError(f"step: expected {expected}, got {request.step}")
@@ -262,9 +256,7 @@ def _task_of(
     candidates: Candidates,
     first: int,
 ) -> VerdictTask | None:
-    """The task of a slice, or None if nothing must be answered. `first`: where its candidates
-    begin.
-    """
+    """The task of a slice, or None if it has none. `first`: where its candidates begin."""
     if sequence.fault is not None or not (message.verdict or message.top_tokens):
         return None
     return VerdictTask(
@@ -295,9 +287,7 @@ def _piece_of(
 
 
 def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork) -> None:
-    """Apply the moves of a slice. Below its start, exactly one path of the last tree must
-    remain.
-    """
+    """Apply the moves of a slice. Below its start one path of the last tree must remain."""
     tree, text = sequence.tree, sequence.text
     sequence.tree = None
     moves = [(move.from_position, move.to_position) for move in message.kv_moves]

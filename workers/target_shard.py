@@ -76,9 +76,7 @@ async def serve_target_shard(
 async def load_target(
     options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
 ) -> AnyEngine:
-    """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError as
-    serve_target_shard does.
-    """
+    """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
     return await load_engine(
         options.folder,
         weights=options.weights,

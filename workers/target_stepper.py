@@ -143,9 +143,7 @@ class Stepper:
     def _with_faults(
         self, verdicts: list[target_pb2.Verdict], request: target_pb2.StepRequest, work: StepWork
     ) -> list[target_pb2.Verdict]:
-        """All verdicts in the order of the slices; a sequence with a fault has an error in its
-        verdict.
-        """
+        """All verdicts in the order of the slices, with an error for each sequence at fault."""
         if not work.faults or (self._group is not None and self._group.place.rank):
             return verdicts
         of_sequence = {verdict.sequence_id: verdict for verdict in verdicts}

@@ -302,11 +302,11 @@ class Grant(_message.Message):
     candidates have no order may ignore it.
     """
     share: _builtins.int
-    """For several drafters that share a sequence's branches. All of them draw the chain. Share 0
-    draws half of the branches, the likeliest ones. The other shares leave these out and draw half
-    as many each: a branch that begins with candidate number i (1 is the best after the first) for
-    position p belongs to the share for which (p + i) mod (shares - 1) = share - 1. 0 of 0: all
-    branches.
+    """For several drafters that share a sequence's branches. All of them draw the chain. Each draws
+    half as many branches as it would draw alone. Share 0 draws the likeliest half. The other shares
+    leave that half out: a branch that begins with candidate number i (1 is the best after the
+    first) for position p belongs to the share for which (p + i) mod (shares - 1) = share - 1.
+    0 of 0: all branches.
     """
     shares: _builtins.int
     def __init__(

@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 _ENTROPY_EDGES = np.array([0.05, 0.2, 0.5, 1.0, 1.6, 2.4, 3.5])
 _MARGIN_EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
 _SCALE_WEIGHT = 0.5
-"""Weight of the prior: the map starts as if it had seen this number of refusals, all as
-predicted.
-"""
+"""Weight of the prior: the map starts as if it had predicted this number of refusals rightly."""
 _PRIOR_ENTROPIES = np.array([0.02, 0.1, 0.35, 0.75, 1.3, 2.0, 2.9, 4.5])
 
 
@@ -69,9 +67,7 @@ class AcceptanceMap:
         self._mean_accepted = 0.7 * prior_weight
 
     def estimate(self, signal: TokenSignal) -> float:
-        """The probability, strictly between 0 and 1, that a token is accepted if all before
-        it are.
-        """
+        """The probability, above 0 and below 1, that a token is accepted if all before it are."""
         at = self._bin(signal)
         refusal = min(0.95, float(self._prior_refusal[at]) * self._refused / self._expected_refused)
         accepted = float(self._accepted[at]) + (1 - refusal) * self._prior_weight

@@ -56,9 +56,7 @@ def count_entries(batch: drafting_pb2.ProposalBatch) -> int:
 
 
 def in_batches(told: Iterable[Told]) -> list[list[Told]]:
-    """Split what a pass tells, in order, into lists that each fit into a batch. At least one
-    list.
-    """
+    """Split what a pass tells, in order, into lists that each fit into a batch; at least one."""
     batches: list[list[Told]] = [[]]
     room = MAX_ENTRIES
     for one in told:

@@ -32,9 +32,7 @@ _SLOW_CHANGE = 0.8
 
 @value_class(frozen=True, slots=True)
 class Declined:
-    """A sequence that was closed, and why. `for_good`: it would be declined again if it were
-    reopened.
-    """
+    """A sequence that was closed, and why. `for_good`: reopening it would be declined again."""
 
     sequence_id: int
     reason: str
@@ -151,9 +149,7 @@ class DraftingSession:
         return None
 
     def grant(self, sequence_id: int, grant: Grant) -> None:
-        """Replace the grant, the leave to draft. Raises ProtocolError if a field is out of
-        range.
-        """
+        """Replace the grant, the leave to draft. Raises ProtocolError for values out of range."""
         if grant.branches < 1:
             raise ProtocolError(f"grant.branches: expected at least 1, got {grant.branches}")
         if grant.share >= max(1, grant.shares):
@@ -171,9 +167,7 @@ class DraftingSession:
             self._desk.changed()
 
     def handled(self, now: float) -> None:
-        """Call it after all of a message was applied: outcomes in it count as one beat at time
-        `now`.
-        """
+        """Call it once a message was applied: outcomes in it count as one beat at time `now`."""
         if self._had_outcome:
             self._had_outcome = False
             self.rhythm.beat(now)
@@ -357,9 +351,7 @@ class DraftingDesk:
                 failures.fail(tree, error)
 
     def pass_took(self, milliseconds: float) -> None:
-        """Note the duration of the last pass, the price of drafting. Passes with prefill do not
-        count.
-        """
+        """Note the duration of the last pass, the price of drafting. Prefill does not count."""
         if self._drafted_only:
             kept = _SLOW_CHANGE if self._pass_ms else 0.0
             self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds

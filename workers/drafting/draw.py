@@ -29,9 +29,7 @@ MODEL_RULES = frozenset(Rule) - {Rule.ONE_HOT}
 def draw_one(
     logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], *, prefix_hash: int
 ) -> Children:
-    """Draw the candidate of a chain. `prefix_hash` (paceline.prefix_hash) is the hash of
-    `prefix`.
-    """
+    """Draw the candidate of a chain. `prefix_hash` is that of `prefix` (paceline.prefix_hash)."""
     if spec.rule is Rule.COUPLED:
         return Children((choose_token(logits_V, spec, prefix),), (0.0,))
     kept = cut_draft_probs(logits_V, spec, prefix)

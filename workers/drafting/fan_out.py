@@ -58,8 +58,8 @@ class Frontier:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it knows all nodes of the tree. It does not if nodes were added that it did not
-        choose.
+        """Whether it knows all nodes of the tree; nodes that it did not choose are unknown to
+        it.
         """
         return len(self._reached) == self._tree.end + 1
 

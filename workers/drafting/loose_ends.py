@@ -31,9 +31,7 @@ class LooseEnds:
 
     @property
     def are_all(self) -> bool:
-        """Whether it describes the present state. It does not if nodes were added from
-        elsewhere.
-        """
+        """Whether it describes the present state; nodes added from elsewhere are unknown to it."""
         return (
             self._grant is self._tree.grant
             and len(self.reached) == self._tree.end + 1

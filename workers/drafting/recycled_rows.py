@@ -27,9 +27,7 @@ class RowKey(enum.Enum):
 
 
 Row = tuple[RowKey, tuple[int, ...]]
-"""The key kind of a row, which decides how often it is right, and its candidates, likeliest
-first.
-"""
+"""The key kind of a row, which decides how often it is right; its candidates, likeliest first."""
 
 _SHARES = {
     RowKey.PAIR: (0.54, 0.09, 0.04, 0.035, 0.02, 0.017, 0.007, 0.007),

@@ -113,9 +113,7 @@ class DraftTree(NodeTree):
 
     @property
     def used_up(self) -> bool:
-        """Whether the grant's nodes are used up. Always False for a chain granted by position
-        alone.
-        """
+        """Whether the grant's nodes are used up. Never for a chain granted by position only."""
         if len(self.tokens) <= self._most_nodes:
             return False
         return self.grant.nodes > 0 or not self.is_chain
@@ -146,9 +144,7 @@ class DraftTree(NodeTree):
         self._is_ready = None
 
     def set_grant(self, grant: Grant) -> None:
-        """Replace the grant. If it allows more, drafting goes on even if the driver was told that
-        the old grant is used up.
-        """
+        """Replace the grant. If it allows more, drafting continues after the old grant's end."""
         before = self.grant
         self._take_grant(grant)
         if self._told_until_grant and (
@@ -197,9 +193,7 @@ class DraftTree(NodeTree):
         return kept
 
     def _take_grant(self, grant: Grant) -> None:
-        """Apply a grant: compute the deepest level and the largest number of nodes that it
-        allows.
-        """
+        """Apply a grant: compute the largest depth and number of nodes that it allows."""
         self.grant = grant
         self._grows_as_chain = grant.branches == 1 and grant.fan_out == 0
         committed = len(self.committed)

@@ -83,9 +83,7 @@ class DeviceProfile(_Closed):
 
 
 class LinkProfile(_Closed):
-    """A network path. `rtt_ms`: its round-trip time. `mbit_per_second`: its rate each way (0:
-    unlimited).
-    """
+    """A network path: its round-trip time, and its rate each way (0: unlimited)."""
 
     rtt_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0

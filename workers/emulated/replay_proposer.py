@@ -47,9 +47,7 @@ class _Held:
     readers: dict[int, PrefixReader] = field(default_factory=dict)
 
     def read_committed(self, tree: DraftTree) -> PrefixReader:
-        """A reader that has read all committed tokens. Tokens are read only when it is asked
-        for.
-        """
+        """A reader that has read all committed tokens. It reads on demand."""
         if self.num_read < tree.num_committed:
             self.reader.read(tree.committed[self.num_read :], self.num_read)
             self.num_read = tree.num_committed
@@ -176,9 +174,7 @@ class ReplayProposer:
         growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
 
     def _leaf_reader(self, tree: DraftTree, held: _Held, leaf: int) -> PrefixReader:
-        """A reader of all tokens up to the end of a chain, made by extending its parent's
-        reader.
-        """
+        """A reader of all tokens up to a chain's end, made by extending its parent's."""
         if leaf == ROOT:
             return self._reader(tree, held, leaf)
         reader = held.readers.pop(tree.prefix_hash(tree.parents[leaf]), None)
@@ -189,9 +185,7 @@ class ReplayProposer:
         return reader.read_one(tree.tokens[leaf], length - 1)
 
     def _reader(self, tree: DraftTree, held: _Held, node: int) -> PrefixReader:
-        """A reader of all tokens up to a node. It is kept by the prefix hash while the node
-        exists.
-        """
+        """A reader of all tokens up to a node, kept by prefix hash while the node exists."""
         if node == ROOT:
             return held.read_committed(tree)
         length, prefix_hash = tree.base(node)

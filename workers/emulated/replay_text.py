@@ -125,9 +125,7 @@ class ReplayText:
         return self._wrong(truth, _stride(digest), 0)
 
     def _wrong(self, truth: int, stride: int, place: int) -> int:
-        """A wrong guess: `stride * (place + 1)` token ids beyond the truth, modulo the
-        vocabulary.
-        """
+        """A wrong guess: `stride * (place + 1)` ids beyond the truth, modulo the vocabulary."""
         return NUM_RESERVED + (truth - NUM_RESERVED + stride * (place + 1)) % self._num_tokens
 
     def _truth(self, key: int, recorded: RecordedToken | None) -> int:
@@ -135,9 +133,7 @@ class ReplayText:
 
 
 def _rank_of(recorded: RecordedToken | None, luck: int, guess: Guess) -> int | None:
-    """The place of the true token among the guesses; None: none is right. `luck`: 64 random
-    bits.
-    """
+    """The rank of the true token among the guesses, or None. `luck`: 64 random bits."""
     if guess.acceptance is None:
         right = recorded is not None and recorded.rank == 0
     else:

@@ -28,9 +28,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor
 
 
 def stand_in_in(models: Path) -> Path:
-    """The stand-in's folder in `models`, made if it is absent. Several processes may call it at
-    once.
-    """
+    """The stand-in's folder in `models`, made if absent. Several processes may call it at once."""
     folder = models / f"stand-in-{EDITION}"
     if folder.is_dir():
         return folder

@@ -1,6 +1,4 @@
-"""Checks a checkpoint's configuration, before any process starts, for what an engine would
-refuse.
-"""
+"""Checks a checkpoint's configuration before any process starts."""
 
 from __future__ import annotations
 

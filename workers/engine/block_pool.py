@@ -53,9 +53,7 @@ class BlockPool:
                 self._free.append(block)
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """Assert that each block is held as often as it occurs in the tables of `held`, or is
-        free.
-        """
+        """Assert that each block is free, or held as often as it occurs in the tables of `held`."""
         counted = [0] * self.num_blocks
         for block in chain.from_iterable(held):
             counted[block] += 1

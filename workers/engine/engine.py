@@ -38,9 +38,7 @@ __all__ = ["Engine", "Slice"]
 
 
 class Engine(RankedEngine):
-    """A loaded checkpoint with its KV memory. One per process, because it sets torch's thread
-    count.
-    """
+    """A loaded checkpoint with its KV memory. One per process: it sets torch's thread count."""
 
     def __init__(
         self,

@@ -58,9 +58,7 @@ class KVCache:
                 layer.values_NHBD[block].zero_()
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values from slots to slots in all layers. All are read before any is
-        written.
-        """
+        """Copy keys and values between slots in all layers. All are read before any is written."""
         for layer in self.layers:
             slots = layer.slots_2HSD
             slots.index_copy_(1, targets, slots.index_select(1, sources))

@@ -1,6 +1,4 @@
-"""How much a model keeps of each token, by its configuration, and how many blocks a memory
-holds.
-"""
+"""How much a model keeps of each token, and how many blocks fit into a memory."""
 
 from __future__ import annotations
 

@@ -35,9 +35,7 @@ Gate = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What the operations need of a layer's attention. `head_norms`: of queries and of keys, or
-    empty.
-    """
+    """A layer's attention, as the operations see it. `head_norms`: of queries and of keys."""
 
     index: int
     num_queries: int

@@ -38,8 +38,8 @@ class LocalSequence:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens without KV. If blocks are missing, raises OverloadedError and changes
-        nothing.
+        """Append tokens without KV. Raises OverloadedError, changing nothing, if blocks are
+        missing.
         """
         missing = self._missing_blocks(len(self.token_ids) + len(token_ids))
         if missing > 0:
@@ -47,9 +47,7 @@ class LocalSequence:
         self.token_ids.extend(token_ids)
 
     def check_room(self, num_tokens: int) -> None:
-        """Raise OverloadedError if the sequence could not grow to `num_tokens` now. Takes no
-        blocks.
-        """
+        """Raise OverloadedError if it could not grow to `num_tokens` now. Takes no blocks."""
         self._pool.check_room(self._missing_blocks(num_tokens))
 
     def truncate_to(self, position: int) -> None:
@@ -152,9 +150,7 @@ class LocalCache:
         self._sequences: dict[object, LocalSequence] = {}
 
     def open(self, name: object, *, tenant: str = "") -> LocalSequence:
-        """Open an empty sequence under an unused name. `tenant`: whose sequences may read its
-        blocks.
-        """
+        """Open an empty sequence under an unused name. `tenant`: those who may read its blocks."""
         assert name not in self._sequences, f"sequence {name!r} is open already"
         sequence = LocalSequence(self._pool, self._block_size, tenant)
         self._sequences[name] = sequence

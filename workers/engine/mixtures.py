@@ -34,9 +34,7 @@ class PackedExperts(nn.Module):
         self.down = nn.ModuleList(_linear(weight, form) for weight in down_ENM)
 
     def forward(self, rows_TN: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
-        """The results of each token's experts times their shares, added in order of expert
-        number.
-        """
+        """The results of each token's experts times their shares, added by expert number."""
         total_TN = torch.zeros_like(rows_TN)
         activation: Any = self.act_fn
         for expert in experts_TK.unique().tolist():

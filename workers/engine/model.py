@@ -111,9 +111,7 @@ class _Loading:
         self._linear_dtype = dtype
 
     def run(self, kv_bytes: int) -> None:
-        """Fill the model. Raises CheckpointError, and ConfigError if the host has too little
-        memory.
-        """
+        """Fill the model. Raises CheckpointError; raises ConfigError if memory is too small."""
         weight_bytes = self._parts.num_weights * BITS_OF_A_WEIGHT[self._weights] // 8
         check_room(
             weight_bytes,

@@ -32,9 +32,7 @@ _one_at_a_time = threading.Lock()
 
 
 READABLE: Mapping[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
-"""The kinds that can be read, by transformers' `quant_method`, and the extra package that each
-needs.
-"""
+"""The readable kinds, by transformers' `quant_method`, and the extra package that each needs."""
 
 REFUSED: Mapping[str, str] = {
     "bitsandbytes": "its weights are unpacked in its own modules at each step",

@@ -94,9 +94,7 @@ class _Trial:
         return torch.cat(rows)
 
     def in_company(self, first: Sequence[int], second: Sequence[int]) -> Tensor:
-        """The prompt in two parts in other blocks; each step also feeds a slice of the first
-        sequence.
-        """
+        """The prompt in two parts in other blocks, each beside a slice of the first sequence."""
         middle, end = self.tail_start // 2, len(self.token_ids)
         self.engine.step([self.piece(second, 0, middle, 0), self.piece(first, 0, 1, 1)])
         step = [self.piece(first, 1, 8, 3), self.piece(second, middle, end, end - self.tail_start)]

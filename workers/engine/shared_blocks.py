@@ -20,9 +20,7 @@ from workers.engine.block_pool import BlockPool
 
 
 class SharedBlocks:
-    """The blocks 0 to num_blocks - 1: free, held, or kept for a sequence that needs their
-    content.
-    """
+    """The blocks 0 to num_blocks - 1: free, held, or kept for their content."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -36,9 +34,7 @@ class SharedBlocks:
 
     @property
     def num_available(self) -> int:
-        """The number of blocks that can be allocated: free ones, and those that only the cache
-        holds.
-        """
+        """The number of blocks that can be allocated: free, or held by the cache only."""
         return self._pool.num_free + self._num_idle
 
     def check_room(self, count: int) -> None:
@@ -158,9 +154,7 @@ class BlockKeys:
         self._parent = hashlib.sha256(repr(made_of).encode()).digest()
 
     def first(self, count: int, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """The keys of the first `count` blocks of `token_ids`, and of further blocks computed
-        before.
-        """
+        """The keys of the first `count` blocks of `token_ids`, and of any computed before."""
         keys, size, parent = self._keys, self.kind.block_size, self._parent
         for index in range(len(keys), count):
             tokens = array("Q", token_ids[index * size : (index + 1) * size])

@@ -70,9 +70,7 @@ def check_tree(piece: Slice) -> None:
 
 
 def origins_of(moves: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """For each target slot, the slot where its content was before these moves, (from, to) in
-    order.
-    """
+    """Maps each target slot to the slot of its content before these moves, (from, to) in order."""
     origin: dict[int, int] = {}
     for source, target in moves:
         origin[target] = origin.get(source, source)

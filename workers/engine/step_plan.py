@@ -59,18 +59,14 @@ class StepPlan:
     """The slot of each token, or None if they follow the first one by one."""
     groups: tuple[Group, ...]
     scatter: Tensor
-    """For each row of the result, viewed as [T x query heads, D], its row in the groups'
-    outputs.
-    """
+    """For each row of the result, viewed as [T x query heads, D], its row among the groups'."""
     logit_rows: Tensor
     window: int | None
     windowed_groups: tuple[Group, ...]
     """As `groups`, for layers with a sliding window; empty if there are none."""
 
     def groups_of(self, window: int | None) -> tuple[Group, ...]:
-        """The groups for a layer with this window. A window that was not planned for has no
-        effect.
-        """
+        """The groups for a layer with this window. A window that was not planned has no effect."""
         return self.groups if window is None or self.window != window else self.windowed_groups
 
 
@@ -194,9 +190,7 @@ class _Rows:
         self.gather = (token_B1R * heads_per_token + head_HR).reshape(-1)
 
     def scatter_into(self, target_TH: Tensor, index: int, first_row: int) -> None:
-        """Write, for each (token, query head) of the group's slice `index`, the row of its
-        result.
-        """
+        """Write, for each (token, query head) of slice `index`, the row of its result."""
         heads = torch.arange(self.num_query_heads)
         tokens_T1 = torch.arange(target_TH.shape[0])[:, None]
         base = first_row + (index * self.num_kv_heads + heads // self.share) * self.count

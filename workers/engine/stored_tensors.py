@@ -27,9 +27,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAPPED_BYTES = 16 * 1024 * 1024
-"""After this number of bytes a file is mapped again, since pages that were read count as our
-memory.
-"""
+"""After this many bytes a file is mapped again, since pages read count as our memory."""
 _EXPERT_NAMES = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -121,9 +119,7 @@ class StoredTensors:
     def read(
         self, name: str, shape: tuple[int, ...], cut: Cut | None, dtype: torch.dtype
     ) -> Tensor:
-        """A rank's part of the parameter, copied into memory. `shape`: the whole parameter's
-        shape.
-        """
+        """A rank's part of the parameter as a copy. `shape`: the whole parameter's shape."""
         local = list(shape)
         if cut is not None:
             local[cut.dim] = cut.size

@@ -12,9 +12,7 @@ from collections import defaultdict, deque
 from statistics import median
 
 MORE_SHARE = 0.04
-"""Maximum share of time for trials of more threads than now: others take a core only for a
-while.
-"""
+"""Maximum share of time for trials of more threads: others take a core only for a while."""
 FEWER_SHARE = 0.005
 """Maximum share of time for trials of fewer threads."""
 DISTURBED = 1.25

@@ -22,16 +22,12 @@ from workers.verification.noise import (
 from workers.verification.philox import LANES
 
 _FEW = 4096
-"""Up to this number of tokens, all scores are computed; above it, only those that a cheap bound
-leaves.
-"""
+"""Up to this number of tokens all scores are computed; above it, a cheap bound selects some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """A draw: its distribution and its noise. `kept` are the tokens that can be chosen, out
-    of V.
-    """
+    """A draw: its distribution and its noise. `kept`: the tokens that can be chosen."""
 
     kept: Distribution
     vocab_size: int

@@ -163,9 +163,7 @@ def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
 def log_weights_of(
     logits_N: NDArray[np.float32], largest: np.float32, sampling: SamplingParams
 ) -> NDArray[np.float32]:
-    """Logs of probabilities, up to a constant, for all tokens or some. `largest` is of all
-    tokens.
-    """
+    """Logs of probabilities up to a constant, of all tokens or some. `largest` is of all."""
     # The largest is subtracted first. Then no temperature, however small, causes overflow, and the
     # sums with the noise keep the noise's digits, however large the logits are.
     with np.errstate(over="ignore"):  # to -inf: such a token cannot win

@@ -1,6 +1,4 @@
-"""Coins that are a pure function of the request's seed and the position: a retry gets the same
-ones.
-"""
+"""Coins that are a pure function of the request's seed and the position; retries keep them."""
 
 from __future__ import annotations
 

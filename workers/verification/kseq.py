@@ -61,9 +61,7 @@ def smallest_ratio(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KSeqNode:
-    """The children of one node, drawn independently; an equal one counts as often as it was
-    drawn.
-    """
+    """The children of one node, drawn independently; equal draws are counted."""
 
     target_probs_V: NDArray[np.float64]
     draft: DraftDistribution

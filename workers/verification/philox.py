@@ -22,9 +22,7 @@ _LOW_WORD_MASK = np.uint64(_LOW_WORD)
 _WORD_BITS = np.uint64(32)
 
 _BLOCK = 24_576
-"""Counters per block: with fewer, calls cost more than words; with more, data leaves a core's
-cache.
-"""
+"""Counters per block. With fewer, calls dominate; with more, data leaves a core's cache."""
 
 LANES = 4
 """Number of words that share one counter."""

@@ -109,9 +109,7 @@ class CountedText:
         return Prefix(self, length)
 
     def counts_of(self, length: int) -> TokenCounts:
-        """The counts of the first `length` tokens, valid until the counts of another length are
-        read.
-        """
+        """The counts of the first `length` tokens, valid until those of another length are read."""
         if length > self._num_counted:
             change, first, end = self._counts.add, self._num_counted, length
         else:

@@ -88,9 +88,7 @@ def verify_batch(windows: Sequence[Window]) -> list[Verdict]:
 
 
 def _walk_window(window: Window, rows: WindowRows) -> tuple[tuple[int, ...], int | None]:
-    """The candidates accepted by a rule that tosses coins, and the token after a refusal or
-    None.
-    """
+    """The candidates that a coin-tossing rule accepts, and the token after a refusal or None."""
     tree, spec = window.tree, window.spec
 
     def begin(node: int, accepted: tuple[int, ...]) -> Node:

@@ -35,9 +35,7 @@ def best_score(
     spec: SequenceSpec,
     position: int,
 ) -> tuple[float, int]:
-    """Score and id of a part's best token, at a temperature above 0. `largest` is the whole
-    row's.
-    """
+    """Score and id of a part's best token, at a temperature above 0. `largest`: of the row."""
     log_weights_N = log_weights_of(logits_N, largest, spec.sampling)
     stream = Stream(spec.seed, position, spec.sample_index)
     indices = np.flatnonzero(log_weights_N >= -GUMBEL_SPAN)

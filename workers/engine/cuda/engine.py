@@ -198,9 +198,7 @@ class CudaEngine(RankedEngine):
 
     @property
     def forward_seconds(self) -> float:
-        """Device seconds of the last step. Waits until it is done, so call it after the
-        verdicts.
-        """
+        """Device seconds of the last step. Waits for its end, so call it after the verdicts."""
         if self._events is not None:
             begin, end = self._events
             end.synchronize()
@@ -210,9 +208,7 @@ class CudaEngine(RankedEngine):
 
     @property
     def forward_end(self) -> float:
-        """When the last step ended, by time.perf_counter, assuming that the device was idle before
-        it.
-        """
+        """When the last step ended, by time.perf_counter, if the device was idle before it."""
         return self._began + self.forward_seconds
 
     @torch.inference_mode()

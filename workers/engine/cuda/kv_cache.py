@@ -53,9 +53,7 @@ class PagedKV:
         self.layers = [make_layer() for _ in range(num_layers)]
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values from slots to slots in all layers. All are read before any is
-        written.
-        """
+        """Copy keys and values between slots in all layers. All are read before any is written."""
         for layer in self.layers:
             for slots_SHD in (layer.keys_SHD, layer.values_SHD):
                 slots_SHD.index_copy_(0, targets, slots_SHD.index_select(0, sources))

@@ -117,9 +117,7 @@ def exact_shape(slices: Sequence[Slice]) -> Shape:
 def lay_out(
     slices: Sequence[Slice], shape: Shape, *, table_pages: int, scratch_block: int, even: bool
 ) -> Layout:
-    """Lay a step out. `even`: each chain is padded to `chain_width` tokens; else it takes its own
-    length.
-    """
+    """Lay a step out. `even`: each chain is padded to `chain_width` tokens."""
     writer = _Writer(shape, table_pages, scratch_block)
     chains = [i for i, piece in enumerate(slices) if not is_tree(piece)]
     trees = [i for i, piece in enumerate(slices) if is_tree(piece)]

@@ -30,9 +30,7 @@ _TRIED = (128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
 _MOST_OUTPUTS = 1 << 28
 """Maximum number of outputs of a trial: half a GiB in a 16-bit type."""
 _NORM_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.003, torch.bfloat16: 0.02}
-"""Tolerance relative to the largest value: one rounding more or less before the weight is
-multiplied.
-"""
+"""Tolerance relative to the largest value: one rounding before the weight is multiplied."""
 
 
 class FixedRowsLinear(nn.Module):
@@ -67,9 +65,7 @@ class FixedRowsLinear(nn.Module):
 
 @functools.lru_cache(maxsize=4096)
 def _cut(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The rows cut into `sizes`, which are in descending order. Zero rows give one part of
-    size 0.
-    """
+    """The rows cut into `sizes`, in descending order. Zero rows give one part of size 0."""
     parts: list[int] = []
     for size in sizes:
         parts += [size] * (num_rows // size)

@@ -16,9 +16,7 @@ NOISE_LANES = 4
 time.
 """
 _UNITS = (128, 64, 32, 16, 8, 4, 2)
-"""Units for cutting a dimension, where that costs little: kernels prefer multiples of these
-sizes.
-"""
+"""Preferred units for cutting a dimension: kernels are faster with multiples of these."""
 _LARGEST_IMBALANCE = 64
 """A unit is used if a rank's share is at least this multiple of it."""
 

@@ -104,9 +104,7 @@ class Group:
             ) from error
 
     def leave(self) -> None:
-        """Break the connections to the other ranks. A rank that waits for this one fails at
-        once.
-        """
+        """Break the connections to the other ranks. A rank that waits for this one then fails."""
         members, self._members = self._members, None
         if members is not None:
             members.abort()
@@ -118,9 +116,7 @@ class Group:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within this context a sum is this rank's own part, to compare two ways of computing
-        it.
-        """
+        """Within this context a sum is this rank's own part, to compare ways of computing it."""
         self.is_alone = True
         try:
             yield
@@ -158,9 +154,7 @@ class Group:
         return parts
 
     def compare(self, what: str, values: Sequence[int]) -> None:
-        """Check that all ranks give the same 64-bit numbers. Otherwise raises WorkerLostError on
-        all.
-        """
+        """Raise WorkerLostError, on all ranks, unless all give the same 64-bit numbers."""
         rows = self.exchange(values)
         for rank, row in enumerate(rows):
             if row != rows[0]:
