@@ -17,7 +17,7 @@ delivers messages one by one; messages caused by the same step should share a pa
 _KEPT = 0.8
 """Weight of the old value in the moving average of the time between outcomes."""
 _PAUSE = 4.0
-"""A longer time, as a multiple of the average, is ignored: requests came or went."""
+"""A gap above this multiple of the average is ignored as a pause: requests came or went."""
 _PATIENCE = 0.3
 """How late an outcome may be before a pass begins without it, as a share of a pass's duration."""
 

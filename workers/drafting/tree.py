@@ -144,7 +144,7 @@ class DraftTree(NodeTree):
         self._is_ready = None
 
     def set_grant(self, grant: Grant) -> None:
-        """Replace the grant. If it allows more, drafting continues after the old grant's end."""
+        """Replace the grant. If it allows more, what was told of the old one's end is void."""
         before = self.grant
         self._take_grant(grant)
         if self._told_until_grant and (
