@@ -1,7 +1,7 @@
 """A coroutine that runs at once up to its first wait, and is awaited later.
 
-A task would begin it in the next turn of the event loop, and tell its end in one turn more. Between
-a verdict and the next step such turns are a part of the target's gap.
+An asyncio task starts its coroutine one turn of the event loop later, and reports its end another
+turn later. Between a verdict and the next step, those turns would add to the target's idle time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ Result = TypeVar("Result")
 
 
 class Begun(Generic[Result]):
-    """Await it once, from a task, or `cancel` it. It must wait for futures of the event loop alone.
+    """Runs a coroutine at once. Await it once, from a task, or `cancel` it.
 
-    Whatever it raises comes when it is awaited.
+    The coroutine may wait only for futures of the event loop. An exception that it raises is raised
+    when it is awaited.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:
@@ -40,13 +41,13 @@ class Begun(Generic[Result]):
         return result
 
     def cancel(self) -> None:
-        """Nobody awaits it any more."""
+        """Close the coroutine. Call it when nobody will await the result."""
         if self._waits_for is not None:
             self._waits_for.cancel()
         self._coroutine.close()
 
     def _resume(self, thrown: BaseException | None) -> None:
-        """Run to the next wait, or to the end, which is kept."""
+        """Run to the next wait or to the end. The end, by return or exception, is kept."""
         try:
             if thrown is None:
                 self._waits_for = self._coroutine.send(None)

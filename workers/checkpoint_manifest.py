@@ -1,7 +1,7 @@
 """The list of a fetched checkpoint's files with their checksums, kept beside them.
 
-Reading half a gigabyte to check it takes a second, so a file counts as unchanged while its size
-and its time of change are those that were noted; otherwise its bytes are hashed.
+Hashing half a gigabyte takes a second. A file therefore counts as unchanged while its size and
+modification time are those in the manifest; otherwise its bytes are hashed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 NAME = "paceline-manifest.json"
-# Raised when a fetch writes other files than before: older folders are fetched anew.
+# Raise this when a fetch writes other files than before: older folders are then fetched again.
 _FORMAT = 1
 
 
@@ -30,7 +30,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write(folder: Path, *, sha256: str) -> None:
-    """Note all files of `folder`, and the checksum of the source that they were made from."""
+    """Write the manifest of `folder`: all its files, and `sha256`, the checksum of their source."""
     files = {
         path.name: asdict(_File(path.stat().st_size, sha256_of(path), path.stat().st_mtime_ns))
         for path in sorted(folder.iterdir())
@@ -41,9 +41,9 @@ def write(folder: Path, *, sha256: str) -> None:
 
 
 def is_intact(folder: Path, *, sha256: str, thorough: bool = False) -> bool:
-    """Whether `folder` holds what its manifest lists, made from the source of that checksum.
+    """Whether `folder` holds what its manifest lists, made from the source with checksum `sha256`.
 
-    `thorough` hashes every file, also those that look unchanged.
+    `thorough` hashes every file, even those that look unchanged.
     """
     try:
         manifest = json.loads((folder / NAME).read_text())

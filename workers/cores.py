@@ -1,4 +1,4 @@
-"""Pinning a worker to CPU cores: on a CPU a device is one or more cores."""
+"""Pin a worker to CPU cores. A CPU device is one or more cores."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from paceline.errors import ConfigError
 
 
 def pin_cores(cores: Collection[int]) -> None:
-    """Let all threads of this process, and those to come, run on `cores` alone.
+    """Let all threads of this process, present and future, run on `cores` only.
 
-    Raises ConfigError when the machine, or this process's control group, has not got them.
+    Raises ConfigError if the machine, or this process's control group, does not have them.
     """
     try:
         os.sched_setaffinity(0, cores)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cores: cannot run on {sorted(cores)} alone ({error}); "
+            f"cores: cannot run on {sorted(cores)} only ({error}); "
             f"this process may use {sorted(os.sched_getaffinity(0))}"
         ) from error
     granted = os.sched_getaffinity(0)
     if granted != set(cores):
-        raise ConfigError(f"cores: asked for {sorted(cores)}, of which {sorted(granted)} are there")
-    # The affinity of a process is that of each of its threads; new ones inherit their creator's.
+        raise ConfigError(f"cores: asked for {sorted(cores)}, got {sorted(granted)}")
+    # Affinity is set per thread; a new thread inherits that of its creator.
     for task in Path("/proc/self/task").iterdir():
         try:
             os.sched_setaffinity(int(task.name), cores)
-        except ProcessLookupError:  # this thread has just ended
+        except ProcessLookupError:  # the thread has just ended
             continue

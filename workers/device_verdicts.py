@@ -1,8 +1,8 @@
-"""Verdicts of logits that are on a GPU: the coupled rule there, with one small copy to the host.
+"""Verdicts from logits on a GPU: the coupled rule runs there, with one small copy to the host.
 
-What comes back is a token id for each row (and top ids where they are asked for); the host follows
-the candidates by comparing ids. Rules that toss coins get their rows copied to the host whole: they
-are offered for comparison, and their arithmetic stays in one place (verification/verify.py).
+The GPU returns one token id per row (and top ids where they are requested). The host follows the
+candidates by comparing ids. For rules that toss coins, whole rows are copied to the host: these
+rules are offered for comparison, and their arithmetic stays in one place (verification/verify.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from workers.verification.verdict import Verdict
 from workers.verification.verify import Window, verify_batch
 
 ROWS_AT_ONCE = 64
-"""Rows for which tokens are chosen together where that takes memory. Cuts, adjusted logits and the
-noise in torch take up to some hundred bytes for each entry of the vocabulary and row, which no
-profile run has seen."""
+"""Rows for which tokens are chosen at once where choosing needs extra memory. Filters, adjusted
+logits and noise in torch take up to some hundred bytes per row and vocabulary entry, which the
+profile run does not account for.
+"""
 
 
 def device_verdicts(
@@ -39,9 +40,9 @@ def device_verdicts(
     spans: Sequence[tuple[int, int]],
     also: Tensor | None = None,
 ) -> tuple[list[Verdict], Tensor | None]:
-    """A verdict for each task, from the rows of `logits_TV` from its span's first to its end.
+    """A verdict for each task, from the rows of `logits_TV` in its span [first, end).
 
-    Waits for the device. `also`, if given, is copied to the host at the same time. Raises
+    Waits for the device. `also`, if given, is copied to the host in the same transfer. Raises
     InternalError as verify does.
     """
     coupled = [i for i, task in enumerate(tasks) if task.spec.rule is Rule.COUPLED]
@@ -75,7 +76,7 @@ def _pick(logits_TV: Tensor, rows: list[int]) -> Tensor:
 
 
 def choose_tokens(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-    """The coupled rule's token of each row, and the row's largest logit, still on the device."""
+    """The coupled rule's token and the largest logit of each row, both still on the device."""
     spares = can_run_kernels(logits_RV.device) and not needs_room(rows, logits_RV.shape[1])
     size = len(rows) if spares else ROWS_AT_ONCE
     parts = [
@@ -94,7 +95,7 @@ def _choose(logits_RV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
 
 
 def make_ready(vocab_size: int, device: torch.device) -> None:
-    """Choose a token in each way: kernels are compiled then, and not by a first request."""
+    """Choose a token in each way, so that kernels are compiled before the first request."""
     logits_1V = torch.zeros(1, vocab_size, device=device)
     for sampling in (SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)):
         row = Row(SequenceSpec(sampling, seed=0, prompt_length=1), [0])
@@ -102,7 +103,7 @@ def make_ready(vocab_size: int, device: torch.device) -> None:
 
 
 class ChosenTokens:
-    """The tokens of the rows of some trees, on the host."""
+    """The chosen tokens of the rows of several trees, on the host."""
 
     def __init__(
         self,
@@ -117,7 +118,11 @@ class ChosenTokens:
         self._vocab_size = vocab_size
 
     def tokens_after(self, places: Sequence[Place]) -> list[int]:
-        """Rows off the accepted paths are not looked at, as on the host."""
+        """The token chosen at each place. Raises InternalError if the row of a place has no valid
+        one.
+
+        Rows off the accepted paths are not checked, as on the host.
+        """
         rows = [self._first_rows[index] + end_of(path) for index, path in places]
         for row in rows:
             check_likeliest(self._token_ids[row], self._largest[row], self._vocab_size)
@@ -125,7 +130,7 @@ class ChosenTokens:
 
 
 def _rows(task: VerdictTask) -> list[Row]:
-    """The row after the prefix, then those after each candidate with its ancestors."""
+    """The row after the prefix, then one row after each candidate and its ancestors."""
     tree = task.candidates.tree
     paths: list[tuple[int, ...]] = [()]
     for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
@@ -134,7 +139,7 @@ def _rows(task: VerdictTask) -> list[Row]:
 
 
 def verify_on_host(rows: Sequence[Tensor], tasks: Sequence[VerdictTask]) -> list[Verdict]:
-    """The verdicts of tasks from their float32 CPU tensors, by whatever rules."""
+    """The verdicts of `tasks` from their float32 CPU logits, by any rule."""
     return verify_batch(
         [
             Window(

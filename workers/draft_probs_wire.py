@@ -1,4 +1,4 @@
-"""Draft probabilities between the wire (types.proto, DraftDistribution) and arrays."""
+"""Converts draft probabilities between the wire (types.proto, DraftDistribution) and arrays."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from paceline.v1 import types_pb2
 from workers.verification.draft_probs import DraftProbs, SparseProbs
 
 MAX_PAIRS = 1024
-"""Most pairs of one node."""
+"""Maximum number of pairs for one node."""
 
 
 def distributions_to_wire(
     of_node: Mapping[int, SparseProbs],
 ) -> list[types_pb2.DraftDistribution]:
-    """The messages for the pairs of nodes, by node."""
+    """One message per node, in ascending order of nodes."""
     return [
         types_pb2.DraftDistribution(
             node=node,
@@ -31,16 +31,16 @@ def distributions_to_wire(
 def distributions_from_wire(
     messages: Iterable[types_pb2.DraftDistribution],
 ) -> DraftProbs | None:
-    """The pairs of nodes; None where there are none.
+    """The pairs of each node, or None if there are no messages.
 
-    Raises ProtocolError for a node that comes twice or has too many pairs. Whether the pairs are
-    probabilities is checked with their candidates (rules.check_proposal).
+    Raises ProtocolError if a node comes twice or has too many pairs. Whether the pairs are
+    probabilities is checked together with the candidates (rules.check_proposal).
     """
     of_node: dict[int, SparseProbs] = {}
     for message in messages:
         node = message.node
         if node in of_node:
-            raise ProtocolError(f"expected one distribution a node, got two of node {node}")
+            raise ProtocolError(f"expected one distribution per node, got two for node {node}")
         count = len(message.token_ids)
         if count > MAX_PAIRS or len(message.probabilities) != count:
             raise ProtocolError(

@@ -1,4 +1,4 @@
-"""A drafter: what it loads, and its servicer (drafting_service.py) in a process of its own."""
+"""A drafter in a process of its own: what it loads, and how its servicer starts."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from workers.standalone import parse_choice, parse_cores, parse_weights, run_sta
 class DrafterOptions:
     """What a drafter loads, and where it computes.
 
-    `folder`, `weights` ("float32" or "int8"), `threads` and `kv_memory_bytes` are for kind "model"
-    alone, `kv_memory_bytes` None meaning what open_engine takes, and so is `prefix_cache`: whether
-    sequences of one tenant share KV of equal prefixes. `device` is "cpu", "cuda" or "auto".
-    `max_sequences`: of all streams together. `cores` None: wherever the system puts it.
+    `folder`, `weights` ("float32" or "int8"), `threads`, `kv_memory_bytes` and `prefix_cache` are
+    for kind "model" only. `kv_memory_bytes` None: as much as open_engine takes. `prefix_cache`:
+    whether sequences of one tenant share the KV of equal prefixes. `device` is "cpu", "cuda" or
+    "auto". `max_sequences` counts those of all streams together. `cores` None: the system chooses
+    the cores.
     """
 
     kind: DrafterKind
@@ -47,8 +48,8 @@ class DrafterOptions:
 async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) -> RunningServer:
     """Listen, load the checkpoint (if any) in a thread, then report SERVING.
 
-    Raises UnavailableError when the port cannot be bound (before anything is loaded), ConfigError
-    for options that do not fit, CheckpointError when the checkpoint cannot be used.
+    Raises UnavailableError if the port cannot be bound (before anything is loaded), ConfigError for
+    options that do not fit together, CheckpointError if the checkpoint cannot be used.
     """
     if options.cores is not None:
         pin_cores(options.cores)
@@ -65,7 +66,7 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
 async def serve_once_loaded(
     drafter: Drafter, load: Callable[[], Awaitable[None]], *, host: str, port: int
 ) -> RunningServer:
-    """Listen, have `load` make the drafter begin, then report SERVING."""
+    """Listen, run `load`, which starts the drafter, then report SERVING."""
     server = await start_server(drafter.add_to, host=host, port=port, serving=False)
     server.on_stop(drafter.end)
     drafter.on_broken = server.report_broken
@@ -74,7 +75,7 @@ async def serve_once_loaded(
 
 
 def _loader_of(kind: DrafterKind) -> Callable[[DrafterOptions], Awaitable[Proposer]]:
-    """How a kind is loaded. That of models takes seconds to import, which others do without."""
+    """The loader of a kind. The import for models takes seconds, so other kinds do without it."""
     if kind == "model":
         from workers.drafter_model import load_model_proposer
 
@@ -101,11 +102,11 @@ def main(
     device: str = "cpu",
     prefix_cache: bool = True,
 ) -> None:
-    """Serve a drafter from this process, without Ray: for tests and for looking into faults.
+    """Serve a drafter from this process, without Ray: for tests and for diagnosing faults.
 
-    FOLDER is a checkpoint. KIND is model, ngram or recycling; left out, model with a folder and
-    ngram without one. Port 0 takes a free one; the address is printed once it serves. DEVICE is
-    cpu, cuda or auto.
+    FOLDER is a checkpoint. KIND is model, ngram or recycling; the default is model with a folder
+    and ngram without one. Port 0 takes a free one; the address is printed once the drafter serves.
+    DEVICE is cpu, cuda or auto.
     """
     options = DrafterOptions(
         kind=parse_choice("kind", kind or ("ngram" if folder is None else "model"), DRAFTER_KINDS),

@@ -1,4 +1,4 @@
-"""Loading the model of a drafter. Apart from the others' kinds: it imports transformers."""
+"""Loads the model of a drafter. A separate module, because it imports transformers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 async def load_model_proposer(options: DrafterOptions) -> ModelProposer:
-    """A proposer of kind "model". Raises what serve_drafter does but for the port."""
+    """A proposer of kind "model". Raises ConfigError and CheckpointError as serve_drafter does."""
     return ModelProposer(await load_drafter_model(options), prefix_cache=options.prefix_cache)
 
 
 async def load_drafter_model(options: DrafterOptions) -> AnyEngine:
-    """The model of a drafter, in a thread. Raises what serve_drafter does but for the port."""
+    """Load a drafter's model in a thread. Raises ConfigError and CheckpointError."""
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
     return await load_engine(

@@ -1,8 +1,8 @@
 """The gRPC servicer of drafting.proto around a desk of open sequences.
 
 One event loop does everything. Each stream has a task that reads its messages and one that writes
-its answers; a single task drafts for all streams. A pass runs on the loop itself; after it the loop
-turns until the messages that have arrived are handled, so that an outcome cuts work early.
+its answers; a single task drafts for all streams. A pass blocks the loop. After it the loop runs
+until all messages that have arrived are handled, so that an outcome ends useless work early.
 """
 
 from __future__ import annotations
@@ -28,14 +28,18 @@ from workers.worker_clock import WorkerClock
 
 SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
 CATCH_UP_SECONDS = 0.01
-"""Messages that never end do not keep passes from being run."""
+"""Maximum seconds spent on messages between two passes, so that an endless flow cannot stop
+drafting.
+"""
 HAND_OVER_SECONDS = 0.001
-"""Answers that gRPC does not take do not either. A pass keeps it from taking any: one that is still
-in the outbox then leaves a pass late."""
+"""Maximum seconds between two passes to hand answers to gRPC, which cannot take any during a pass.
+An answer that is still in the outbox then leaves one pass later.
+"""
 
 MOST_FAILURES = 3
-"""Passes in a row that may fail before the process is given up. One that fails so often has lost
-its device, or holds what makes every pass fail."""
+"""Number of failed passes in a row after which the process gives up. Such a drafter has lost its
+device, or holds something that makes every pass fail.
+"""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
@@ -43,7 +47,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Stream:
-    """A stream's answers in order (an error aborts it, None ends it), and what reads it."""
+    """A stream's answers in order, and the task that reads the stream.
+
+    An error in `outbox` aborts the stream; None ends it.
+    """
 
     outbox: asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None] = field(
         default_factory=asyncio.Queue
@@ -52,7 +59,7 @@ class _Stream:
 
 
 class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
-    """Answers UNAVAILABLE until `begin`."""
+    """The servicer. It answers UNAVAILABLE until `begin`."""
 
     def __init__(
         self,
@@ -61,16 +68,16 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         self._desk: DraftingDesk | None = None
         self._clock = clock or WorkerClock()
         self.on_broken: Callable[[str], None] | None = None
-        """Told why this process is of no use any more and should end."""
+        """Called with the reason when this process cannot work any more and should end."""
         self._failures = 0
         self._streams: dict[DraftingSession, _Stream] = {}
         self._woken = asyncio.Event()
-        # Messages handled, and how many of them when a pass was last prepared.
+        # The number of handled messages, now and when messages were last counted between passes.
         self._handled = self._seen = 0
         self._drafting: asyncio.Task[None] | None = None
 
     def add_to(self, server: grpc.aio.Server) -> tuple[str]:
-        """Have a server offer it; the names of its services."""
+        """Add this servicer to a server. Returns the names of its services."""
         drafting_pb2_grpc.add_DraftingServiceServicer_to_server(self, server)
         return (SERVICE_NAME,)
 
@@ -100,8 +107,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             wants_top_tokens=info.wants_top_tokens,
         )
 
-    # It writes to the context rather than yield: a generator that is cancelled at a yield is closed
-    # by whoever collects it, and until then its sequences would hold their memory.
+    # It writes to the context rather than yield. A generator that is cancelled at a yield is closed
+    # only when it is garbage-collected, and until then its sequences would hold their memory.
     async def Draft(  # type: ignore[override]
         self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: _Context
     ) -> None:
@@ -133,7 +140,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
         session: DraftingSession,
         stream: _Stream,
     ) -> None:
-        """Handle a stream's messages until it ends; then let its writer end too, and say why."""
+        """Handle a stream's messages until it ends. Then end its writer too, with the reason."""
         outbox = stream.outbox
         try:
             async for request in requests:
@@ -151,7 +158,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             outbox.put_nowait(None)
 
     async def _draft(self, desk: DraftingDesk) -> None:
-        """Run passes. What fails ends all streams, whose drivers come again; at last, give up."""
+        """Run passes. A failure ends all streams; after MOST_FAILURES in a row, give up."""
         reason = ""
         while self._failures < MOST_FAILURES:
             try:
@@ -161,12 +168,12 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                 _log.exception("drafting failed; all streams are ended")
                 self._end_streams(desk, InternalError(f"drafting failed: {error!r}"))
                 reason = f"{MOST_FAILURES} drafting passes in a row failed, the last with {error!r}"
-        _log.critical("%s; this drafter is of no use any more", reason)
+        _log.critical("%s; this drafter cannot work any more", reason)
         if self.on_broken is not None:
             self.on_broken(reason)
 
     def _end_streams(self, desk: DraftingDesk, error: PacelineError) -> None:
-        """Forget all sequences, read no more, and say why."""
+        """Forget all sequences, stop reading, and send each stream the error."""
         self._woken.clear()
         for session, stream in self._streams.items():
             if stream.reader is not None:
@@ -175,7 +182,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
             try:
                 desk.close_session(session)
             except Exception:
-                _log.exception("a sequence could not be closed in good order")
+                _log.exception("a sequence could not be closed properly")
 
     async def _draft_until_it_fails(self, desk: DraftingDesk) -> None:
         while True:
@@ -191,7 +198,7 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                 await self._catch_up(desk)
 
     async def _rest(self, until: float) -> None:
-        """Return when a message came, or at that time by the worker's clock."""
+        """Return when a message came, or at time `until` of the worker's clock."""
         self._woken.clear()
         seconds = (until - self._clock.now()) * self._clock.dilation
         alarm = asyncio.get_running_loop().call_later(max(0.0, seconds), self._woken.set)
@@ -210,12 +217,12 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
                 self._streams[item.session].outbox.put_nowait(answer)
 
     async def _catch_up(self, desk: DraftingDesk) -> None:
-        """Let answers go out and messages that have arrived be handled.
+        """Let answers go out, and let messages that have arrived be handled.
 
-        Two turns of the loop start the writes and resume the readers; a stream that is still busy
-        with its last answer takes some more. When messages were handled
-        since the last time, more may be waiting inside gRPC: go on until none came for a
-        moment, but no longer than CATCH_UP_SECONDS.
+        Two turns of the loop start the writes and resume the readers. A stream that is still busy
+        with its last answer takes a few more. If messages were handled since the last time, more
+        may be waiting inside gRPC: continue until none came for a moment, but at most
+        CATCH_UP_SECONDS.
         """
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -232,5 +239,5 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
 
     @property
     def _has_answers(self) -> bool:
-        """Whether an answer waits for its turn to be written."""
+        """Whether an answer waits to be written."""
         return any(not stream.outbox.empty() for stream in self._streams.values())

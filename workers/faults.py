@@ -1,9 +1,9 @@
-"""Whose an exception in a step is: one slice's, the whole step's, or the device's.
+"""Whose fault an exception in a step is: one slice's, the whole step's, or the device's.
 
-What goes wrong with one slice alone (its parameters, the choice of its tokens, its verification)
-gives that slice a `SliceFault` in place of a verdict. Whatever else raises fails the step: the
-stream ends, and its sequences are computed again. A process that cannot compute any more is of no
-use: it ends, and a new one is started. So whoever fails next on this device is to blame for it.
+What goes wrong with one slice only (its parameters, the choice of its tokens, its verification)
+gives that slice a `SliceFault` in place of a verdict. Any other exception fails the step: the
+stream ends, and its sequences are computed again. A process that cannot compute any more ends, and
+a new one is started. So an earlier failure of the device is never blamed on a later request.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from paceline.errors import InternalError, PacelineError
 from workers.target_session import VerdictTask
 
 MOST_FAILED_STEPS = 3
-"""Steps that may fail in a row, on whatever streams, before the process ends: one request that no
-device can compute is found and refused in fewer."""
+"""Failed steps in a row, on any streams, after which the process ends. A request that no device can
+compute is found and refused in fewer.
+"""
 
 MAX_REASON_CHARACTERS = 1000
-"""Longest text of Verdict.error, and of the reason by which a stream ends."""
+"""Maximum length of Verdict.error, and of the reason by which a stream ends."""
 
 _OF_THE_DEVICE = re.compile(
     r"\bCUDA\b|\bcuBLAS\b|CUBLAS_STATUS|CUDNN_STATUS|Triton Error|NCCL error"
@@ -43,16 +44,16 @@ class SliceFault:
 ByT = TypeVar("ByT")
 VerdictT = TypeVar("VerdictT")
 Part = tuple[VerdictTask, ByT]
-"""A slice to judge, and what it is judged by."""
+"""A slice to judge, and the data to judge it by."""
 
 
 def judge_each(
     judge: Callable[[Sequence[Part[ByT]]], Sequence[VerdictT]], parts: Sequence[Part[ByT]]
 ) -> list[VerdictT | SliceFault]:
-    """A verdict for each part, which `judge` gives for many at once.
+    """A verdict for each part. `judge` judges several parts at once.
 
-    Where it raises, the parts are judged in halves, down to those that are at fault. Raises what
-    is no single slice's fault.
+    If it raises, the parts are judged in halves, down to the ones at fault. Raises what is no
+    single slice's fault.
     """
     if not parts:
         return []
@@ -68,23 +69,23 @@ def judge_each(
 
 
 def _reason_of(error: Exception, sequence_id: int) -> str:
-    """Unexpected errors are for the log: their text may tell a caller what is none of its own."""
+    """The reason for the caller. Unexpected errors are logged: their text may hold others' data."""
     if isinstance(error, PacelineError):
         _log.warning("sequence %d has no verdict: %s", sequence_id, error)
         return str(error)[:MAX_REASON_CHARACTERS]
     _log.error("a defect left sequence %d without a verdict", sequence_id, exc_info=error)
-    return f"an unexpected {type(error).__name__} where its next token is chosen"
+    return f"an unexpected {type(error).__name__} while its next token was chosen"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether host or device had no memory: no fault of the slice that asked for it last."""
+    """Whether host or device ran out of memory, which is no fault of the slice that asked last."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 def is_of_the_device(error: BaseException) -> bool:
-    """Whether a device failed, or the error that this one was made of tells so."""
+    """Whether a device failed, according to this error or its cause."""
     if error.__cause__ is not None and is_of_the_device(error.__cause__):
         return True
     if is_out_of_memory(error):
@@ -95,7 +96,7 @@ def is_of_the_device(error: BaseException) -> bool:
 
 
 def _device_is_lost() -> bool:
-    """Whether CUDA answers every call with an error from now on. Asks, and does not wait."""
+    """Whether CUDA answers every call with an error from now on. Does not wait."""
     if not torch.cuda.is_initialized():
         return False
     try:
@@ -106,24 +107,26 @@ def _device_is_lost() -> bool:
 
 
 class StepFailures:
-    """Failed steps of a process, whatever streams they came on."""
+    """Counts the failed steps of a process, on all its streams."""
 
     def __init__(self, give_up: Callable[[str], None], check: Callable[[], None]) -> None:
-        """`give_up` is told why the process must end. `check` raises where the device cannot
-        compute what any device can; asked after each failure.
+        """`give_up` is called with the reason why the process must end.
+
+        `check` is called after each failure, and raises if the device cannot compute at all.
         """
         self._give_up = give_up
         self._check = check
         self._in_a_row = 0
 
     def step_answered(self) -> None:
-        """A forward pass went well."""
+        """Note that a forward pass succeeded."""
         self._in_a_row = 0
 
     def step_failed(self, number: int, error: Exception) -> InternalError | None:
-        """Count what step `number` raised; what to tell the driver. None: no failure of ours.
+        """Count the failure of step `number`. Returns what to tell the driver.
 
-        What the driver or another rank did wrong is an error of its own, told as it is.
+        None: the failure is not ours. An error of the driver or of another rank has a type of its
+        own, and is told as it is.
         """
         lost = is_of_the_device(error) or _device_is_lost()
         if isinstance(error, PacelineError) and not lost:

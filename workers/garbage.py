@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 
 YOUNG_OBJECTS = 20_000
-"""Objects that are made and not yet freed before the collector looks at them. A step of 1,000
-sequences holds some thousands at a time, and frees them all by itself; Python's own 700 had it look
-33 times a step, a quarter of the driver's time (docs/performance/serving.md)."""
+"""The number of new objects after which the collector runs. A step of 1,000 sequences holds some
+thousands at a time, and frees them all by itself. With Python's default of 700 the collector ran 33
+times per step, a quarter of the driver's time (docs/performance/serving.md).
+"""
 
 
 def spare_what_is_there() -> None:
-    """Collect once; leave out of all later collections what is there now, which stays.
+    """Collect once, and exclude all present objects from later collections.
 
-    A full collection walks every object, in the midst of a step: 0.4 s of the 380,000 of a driver's
-    imports (docs/performance/lookahead.md).
+    A full collection visits every object in the middle of a step: 0.4 s for the 380,000 objects of
+    a driver's imports (docs/performance/lookahead.md).
     """
     gc.collect()
     gc.freeze()

@@ -1,8 +1,8 @@
-"""Turn a GGUF file into a checkpoint folder: float32 safetensors, tokenizer, generation_config.
+"""Turns a GGUF file into a checkpoint folder: float32 safetensors, tokenizer, generation_config.
 
-A program of its own (`python -m workers.gguf_conversion SOURCE.gguf FOLDER`), so that the memory
-it needs, several times the checkpoint's, is given back, and a caller that is killed leaves nothing
-half-done in its own process.
+A program of its own (`python -m workers.gguf_conversion SOURCE.gguf FOLDER`). The memory that it
+needs, several times the checkpoint's, is freed when it ends, and a caller that is killed leaves
+nothing half-done in its own process.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# GGUF's names of pre-tokenisers that split each digit off before the byte-level split.
-# transformers rebuilds every "gpt2" tokenizer with the byte-level split alone.
+# GGUF's names of pre-tokenizers that split digits apart before the byte-level split. transformers
+# rebuilds every "gpt2" tokenizer with the byte-level split only.
 _SPLITS_DIGITS = {"smollm", "starcoder", "refact", "command-r", "exaone", "codeshell"}
 _CONTROL_TOKEN = 3  # gguf.TokenType.CONTROL
 
@@ -52,13 +52,13 @@ def _save_model(source: Path, folder: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(
         source.parent, gguf_file=source.name, dtype=torch.float32
     )
-    # transformers marks what it read from GGUF as quantised and refuses to save it, though the
-    # weights are plain float32 now. A second model of the same config carries no such mark.
+    # transformers marks what it read from GGUF as quantized, and refuses to save it although the
+    # weights are plain float32. A second model with the same config has no such mark.
     config = loaded.config
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
-    # End tokens only: no sampling values, so the checkpoint's default is greedy.
+    # End tokens only, and no sampling values: the checkpoint's default is then greedy.
     model.generation_config = GenerationConfig(
         bos_token_id=config.bos_token_id,
         eos_token_id=config.eos_token_id,
@@ -74,7 +74,7 @@ def convert(source: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    """Convert what the command line names; nothing but errors is printed."""
+    """Convert the file that the command line names. Prints nothing but errors."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.utils import logging
 

@@ -1,8 +1,9 @@
-"""Verdicts of a tensor-parallel group, each rank with the logits of its part of the vocabulary.
+"""Verdicts of a tensor-parallel group, in which each rank has its part of the vocabulary's logits.
 
-Where the coupled rule alone decides (verification/vocabulary_parts.py), ranks tell each other their
-best token of each row and its score, some bytes a row. Other rows' logits are gathered at rank 0.
-All ranks do the same collectives, since all have the same tasks; rank 0 alone has verdicts.
+Where the coupled rule decides and the parts suffice (verification/vocabulary_parts.py), ranks
+exchange their best token of each row and its score, a few bytes per row. The logits of other rows
+are gathered at rank 0. All ranks run the same collectives, since all have the same tasks. Only rank
+0 returns verdicts.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ class _Best:
     ids: Tensor
 
     def over_ranks(self) -> tuple[list[float], list[int]]:
-        """Each row's best; of equal ones the lowest id, which lies with the lowest rank."""
-        best = torch.from_numpy(self.scores.numpy().argmax(axis=0))[None]  # Stops at a NaN.
+        """Each row's best score and id. The lowest id wins a tie; it is at the lowest rank."""
+        best = torch.from_numpy(self.scores.numpy().argmax(axis=0))[None]  # argmax stops at a NaN
         return self.scores.gather(0, best)[0].tolist(), self.ids.gather(0, best)[0].tolist()
 
 
 def group_verdicts(
     engine: RankedEngine, part_TV: Tensor, tasks: Sequence[VerdictTask]
 ) -> list[target_pb2.Verdict]:
-    """What verdicts_of gives for the whole logits, at rank 0; an empty list at the others.
+    """At rank 0, what verdicts_of gives for the whole logits; an empty list at the others.
 
-    `part_TV` is what Engine.step_part returned. Whatever is wrong with one task is told in its
-    verdict, by rank 0: no rank may leave out a collective that others wait in.
+    `part_TV` is what step_part returned. If anything is wrong with one task, rank 0 says so in its
+    verdict: no rank may skip a collective in which others wait.
     """
     group = engine.group
     assert group is not None
@@ -82,7 +83,7 @@ def group_verdicts(
 def _by_parts(
     group: Group, part_RV: Tensor, engine: RankedEngine, tasks: Sequence[VerdictTask]
 ) -> dict[int, target_pb2.Verdict]:
-    """Verdicts by sequence; empty at ranks other than 0."""
+    """Verdicts by sequence id; empty at ranks other than 0."""
     held = engine.token_ids_held
     largest, chosen = _exchange(group, *_likeliest(part_RV, held)).over_ranks()
     drawn: list[tuple[int, VerdictTask, int]] = []
@@ -103,7 +104,7 @@ def _by_parts(
         best_scores, ids_drawn = _exchange(group, scores, ids).over_ranks()
         for (row, _, _), token_id, score in zip(drawn, ids_drawn, best_scores, strict=True):
             chosen[row] = token_id
-            if math.isnan(score):  # Some rank could not draw from its part.
+            if math.isnan(score):  # a rank could not draw from its part
                 largest[row] = score
     if group.place.rank:
         return {}
@@ -125,18 +126,18 @@ def _by_parts(
 def _best_drawn(
     logits_N: NDArray[np.float32], largest: float, held: range, task: VerdictTask, position: int
 ) -> tuple[float, int]:
-    """Score and id of the best token of this rank's part; NaN where it cannot be told."""
+    """Score and id of the best token of this rank's part; the score is NaN if drawing fails."""
     if not held:
         return -np.inf, 0
     try:
         return best_score(logits_N, np.float32(largest), held, task.spec, position)
-    except Exception:  # The other ranks are about to exchange scores: this one must, too.
+    except Exception:  # the other ranks are about to exchange scores, so this one must, too
         _log.exception("a defect left a row of sequence %d without a token", task.sequence_id)
         return np.nan, held.start
 
 
 def _likeliest(part_RV: Tensor, held: range) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row's part, and its token id; -inf where the part is empty."""
+    """The largest logit of each row's part, and its token id; -inf if the part is empty."""
     if not held:
         empty = torch.full((part_RV.shape[0],), -torch.inf, dtype=torch.float64)
         return empty, torch.zeros_like(empty)
@@ -151,7 +152,7 @@ def _exchange(group: Group, scores_R: Tensor, ids_R: Tensor) -> _Best:
 
 
 def _depths(task: VerdictTask) -> list[int]:
-    """Of the node before the candidates, and of each candidate."""
+    """The depth of the node before the candidates (0), and of each candidate."""
     depths = [0]
     for parent in task.candidates.tree.parents:
         depths.append(depths[parent] + 1)

@@ -1,9 +1,9 @@
-"""What we ask of gRPC's core, in every process of ours that is not a caller's own.
+"""Settings of gRPC's core for all our processes; a caller's own process is not changed.
 
-A socket is read by the thread that hands the message over, no other before it: between two
-processes that sleep most of the time, as a driver and a shard do, there and back takes 0.50 ms
-rather than 0.60 (docs/performance/lookahead.md). And stderr gets errors alone: a connection that
-ends is told by its user.
+The thread that hands a message over also reads its socket, without another thread before it.
+Between two processes that sleep most of the time, such as a driver and a shard, a round trip takes
+0.50 ms instead of 0.60 ms (docs/performance/lookahead.md). gRPC writes only errors to stderr: the
+user of a connection reports its end.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _SETTINGS = {
 
 
 def apply_grpc_settings() -> None:
-    """Set gRPC's variables for this process; what an operator has set stays as it is.
+    """Set gRPC's variables for this process, unless an operator has set them.
 
-    gRPC looks when it is first imported; later this changes nothing.
+    gRPC reads them when it is first imported; later calls have no effect.
     """
     for variable, value in _SETTINGS.items():
         os.environ.setdefault(variable, value)

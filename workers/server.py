@@ -1,4 +1,4 @@
-"""A gRPC server of ours: services, health, reflection, one port."""
+"""Our gRPC servers: services, health, reflection, one port."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ AddServices = Callable[[grpc.aio.Server], Sequence[str]]
 """Adds services to a server and returns their full names (`paceline.v1.TargetService`)."""
 
 LAST_WORD_SECONDS = 1.0
-"""How long a broken worker waits for its streams to end, so that their peers hear why."""
+"""Seconds that a broken worker waits for its streams to end, so that their peers get the reason."""
 
 EXIT_BROKEN = 70
-"""Exit status of a worker that ended since it was broken (EX_SOFTWARE of sysexits.h)."""
+"""Exit status of a worker that ended because it was broken (EX_SOFTWARE of sysexits.h)."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 _log = logging.getLogger(__name__)
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no stubs
-    """The standard health service: the same status for "" and all of a server's services.
+    """The standard health service: one status for "" and all of a server's services.
 
-    That of grpcio-health-checking lets one who watches and does not read hold up every report.
+    In grpcio-health-checking's own, a watcher that does not read can block every report.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
@@ -44,7 +44,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
         self._changed = asyncio.Event()
 
     def report(self, *, serving: bool) -> None:
-        """Answer this from now on, and tell whoever watches."""
+        """Answer this status from now on, and notify watchers."""
         if serving == self._serving:
             return
         if serving != self._serving:
@@ -60,7 +60,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
         return health_pb2.HealthCheckResponse(status=self._status_of(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: _Context) -> None:
-        """Writes the status at once, then whenever it is another one."""
+        """Writes the status at once, and again whenever it changes."""
         told = None
         while True:
             changed, status = self._changed, self._status_of(request.service)
@@ -95,11 +95,11 @@ class RunningServer:
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def report(self, *, serving: bool) -> None:
-        """Let the health service answer SERVING from now on, or NOT_SERVING."""
+        """Make the health service answer SERVING from now on, or NOT_SERVING."""
         self._health.report(serving=serving)
 
     async def serve_once(self, ready: Callable[[], Awaitable[None]]) -> None:
-        """Report SERVING after `ready`. Stops, and raises what that raised, where it fails."""
+        """Report SERVING after `ready` has succeeded. If it raises, stop and raise the same."""
         try:
             await ready()
             self.report(serving=True)
@@ -112,15 +112,15 @@ class RunningServer:
         self._closers.append(closer)
 
     def report_broken(self, reason: str) -> None:
-        """The process can serve no more, and no new connection would help."""
+        """Note that the process can serve no more, and that no new connection would help."""
         if not self._broken.done():
             self._broken.set_result(reason)
 
     async def exit_when_broken(self) -> None:
-        """End the process, with a status that is not 0, once `report_broken` has said why.
+        """End the process with a nonzero status once `report_broken` was called.
 
-        Streams are given a moment to end with the reason that they have. Nothing is cleaned up: a
-        device that does not answer would keep the process from ending.
+        Streams get a moment to end with their reasons. Nothing is cleaned up, since a device that
+        does not answer would keep the process from ending.
         """
         _log.critical("this process ends: %s", await self._broken)
         with suppress(Exception):
@@ -129,9 +129,9 @@ class RunningServer:
         os._exit(EXIT_BROKEN)
 
     async def stop(self, grace: float | None = None) -> None:
-        """Take no new calls, wait at most `grace` seconds for running ones, end them, close.
+        """Take no new calls, wait at most `grace` seconds for running ones, end them, and close.
 
-        Stopping twice is no error.
+        Stopping again does nothing.
         """
         self.report(serving=False)
         await self._server.stop(grace)
@@ -139,7 +139,7 @@ class RunningServer:
             await self._closers.pop()()
 
     def stop_soon(self, grace: float) -> None:
-        """`stop` in the background; `wait` returns when the server has stopped."""
+        """Run `stop` in the background; `wait` returns when the server has stopped."""
         if self._ending is None:
             self._ending = asyncio.create_task(self._stop_or_log(grace))
 
@@ -147,7 +147,7 @@ class RunningServer:
         try:
             await self.stop(grace)
         except Exception:
-            _log.exception("the server at %s did not stop in good order", self.address)
+            _log.exception("the server at %s did not stop properly", self.address)
 
     async def wait(self) -> None:
         """Return when the server has stopped."""
@@ -164,8 +164,8 @@ async def start_server(
 ) -> RunningServer:
     """Listen on `host`:`port` (0: a free port) with the services that `add` adds.
 
-    Health and reflection are added. `serving=False` begins NOT_SERVING until `report`.
-    Raises UnavailableError, naming the port, when it cannot be bound.
+    Health and reflection are added. With `serving=False` it answers NOT_SERVING until `report`.
+    Raises UnavailableError, naming the port, if it cannot be bound.
     """
     server = grpc.aio.server(
         options=server_options(keepalive),
@@ -196,15 +196,15 @@ def _join_address(host: str, port: int) -> str:
 
 
 def status_code(error: PacelineError) -> grpc.StatusCode:
-    """The gRPC status by which an error of ours is told on the wire."""
+    """The gRPC status code that stands for `error` on the wire."""
     code: grpc.StatusCode = grpc.StatusCode[outward(error).grpc_code]
     return code
 
 
 def unexpected(request_id: str) -> InternalError:
-    """What a caller is told of an exception that nobody foresaw; call it where that is handled.
+    """The error that a caller gets for an unexpected exception. Call it in the exception's handler.
 
-    The exception may quote other callers' data or our own, so it goes to the log, under the id.
+    The exception may quote other callers' data or our own, so it goes to the log, with the id.
     """
     _log.exception("request %s: an unexpected error", request_id)
     return InternalError(
@@ -214,9 +214,9 @@ def unexpected(request_id: str) -> InternalError:
 
 
 class _UnexpectedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends calls of all services by errors of ours, where gRPC would tell the exception itself.
+    """Ends calls with errors of ours, where gRPC would send the text of the exception.
 
-    The id is that of the request where it has one, else one that is made for the error.
+    The id is the request's if it has one, else one that is made for the error.
     """
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The candidates of a slice as they came over the wire, checked against the sequence's rule."""
+"""The candidates of a slice as received, checked against the sequence's rule."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from workers.verification.rules import FACTS, check_proposal
 class Candidates:
     """What a rule verifies.
 
-    `placed_as_tree`: their KV positions are not those of a chain, so the engine needs their parents
-    and an accepted path has to be moved.
+    `placed_as_tree`: the KV positions are not those of a chain, so the engine needs the parents,
+    and an accepted path must be moved.
     """
 
     tree: CandidateTree
@@ -34,7 +34,7 @@ _NONE = Candidates(CandidateTree((), ()))
 def read_candidates(
     message: target_pb2.Slice, token_ids: Sequence[int], rule: Rule, *, vocab_size: int
 ) -> Candidates:
-    """The candidates of a slice; `token_ids` are its last `window` ones, each below `vocab_size`.
+    """The candidates of a slice. `token_ids` are its last `window` ones, each below `vocab_size`.
 
     Raises ProtocolError naming the field that is wrong.
     """
@@ -44,7 +44,7 @@ def read_candidates(
     for name, values in (("parents", parents), ("multiplicities", multiplicities)):
         if values and len(values) != len(token_ids):
             raise ProtocolError(
-                f"{name}: expected none or one a candidate, {len(token_ids)}, got {len(values)}"
+                f"{name}: expected none or one per candidate, {len(token_ids)}, got {len(values)}"
             )
     in_order = tuple(range(len(token_ids)))
     with _naming("parents"):
@@ -62,9 +62,9 @@ def read_candidates(
 
 
 def _wrong_field(rule: Rule, tree: CandidateTree, vocab_size: int) -> str:
-    """The field that rules.check_proposal found wrong: it knows no wire, and checks in this order.
+    """The field that rules.check_proposal found wrong. It knows no wire, and checks in this order.
 
-    Asked by checking less and less: what passes once a field is left out failed because of it.
+    It is found by leaving fields out one by one: if the check then passes, that field was wrong.
     """
 
     def passes(tree: CandidateTree) -> bool:

@@ -1,11 +1,11 @@
-"""A worker as a plain process, without Ray: for tests and for looking into a fault.
+"""A worker as a plain process, without Ray: for tests and for diagnosing faults.
 
     python -m workers.target_shard FOLDER --port 9001
     python -m workers.drafter FOLDER --port 9002
     python -m workers.drafter --kind recycling --port 9003
 
-It prints its address once it serves, and ends on SIGTERM or SIGINT; or by itself, with status 70,
-where its device is broken (workers/faults.py) or its drafting keeps failing.
+It prints its address once it serves, and ends on SIGTERM or SIGINT. It ends by itself, with status
+70, if its device is broken (workers/faults.py) or its drafting keeps failing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ Servers = RunningServer | Sequence[RunningServer]
 
 
 def run_standalone(serve: Callable[[], Awaitable[Servers]]) -> None:
-    """Serve until a signal comes, or a worker gives up. An error of ours becomes one line and the
-    exit code."""
+    """Serve until a signal comes or a worker gives up.
+
+    An error of ours is printed as one line and determines the exit code.
+    """
     try:
         asyncio.run(_serve(serve))
     except PacelineError as error:
@@ -52,7 +54,7 @@ async def _serve(serve: Callable[[], Awaitable[Servers]]) -> None:
 
 
 def parse_cores(text: str | None) -> tuple[int, ...] | None:
-    """ "0,2" as (0, 2)."""
+    """Core numbers from text such as "0,2"; None for None."""
     if text is None:
         return None
     try:
@@ -62,13 +64,13 @@ def parse_cores(text: str | None) -> tuple[int, ...] | None:
 
 
 def parse_weights(text: str) -> WeightForm:
-    """The name of a weight form."""
+    """The weight form with this name."""
     chosen: WeightForm = parse_choice("weights", text, get_args(WeightForm))
     return chosen
 
 
 def parse_choice(flag: str, text: str, choices: Sequence[ChoiceT]) -> ChoiceT:
-    """The one of `choices` that is this text."""
+    """The one of `choices` that equals `text`."""
     for choice in choices:
         if text == choice:
             return choice

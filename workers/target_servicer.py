@@ -1,7 +1,7 @@
 """The gRPC servicer of target.proto around an engine.
 
-Everything runs on one event loop, the forward pass included: a step has nothing to overlap with on
-its own device, and stepping in a thread was measured to gain nothing. gRPC answers pings below
+Everything runs on one event loop, including the forward pass: a step has nothing to overlap with on
+its own device, and running it in a thread gained nothing in measurements. gRPC answers pings below
 Python, so a long pass does not look like a dead process.
 """
 
@@ -30,7 +30,7 @@ from workers.worker_clock import WorkerClock
 
 SERVICE_NAME = target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name
 TAKE_OVER_SECONDS = 0.5
-"""How long a second Step stream waits for the first to end, before it is refused."""
+"""Seconds that a second Step stream waits for the first one to end before it is refused."""
 
 _LONGEST_SESSION = 64
 _log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _END = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 class TargetShard(target_pb2_grpc.TargetServiceServicer):
-    """Answers UNAVAILABLE until `begin`. `threads`: of the engine."""
+    """Answers UNAVAILABLE until `begin`. `threads`: the engine's CPU threads."""
 
     def __init__(self, *, threads: int = 1, clock: WorkerClock | None = None) -> None:
         self._engine: StepEngine | None = None
@@ -47,15 +47,15 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         self._threads = threads
         self._clock = clock or WorkerClock()
         self.on_broken: Callable[[str], None] | None = None
-        """Told why this process is of no use any more and should end."""
+        """Called with the reason when this process cannot work any more and should end."""
         self._failures = StepFailures(self._give_up, self._check)
-        # Held by the stream that may step: KV blocks belong to it.
+        # Held by the stream that may step: the KV blocks belong to it.
         self._live = asyncio.Lock()
         self.on_serving: Callable[[bool], None] = lambda serving: None
-        """Told False when a step fails for another reason than what it asks, True by the next."""
+        """Called with False when a step fails by our own fault, with True when one succeeds."""
 
     def add_to(self, server: grpc.aio.Server) -> tuple[str]:
-        """Have a server offer it; the names of its services."""
+        """Add this servicer to a server. Returns the names of its services."""
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
         return (SERVICE_NAME,)
 
@@ -88,7 +88,7 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         return target_pb2.MeetResponse(description=_describe(engine))
 
     async def _take(self, context: _Context, *, else_status: grpc.StatusCode) -> None:
-        """Take the shard for a meeting or a stream; the caller releases it."""
+        """Take the shard for a meeting or a stream; the caller must release it."""
         try:
             async with asyncio.timeout(TAKE_OVER_SECONDS):
                 await self._live.acquire()
@@ -97,9 +97,9 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 else_status, "this shard is stepping for another stream; end that one first"
             )
 
-    # It reads and writes by the context rather than iterate and yield: a generator that is
-    # cancelled at a yield is closed by whoever collects it, and until then the next stream would
-    # find the shard taken. The next step is asked for while the answer is on its way, not after it.
+    # It reads and writes by the context rather than iterate and yield. A generator that is
+    # cancelled at a yield is closed only when it is garbage-collected, and until then the next
+    # stream would find the shard taken. The next step is read while the answer is being written.
     async def Step(  # type: ignore[override]
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: _Context
     ) -> None:
@@ -131,13 +131,13 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
             )
         finally:
             if (group := group_of(engine)) is not None:
-                group.leave()  # Whoever waits for this rank fails at once.
+                group.leave()  # a rank that waits for this one fails at once
             self._live.release()
             if reading is not None:
                 reading.cancel()
 
     def _step(self, stepper: Stepper, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
-        """Run a step. Raises an error of ours, whatever goes wrong; failures are counted."""
+        """Run a step. Any exception is raised as an error of ours, and failures are counted."""
         try:
             response = stepper.step(request)
         except Exception as error:
@@ -152,11 +152,11 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         return response
 
     def _check(self) -> None:
-        """Raise where the engine cannot compute. The stream that is live loses its KV."""
+        """Raise if the engine cannot compute. The live stream loses its KV."""
         engine = self._engine
         if isinstance(engine, RankedEngine):
             if engine.group is not None:
-                engine.group.leave()  # Whoever waits for this rank fails at once.
+                engine.group.leave()  # a rank that waits for this one fails at once
             engine.check_computes()
 
     def _give_up(self, reason: str) -> None:
@@ -195,7 +195,7 @@ def _describe(engine: StepEngine) -> target_pb2.DescribeTargetResponse:
 
 
 def _meet(engine: RankedEngine, request: target_pb2.MeetRequest) -> None:
-    """Raises WorkerLostError; CheckpointError where the ranks loaded different things."""
+    """Meet the other ranks. Raises WorkerLostError; CheckpointError if what they loaded differs."""
     assert engine.group is not None
     engine.group.meet(request.session, request.rendezvous)
     try:

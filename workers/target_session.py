@@ -1,9 +1,9 @@
 """What a target shard knows over one Step stream: sequences, their tokens and their KV blocks.
 
-No I/O and no tensors here: a step is checked and turned into slices for the engine, and what must
-be verified afterwards is handed back. A step that breaks the contract of target.proto raises
-ProtocolError naming the field; the session is of no use after that, since its stream ends. A spec
-that is refused is the fault of its sequence alone.
+There is no I/O and there are no tensors: a step is checked and turned into slices for the engine,
+and the work of verification is returned. A step that breaks the contract of target.proto raises
+ProtocolError naming the field; the session cannot be used after that, since its stream ends. A spec
+that is refused is the fault of its sequence only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_SPEC = SequenceSpec(SamplingParams(), seed=0, prompt_length=0)
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The numbers that a step is checked against."""
+    """The numbers against which a step is checked."""
 
     vocab_size: int
     max_model_len: int
@@ -42,21 +42,22 @@ class _Sequence:
     spec: SequenceSpec
     text: CountedText
     block_table: array[int]
-    """An array, since a GPU's step copies it as a whole, and the collector need not walk it."""
+    """An array, since a GPU's step copies it as a whole; the garbage collector skips its items."""
     fault: str | None = None
-    """Why its spec was refused. It is fed like others, who may share its prefix; its verdicts say
-    this."""
+    """Why its spec was refused. The sequence is fed like others, which may share its prefix; its
+    verdicts report this reason.
+    """
     tree: TreeSlots | None = None
-    """Where the last slice's candidates lie, if not as a chain."""
+    """The positions of the last slice's candidates, unless they are a chain."""
 
 
 @value_class(frozen=True, slots=True)
 class VerdictTask:
-    """A slice whose logits are wanted: `prefix` is every token before the first candidate. It is a
-    view, good until the next step begins.
+    """A slice whose logits are needed.
 
-    `names_path`: the verdict tells which candidates were accepted, not only how many. `fed`: the
-    tokens whose likeliest followers are asked for, which verification puts into `top_tokens`.
+    `prefix` is every token before the first candidate, as a view that is valid until the next step
+    begins. `names_path`: the verdict says which candidates were accepted, not only how many. `fed`:
+    the tokens whose likeliest followers were requested, which verification puts into `top_tokens`.
     """
 
     sequence_id: int
@@ -70,11 +71,13 @@ class VerdictTask:
 
     @property
     def num_rows(self) -> int:
-        """Rows of logits: of every fed token, or of the window and the token before it."""
+        """The number of rows of logits: of all fed tokens, or of the window and the token
+        before.
+        """
         return len(self.fed) or 1 + len(self.candidates.tree)
 
     def fed_after(self) -> list[int | None]:
-        """The token before each of `fed`: in a tree its parent; None before the first of all."""
+        """The token before each of `fed`; in a tree, its parent. None before the first of all."""
         tree = self.candidates.tree
         first = len(self.prefix) - (len(self.fed) - len(tree))
         before = self.prefix[first - 1 : -1] if first else (None, *self.prefix[:-1])
@@ -84,17 +87,17 @@ class VerdictTask:
 
 @dataclass(slots=True)
 class StepWork:
-    """What a step asks of the engine, and of verification afterwards.
+    """What a step requires of the engine, and then of verification.
 
-    `kv_moves` are to be done first: (block table, moves from position to position, in order). The
-    engine's rows (`num_rows` of each task) come in the order of the tasks.
+    `kv_moves` come first: (block table, moves from position to position, in order). The engine's
+    rows (`num_rows` of each task) are in the order of the tasks.
     """
 
     kv_moves: list[tuple[Sequence[int], list[tuple[int, int]]]] = field(default_factory=list)
     slices: list[Slice] = field(default_factory=list)
     tasks: list[VerdictTask] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
-    """Of sequences that asked for a verdict and can have none: why, by id."""
+    """By sequence id: why a sequence that asked for a verdict can have none."""
 
 
 class TargetSession:
@@ -107,7 +110,7 @@ class TargetSession:
         self._last_step = 0
 
     def begin_step(self, request: target_pb2.StepRequest) -> StepWork:
-        """Apply a step's closes and opens, check its slices and return the work."""
+        """Apply closes and opens, check the slices and return the work. Raises ProtocolError."""
         expected = self._last_step + 1
         if request.step != expected:
             raise ProtocolError(f"step: expected {expected}, got {request.step}")
@@ -126,7 +129,7 @@ class TargetSession:
         return work
 
     def check_integrity(self) -> None:
-        """Assert that blocks are counted as often as they are in block tables."""
+        """Assert that each block is counted as often as it occurs in block tables."""
         tables = Counter(block for one in self._sequences.values() for block in one.block_table)
         assert tables == +self._holders, "holders of KV blocks and block tables differ"
 
@@ -253,7 +256,7 @@ def _task_of(
     candidates: Candidates,
     first: int,
 ) -> VerdictTask | None:
-    """What is to be said of a slice, if anything is; `first`: where its candidates begin."""
+    """The task of a slice, or None if it has none. `first`: where its candidates begin."""
     if sequence.fault is not None or not (message.verdict or message.top_tokens):
         return None
     return VerdictTask(
@@ -275,7 +278,7 @@ def _piece_of(
     first: int,
     num_logits: int,
 ) -> Slice:
-    """What the engine is fed; the tree that it leaves in the sequence's slots is noted."""
+    """The slice for the engine. If it leaves a tree in the sequence's slots, the tree is noted."""
     if not candidates.placed_as_tree:
         return Slice(sequence.block_table, start, fed, num_logits)
     parents = candidates.tree.parents
@@ -284,13 +287,13 @@ def _piece_of(
 
 
 def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork) -> None:
-    """Apply the moves of a slice. Below its start, one path of the tree before must be left."""
+    """Apply the moves of a slice. Below its start one path of the last tree must remain."""
     tree, text = sequence.tree, sequence.text
     sequence.tree = None
     moves = [(move.from_position, move.to_position) for move in message.kv_moves]
     if tree is None:
         raise ProtocolError(
-            f"kv_moves: expected none, for the slice before held no tree, got {moves}"
+            f"kv_moves: expected none, since the last slice held no tree, got {moves}"
         )
     try:
         for source, target in moves:
@@ -305,7 +308,7 @@ def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork)
 
 def _check_window(window: int, num_fed: int, verdict: bool) -> None:
     if not verdict and window:
-        raise ProtocolError(f"window: expected 0 where no verdict is asked for, got {window}")
+        raise ProtocolError(f"window: expected 0 if no verdict is requested, got {window}")
     if window >= num_fed:
         raise ProtocolError(
             f"window: expected less than the {num_fed} token_ids, the first of which is "

@@ -1,4 +1,4 @@
-"""A shard of the target as a process: what it loads and where, then its servicer."""
+"""A shard of the target as a process: what it loads and where, and how its servicer starts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 class TargetShardOptions:
     """What a shard loads, and where it computes.
 
-    `weights`: on a CPU, where `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by the
-    device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: wherever the system
-    puts its threads. `device`: "cpu", "cuda" or "auto"; `batch_invariant`: on a GPU.
-    `place` and `deadlines`: of a tensor-parallel shard.
+    `weights`: the form on a CPU if `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by
+    the device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: the system
+    chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` is for a GPU. `place`
+    and `deadlines` are for a tensor-parallel shard.
     """
 
     folder: Path
@@ -58,10 +58,10 @@ async def serve_target_shard(
 ) -> RunningServer:
     """Listen, load the checkpoint in a thread, then report SERVING.
 
-    `progress` is told what is loaded, from that thread; None: the log is. Raises UnavailableError
-    when the port cannot be bound (before anything is loaded), ConfigError for cores that cannot be
-    had, for a rank that is none and for more shards than heads, CheckpointError when the checkpoint
-    cannot be used.
+    `progress` is called in that thread with what is loaded; None: progress is logged. Raises
+    UnavailableError if the port cannot be bound (before anything is loaded), ConfigError for cores
+    that are not available, a rank out of range, or more shards than heads, CheckpointError if the
+    checkpoint cannot be used.
     """
     if options.cores is not None:
         pin_cores(options.cores)
@@ -76,7 +76,7 @@ async def serve_target_shard(
 async def load_target(
     options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
 ) -> AnyEngine:
-    """The engine of a shard, in a thread. Raises what serve_target_shard does but for the port."""
+    """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
     return await load_engine(
         options.folder,
         weights=options.weights,
@@ -94,7 +94,7 @@ async def load_target(
 async def serve_once_loaded(
     shard: TargetShard, load: Callable[[], Awaitable[None]], *, host: str, port: int
 ) -> RunningServer:
-    """Listen, have `load` make the shard begin, then report SERVING while its steps succeed."""
+    """Listen, run `load`, which starts the shard, then report SERVING while its steps succeed."""
     server = await start_server(shard.add_to, host=host, port=port, serving=False)
     shard.on_broken = server.report_broken
     shard.on_serving = lambda serving: server.report(serving=serving)
@@ -113,7 +113,7 @@ def _group_of(options: TargetShardOptions, host: str) -> Group | None:
 
 
 class _LoggedProgress:
-    """Says how much of a shard's share is loaded, at each tenth."""
+    """Logs how much of a shard's share is loaded, at each tenth."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -146,11 +146,11 @@ def main(
     degree: int = 1,
     collective_seconds: float = 30.0,
 ) -> None:
-    """Serve a target shard from this process, without Ray: for tests and for looking into faults.
+    """Serve a target shard from this process, without Ray: for tests and for diagnosing faults.
 
-    FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once it serves. DEVICE
-    is cpu, cuda or auto. Several shards of one target: DEGREE of them, RANK from 0 on;
-    COLLECTIVE_SECONDS is how long one waits for the others in a step.
+    FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once the shard serves.
+    DEVICE is cpu, cuda or auto. For several shards of one target, DEGREE is their number and RANK
+    counts from 0; COLLECTIVE_SECONDS is how long a shard waits for the others in a step.
     """
     options = TargetShardOptions(
         folder=folder,

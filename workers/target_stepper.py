@@ -1,4 +1,4 @@
-"""The steps of one Step stream: checked, run by the engine, answered with verdicts."""
+"""The steps of one Step stream: checked, run by the engine, and answered with verdicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from workers.worker_clock import WorkerClock
 class StepEngine(Protocol):
     """What a shard steps: an engine (workers/engine/open.py), or an emulated device in its place.
 
-    Durations are seconds; `forward_end` is by the worker's clock.
+    Durations are in seconds; `forward_end` is a time of the worker's clock.
     """
 
     @property
@@ -41,18 +41,20 @@ class StepEngine(Protocol):
     def forward_end(self) -> float: ...
 
     def step(self, slices: Sequence[Slice]) -> Any:
-        """Feed every slice; the rows for which logits are wanted, in order."""
+        """Feed every slice. Returns the rows whose logits are needed, in order."""
 
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV of one slot of a sequence to another, pair by pair in order."""
+        """Copy the KV of one slot of a sequence to another, pair by pair in order."""
 
 
 MAX_STEP_BYTES = 1024 * 1024 * 1024
-"""Most bytes of a step in several messages, which wait here for the last of them. What a driver
-opens at once has some MB; this is what 1,000 sequences of 300,000 tokens have."""
+"""Maximum bytes of a step in several messages, which are kept here until the last one arrives. The
+sequences that a driver opens at once take some MB; the maximum suffices for 1,000 sequences of
+300,000 tokens.
+"""
 
 VerdictsOf = Callable[[Any, Sequence[VerdictTask]], list[target_pb2.Verdict]]
-"""From the rows of a step to its verdicts."""
+"""Maps the rows of a step to its verdicts."""
 
 
 class StepParts:
@@ -63,7 +65,7 @@ class StepParts:
         self._num_bytes = 0
 
     def add(self, part: target_pb2.StepRequest) -> target_pb2.StepRequest | None:
-        """The whole step; None: more of it follows. Raises ProtocolError."""
+        """The complete step, or None if more of it follows. Raises ProtocolError."""
         if self._joined is None and not part.more:
             return part
         self._num_bytes += part.ByteSize()
@@ -106,10 +108,10 @@ class Stepper:
         self._forward_end: float | None = None
 
     def step(self, request: target_pb2.StepRequest) -> target_pb2.StepResponse:
-        """Run one step. What is wrong with one sequence alone is told in its verdict.
+        """Run one step. A fault of one sequence is told in its verdict only.
 
-        Raises ProtocolError naming the field that is wrong; WorkerLostError when a rank of the
-        group is lost, or got another step; anything else where the forward pass fails.
+        Raises ProtocolError naming the field that is wrong; WorkerLostError if a rank of the group
+        is lost or got another step; any other exception if the forward pass fails.
         """
         begin = self._clock.now()
         if self._group is not None:
@@ -125,9 +127,10 @@ class Stepper:
             for task in work.tasks:
                 if task.top_tokens and not task.has_verdict:
                     response.fed.add(sequence_id=task.sequence_id, top_tokens=task.top_tokens)
-            # Not before the verdicts: until then a GPU is still computing.
+            # Only after the verdicts: until then a GPU is still computing.
             response.forward_seconds = self._engine.forward_seconds
-            # What the engine does around its forward pass counts as gap, so we look from its end.
+            # The gap runs from the end of one forward pass to the start of the next. It includes
+            # the engine's own work around them.
             end = self._engine.forward_end
             if self._forward_end is not None:
                 gap = end - self._engine.forward_seconds - self._forward_end
@@ -140,7 +143,7 @@ class Stepper:
     def _with_faults(
         self, verdicts: list[target_pb2.Verdict], request: target_pb2.StepRequest, work: StepWork
     ) -> list[target_pb2.Verdict]:
-        """All verdicts in the order of the slices; some sequences have a fault in place of one."""
+        """All verdicts in the order of the slices, with an error for each sequence at fault."""
         if not work.faults or (self._group is not None and self._group.place.rank):
             return verdicts
         of_sequence = {verdict.sequence_id: verdict for verdict in verdicts}

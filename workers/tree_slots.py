@@ -1,8 +1,9 @@
-"""Which candidate of a tree lies in which KV position of a sequence, until one path is settled.
+"""Which candidate of a tree is in which KV position of a sequence, until one path is chosen.
 
-A tree's candidates lie in consecutive positions in the order of their numbers, each rotated for
-the position that its depth gives it. Moves bring the accepted path to where it belongs; what then
-counts as committed must be that path, or the sequence would go on over KV of other tokens.
+A tree's candidates are in consecutive positions in the order of their numbers, and each is rotated
+for the position that its depth gives it. Moves bring the accepted path to its own positions. What
+then counts as committed must be that path: otherwise the sequence would continue over KV of other
+tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from paceline.errors import ProtocolError
 class TreeSlots:
     """Positions `first` to `first` + len(parents) - 1 hold the candidates 0, 1, ... of a tree.
 
-    `parents` as in target.proto: 0 for a child of the token at `first` - 1, i + 1 of candidate i.
+    `parents` as in target.proto: 0 for a child of the token at `first` - 1, i + 1 for one of
+    candidate i.
     """
 
     def __init__(self, first: int, parents: Sequence[int]) -> None:
@@ -24,13 +26,13 @@ class TreeSlots:
         self._candidates = list(range(len(parents)))
 
     def move(self, source: int, target: int) -> None:
-        """Note a copy from one position to another. Raises ProtocolError outside of the tree."""
+        """Note a copy from one position to another. Raises ProtocolError outside the tree."""
         last = self.first + len(self._candidates) - 1
         for position in (source, target):
             if not self.first <= position <= last:
                 raise ProtocolError(
                     f"expected positions {self.first} to {last}, which hold the candidates of the "
-                    f"slice before, got {source} to {target}"
+                    f"last slice, got {source} to {target}"
                 )
         self._candidates[target - self.first] = self._candidates[source - self.first]
 

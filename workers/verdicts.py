@@ -13,14 +13,14 @@ from workers.target_session import VerdictTask
 from workers.verification.verdict import Verdict
 
 NUM_TOP_IDS = 8
-"""Likeliest next tokens that a verdict tells of each token fed, where it is asked to."""
+"""Number of likeliest next tokens that are told for each token fed, if requested."""
 
 
 def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
-    """A verdict for each task that has one. Their rows stand in `logits_TV` in the same order.
+    """A verdict for each task that has one. The rows of `logits_TV` are in the order of the tasks.
 
-    Verified on the device that has the logits. A task that cannot be verified has an error in its
-    verdict. Raises what is no task's own fault (faults.judge_each).
+    Verification runs on the device that has the logits. A task that cannot be verified has an error
+    in its verdict. Raises what is not a single task's fault (faults.judge_each).
     """
     top_ids_TK = None
     if any(task.fed for task in tasks):
@@ -44,7 +44,7 @@ def verdicts_of(logits_TV: torch.Tensor, tasks: Sequence[VerdictTask]) -> list[t
 def _judge(
     logits_TV: torch.Tensor, parts: Sequence[Part[tuple[int, int]]], top_ids_TK: torch.Tensor | None
 ) -> tuple[list[Verdict | SliceFault], torch.Tensor | None]:
-    """Of each part, a task with the span of its rows; and `top_ids_TK` on the host."""
+    """The verdict of each part (a task and the span of its rows), and `top_ids_TK` on the host."""
     if logits_TV.device.type == "cpu":
 
         def on_host(some: Sequence[Part[tuple[int, int]]]) -> list[Verdict]:
@@ -69,7 +69,7 @@ def _judge(
 
 
 def _ends(tasks: Sequence[VerdictTask]) -> list[int]:
-    """The row after the last one of each task."""
+    """The end of each task's rows."""
     ends = []
     row = 0
     for task in tasks:
@@ -79,7 +79,7 @@ def _ends(tasks: Sequence[VerdictTask]) -> list[int]:
 
 
 def message_of(verdict: Verdict | SliceFault, task: VerdictTask) -> target_pb2.Verdict:
-    """A verdict as the wire has it, with the top tokens of its task."""
+    """A verdict as a message, with the top tokens of its task."""
     if isinstance(verdict, SliceFault):
         return target_pb2.Verdict(sequence_id=task.sequence_id, error=verdict.reason)
     message = target_pb2.Verdict(
@@ -94,7 +94,7 @@ def message_of(verdict: Verdict | SliceFault, task: VerdictTask) -> target_pb2.V
 
 
 def _top_tokens(top_ids_RK: torch.Tensor, task: VerdictTask) -> list[types_pb2.TopTokens]:
-    """For each fed token, from the first rows of `top_ids_RK`, which may have more."""
+    """The top tokens of each fed token, from the first rows of `top_ids_RK`."""
     rows = top_ids_RK[: len(task.fed)].tolist()
     return [
         types_pb2.TopTokens(token_id=token_id, top_ids=ids, previous_id=previous_id)

@@ -1,4 +1,4 @@
-"""The clock by which a worker tells how long things took."""
+"""The clock by which a worker measures durations."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import time
 
 
 class WorkerClock:
-    """That of a real device. An emulated one has its own (workers/emulated/device_clock.py)."""
+    """The clock of a real device. An emulated one has its own
+    (workers/emulated/device_clock.py).
+    """
 
     dilation = 1.0
     """Real seconds in a second of `now`."""
     overrun_seconds = 0.0
-    """By how much the last pass took longer than the device would have. A real one: never."""
+    """How much longer the last pass took than the device would have. Always 0 for a real device."""
 
     def now(self) -> float:
-        """Seconds, from no particular moment."""
+        """Seconds since an arbitrary moment."""
         return time.perf_counter()

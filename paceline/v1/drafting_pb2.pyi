@@ -51,9 +51,9 @@ class DescribeDrafterResponse(_message.Message):
     model: _builtins.str
     """The checkpoint's folder name; empty for kinds without one."""
     vocab_size: _builtins.int
-    """Number of tokens that it can tell apart; 0: any (it copies ids and knows no vocabulary)."""
+    """Vocabulary size; 0: any (the drafter copies ids and knows no vocabulary)."""
     vocabulary_digest: _builtins.bytes
-    """SHA-256 over the sorted (token, id) pairs of its tokenizer; empty: as vocab_size 0."""
+    """SHA-256 over the sorted (token, id) pairs of its tokenizer; empty if vocab_size is 0."""
     max_position: _builtins.int
     """It drafts no token at or beyond this position."""
     pid: _builtins.int
@@ -62,7 +62,7 @@ class DescribeDrafterResponse(_message.Message):
     """It learns from the target's likeliest tokens: outcomes should carry them."""
     @_builtins.property
     def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.VerificationRule.ValueType]:
-        """Rules for which it can draft. Empty: the coupled rule alone."""
+        """Rules for which it can draft. Empty: only the coupled rule."""
 
     def __init__(
         self,
@@ -124,8 +124,8 @@ Global___DraftRequest: _TypeAlias = DraftRequest  # noqa: Y015
 
 @_typing.final
 class DraftRequestBatch(_message.Message):
-    """What one step of the target brought for the sequences of this drafter. It means what its requests
-    mean when they come alone, in this order; together they are handled before the next pass.
+    """The news from one step of the target for this drafter's sequences. Its requests mean the same as
+    if they came separately, in this order. All are handled before the next pass.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -150,7 +150,7 @@ Global___DraftRequestBatch: _TypeAlias = DraftRequestBatch  # noqa: Y015
 
 @_typing.final
 class OpenSequence(_message.Message):
-    """Begins a sequence. Opening an open id replaces it."""
+    """Opens a sequence. Opening an open id replaces that sequence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -163,17 +163,17 @@ class OpenSequence(_message.Message):
     sequence_id: _builtins.int
     tenant: _builtins.str
     """Whose requests share what the drafter learns (recycling tables) and computes (KV of equal
-    prefixes). Empty: everybody's.
+    prefixes). Empty: a common tenant.
     """
     target_vocab_size: _builtins.int
-    """Number of token ids of the target: the drafter proposes none at or above it. A model of a larger
-    vocabulary draws from its distribution over the ids below, divided by their sum. 0: any id.
+    """The target's vocabulary size: the drafter proposes no id at or above it. A model with a larger
+    vocabulary draws from its distribution over the ids below it, divided by their sum. 0: any id.
     """
     @_builtins.property
     def spec(self) -> _types_pb2.SequenceSpec: ...
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All committed tokens so far: the prompt, and the output when a sequence moves here half-way."""
+        """All committed tokens: the prompt, and also the output if a sequence moves here half-way."""
 
     @_builtins.property
     def drafting(self) -> Global___DraftingParams: ...
@@ -219,7 +219,7 @@ Global___DraftingParams: _TypeAlias = DraftingParams  # noqa: Y015
 
 @_typing.final
 class Outcome(_message.Message):
-    """New committed tokens. Drafted tokens that agree are kept, the rest is dropped."""
+    """New committed tokens. Drafted tokens that agree are kept; the others are dropped."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -229,16 +229,18 @@ class Outcome(_message.Message):
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     position: _builtins.int
-    """Position of the first of them: the number of tokens that were committed before."""
+    """Position of the first new token: the number of tokens committed before."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Empty only where top_tokens are told while the target computes the prompt: then nothing was
+        """Empty only if top_tokens are sent while the target computes the prompt; then nothing was
         committed.
         """
 
     @_builtins.property
     def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
-        """For drafters that want them: of the tokens that a step of the target fed, prompt tokens included."""
+        """For drafters that want them: the likeliest tokens after each token that a step of the target
+        fed, prompt tokens included.
+        """
 
     def __init__(
         self,
@@ -258,7 +260,7 @@ Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """Leave to draft. Replaces the grant before; a smaller one is allowed and binds from then on."""
+    """Leave to draft. Replaces the last grant; a smaller grant is allowed and binds from then on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -276,30 +278,35 @@ class Grant(_message.Message):
     until_position: _builtins.int
     """Draft tokens for positions below this one."""
     branches: _builtins.int
-    """Candidates for each position; 1: a chain, but for fan_out. For k-SEQ the number of independent paths."""
+    """Candidates for each position; 1: a chain, unless fan_out is set. For k-SEQ: the number of
+    independent paths.
+    """
     nodes: _builtins.int
-    """Most candidates beyond the committed tokens, all branches together. 0: as many as positions."""
+    """Maximum number of candidates beyond the committed tokens, in all branches together. 0: as many
+    as positions.
+    """
     tokens_per_ms: _builtins.float
-    """For stopping by cost: committed tokens per millisecond at present (0: not known yet), and the
-    milliseconds that one more candidate adds to a step.
+    """For stopping by cost: the present number of committed tokens per millisecond (0: unknown), and
+    the milliseconds that one more candidate adds to a step.
     """
     step_ms_per_candidate: _builtins.float
     drafting_is_free: _builtins.bool
     """The target is busy anyway: the time to draft costs nothing."""
     fan_out: _builtins.int
-    """Fan-out: what may come instead of the first candidates. Beside the chain that those make, the
-    drafter draws branches, each another candidate of a position and what follows it. A pass gives
-    at most so many tokens and one, the likeliest to be committed of all that are drawn and not
-    sent yet, be they the next of a chain or the first of a branch; the first pass after an outcome
-    at most twice as many. They are in `nodes` and `until_position` like the rest. 0: none. For
-    rules without draft probabilities. A drafter whose candidates have no order may ignore it.
+    """Fan-out: drafting for outcomes other than the first candidates. The first candidates make a
+    chain. Beside it the drafter draws branches: another candidate of a position, and what follows
+    it. Of all candidates that are drawn but not sent, a pass sends at most fan_out + 1, those
+    likeliest to be committed, whether they continue the chain or begin a branch. The first pass
+    after an outcome sends at most twice as many. All of them count for `nodes` and
+    `until_position`. 0: no fan-out. Only for rules without draft probabilities. A drafter whose
+    candidates have no order may ignore it.
     """
     share: _builtins.int
-    """Where several drafters share a sequence's branches: share 0 draws half as many, those that it
-    would draw alone, and so does each other one, but not the half that are likeliest of those that
-    leave the chain, and of the others the branch that begins with candidate number i (from 1 on,
-    the best after the first) for position p where (p + i) mod (shares - 1) = share - 1. 0 of 0:
-    all. All of them draw the chain.
+    """For several drafters that share a sequence's branches. All of them draw the chain. Each draws
+    half as many branches as it would draw alone. Share 0 draws the likeliest half. The other shares
+    leave that half out: a branch that begins with candidate number i (1 is the best after the
+    first) for position p belongs to the share for which (p + i) mod (shares - 1) = share - 1.
+    0 of 0: all branches.
     """
     shares: _builtins.int
     def __init__(
@@ -326,7 +333,7 @@ Global___Grant: _TypeAlias = Grant  # noqa: Y015
 
 @_typing.final
 class CloseSequence(_message.Message):
-    """Ends a sequence; everything kept for it is freed. Closing twice is no error."""
+    """Closes a sequence and frees everything kept for it. Closing it again is no error."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -373,15 +380,15 @@ Global___DraftResponse: _TypeAlias = DraftResponse  # noqa: Y015
 
 @_typing.final
 class ProposalBatch(_message.Message):
-    """What one forward pass of the drafter produced. `proposals` come before `tips`: what those
-    continue may be there.
+    """The result of one forward pass of the drafter. `proposals` come before `tips`, which may continue
+    them.
 
     A batch has at most 2048 entries, and a response at most 256 KiB. A drafter sends more than that
-    in several responses, of which the first tells of the pass and the others have proposals alone. A
-    tip is an entry. A proposal is two, and 14 where it has distributions; each of its tokens and each
-    value of its stopping_state is one; each distribution is 8, and one more for every 16 pairs. A
-    driver that gets more, or more entries in all than it granted candidates for, uses this drafter no more until its
-    process is started again.
+    in several responses: the first one describes the pass, the others have proposals only. A tip
+    counts as one entry. A proposal counts as 2 entries, or as 14 if it has distributions. Each of
+    its tokens and each value of its stopping_state counts as 1; each distribution counts as 8, plus
+    1 for every 16 pairs. If a driver gets more entries than the maximum, or more than it granted
+    candidates for, it does not use this drafter again until the drafter's process is restarted.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -394,16 +401,16 @@ class ProposalBatch(_message.Message):
     pass_seconds: _builtins.float
     """Duration of the pass."""
     tokens_fed: _builtins.int
-    """Tokens that the pass fed to the model, prefill included."""
+    """Number of tokens that the pass fed to the model, prefill included."""
     overrun_seconds: _builtins.float
-    """Of an emulated device: by how much the pass took longer than that device, because the machine
-    that plays it was too slow. It is in pass_seconds. 0 otherwise.
+    """For an emulated device: how much longer the pass took than on that device, because the machine
+    that emulates it was too slow. Included in pass_seconds. 0 otherwise.
     """
     @_builtins.property
     def proposals(self) -> _containers.RepeatedCompositeFieldContainer[Global___Proposal]: ...
     @_builtins.property
     def tips(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tips]:
-        """Further proposals, of one token each: what they say is no other than in `proposals`."""
+        """More proposals, of one token each, in a compact form."""
 
     def __init__(
         self,
@@ -424,12 +431,13 @@ Global___ProposalBatch: _TypeAlias = ProposalBatch  # noqa: Y015
 
 @_typing.final
 class Tips(_message.Message):
-    """Proposals of one token each, in columns: reading some dozens, as a pass over many sequences gives,
-    a level of a tree or the branches of fan-out, takes a third of the time. Entry i is for the
-    sequence sequence_ids[i] and proposes the token token_ids[i] under the base of base_lengths[i]
-    tokens with the hash base_hashes[i]. A base may be one that an entry before it made, or that of an
-    entry before it: siblings are in the order in which they were drawn. The lists are of one length,
-    from 1 to 1024. Not for sequences under rules that need distributions.
+    """Proposals of one token each, in columns. A pass over many sequences, a level of a tree, or the
+    branches of fan-out give dozens of these; in columns, reading them takes a third of the time.
+    Entry i proposes the token token_ids[i] for the sequence sequence_ids[i], after the base with
+    base_lengths[i] tokens and the hash base_hashes[i]. The base may be one that an earlier entry
+    created, or equal to the base of an earlier entry: siblings are in the order in which they were
+    drawn. All lists have the same length, from 1 to 1024. Not for sequences under rules that need
+    distributions.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -441,7 +449,7 @@ class Tips(_message.Message):
     SEQUENCE_IDS_FIELD_NUMBER: _builtins.int
     LAST_OF_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
-    """Of all entries, where sequence_ids is left out."""
+    """The sequence of all entries, if sequence_ids is empty."""
     @_builtins.property
     def base_lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -452,12 +460,12 @@ class Tips(_message.Message):
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sequence_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each entry; left out: sequence_id is all of theirs."""
+        """The sequence of each entry. Empty: all entries are for sequence_id."""
 
     @_builtins.property
     def last_of(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences whose last entry here is what Proposal.last says: nothing more will come before the
-        next outcome. Each has an entry.
+        """Sequences for whose last entry here Proposal.last holds: nothing more will come before the next
+        outcome. Each of them has an entry.
         """
 
     def __init__(
@@ -516,9 +524,9 @@ class Proposal(_message.Message):
     STOPPING_STATE_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     last: _builtins.bool
-    """Nothing more will come before the next outcome: the draft reached a stop token, its context,
-    the grant's nodes or its stopping rule's end, or has nothing to propose (then token_ids may be
-    empty). Policies that wait need not wait on.
+    """Nothing more will come before the next outcome: the draft reached a stop token, its context's
+    end, the grant's nodes or its stopping rule's end, or there is nothing to propose (token_ids
+    may then be empty). Policies that wait stop waiting.
     """
     @_builtins.property
     def base(self) -> _types_pb2.Base: ...
@@ -528,22 +536,24 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """A tree: one a token, 0 for a child of the base, i + 1 for a child of token i, i before it.
+        """For a tree: one per token, 0 for a child of the base, i + 1 for a child of the earlier token i.
         Siblings are in the order in which they were drawn.
         """
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.DraftDistribution]:
-        """For rules that need them: of every node of this proposal, the base included, that has children."""
+        """For rules that need them: one for every node of this proposal, the base included, that has
+        children.
+        """
 
     @_builtins.property
     def multiplicities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How many of k-SEQ's paths go through each token; empty: 1 each."""
+        """For k-SEQ: the number of paths through each token. Empty: 1 each."""
 
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """The stopping rule's state by name, for the metrics of the request. Told once after an outcome;
-        left out: as it was told last. At most 16 finite numbers, whose names have at most 64 characters.
+        """The stopping rule's state by name, for the metrics of the request. Sent once after an outcome;
+        if omitted, the last one holds. At most 16 finite numbers with names of at most 64 characters.
         """
 
     def __init__(
@@ -568,9 +578,9 @@ Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
 class Declined(_message.Message):
-    """The drafter will not draft for this sequence: it is full, the prompt exceeds its context, or a token
-    is not in its vocabulary. It may say so when the sequence is opened or at any time after; the
-    sequence is closed then. A driver may open it again some seconds later.
+    """The drafter will not draft for this sequence: it is full, the prompt exceeds its context, or a
+    token is not in its vocabulary. It may say so when the sequence is opened or at any later time;
+    the sequence is then closed. A driver may open it again some seconds later.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -582,7 +592,7 @@ class Declined(_message.Message):
     reason: _builtins.str
     """For the log, which cuts it at 200 characters."""
     for_good: _builtins.bool
-    """It would decline the sequence again whenever it were asked."""
+    """It would decline the sequence again at any time."""
     def __init__(
         self,
         *,

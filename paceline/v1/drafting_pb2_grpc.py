@@ -50,17 +50,19 @@ class DraftingServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def DescribeDrafter(self, request, context):
-        """What this drafter is. Answered once it can draft; UNAVAILABLE before.
+        """Describes this drafter. Answered once it can draft; UNAVAILABLE before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Draft(self, request_iterator, context):
-        """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
-        when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
-        tables) and what it computed of it (KV of equal prefixes) outlive streams: they are kept by
-        OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled in order. A message about a sequence that is not open is ignored: it may have crossed a close.
+        """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
+        and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
+        from a tenant's text (recycling tables) and what it computes of it (KV of equal prefixes). They
+        are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
+        stream are handled in order. A message about a sequence that is not open is ignored: it may
+        have crossed a close.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

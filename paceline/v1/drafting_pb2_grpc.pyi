@@ -32,24 +32,28 @@ class DraftingServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DraftingServiceAsyncStub: ...
     DescribeDrafter: _grpc.UnaryUnaryMultiCallable[_drafting_pb2.DescribeDrafterRequest, _drafting_pb2.DescribeDrafterResponse]
-    """What this drafter is. Answered once it can draft; UNAVAILABLE before."""
+    """Describes this drafter. Answered once it can draft; UNAVAILABLE before."""
     Draft: _grpc.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]
-    """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
-    when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
-    tables) and what it computed of it (KV of equal prefixes) outlive streams: they are kept by
-    OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled in order. A message about a sequence that is not open is ignored: it may have crossed a close.
+    """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
+    and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
+    from a tenant's text (recycling tables) and what it computes of it (KV of equal prefixes). They
+    are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
+    stream are handled in order. A message about a sequence that is not open is ignored: it may
+    have crossed a close.
     """
 
 @_typing.type_check_only
 class DraftingServiceAsyncStub(DraftingServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeDrafter: _aio.UnaryUnaryMultiCallable[_drafting_pb2.DescribeDrafterRequest, _drafting_pb2.DescribeDrafterResponse]  # type: ignore[assignment]
-    """What this drafter is. Answered once it can draft; UNAVAILABLE before."""
+    """Describes this drafter. Answered once it can draft; UNAVAILABLE before."""
     Draft: _aio.StreamStreamMultiCallable[_drafting_pb2.DraftRequest, _drafting_pb2.DraftResponse]  # type: ignore[assignment]
-    """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
-    when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
-    tables) and what it computed of it (KV of equal prefixes) outlive streams: they are kept by
-    OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled in order. A message about a sequence that is not open is ignored: it may have crossed a close.
+    """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
+    and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
+    from a tenant's text (recycling tables) and what it computes of it (KV of equal prefixes). They
+    are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
+    stream are handled in order. A message about a sequence that is not open is ignored: it may
+    have crossed a close.
     """
 
 class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -59,7 +63,7 @@ class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _drafting_pb2.DescribeDrafterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_drafting_pb2.DescribeDrafterResponse, _abc.Awaitable[_drafting_pb2.DescribeDrafterResponse]]:
-        """What this drafter is. Answered once it can draft; UNAVAILABLE before."""
+        """Describes this drafter. Answered once it can draft; UNAVAILABLE before."""
 
     @_abc_1.abstractmethod
     def Draft(
@@ -67,10 +71,12 @@ class DraftingServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_drafting_pb2.DraftRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_drafting_pb2.DraftResponse], _abc.AsyncIterator[_drafting_pb2.DraftResponse]]:
-        """One long stream a driver: the stream is the session. The sequences opened over it are forgotten
-        when it ends, and their ids are scoped to it. What a drafter learns of a tenant's text (recycling
-        tables) and what it computed of it (KV of equal prefixes) outlive streams: they are kept by
-        OpenSequence.tenant, in memory and as long as the drafter. Messages of one stream are handled in order. A message about a sequence that is not open is ignored: it may have crossed a close.
+        """One long stream per driver: the stream is the session. Sequence ids are scoped to the stream,
+        and its sequences are forgotten when it ends. Two things outlive streams: what a drafter learns
+        from a tenant's text (recycling tables) and what it computes of it (KV of equal prefixes). They
+        are kept per OpenSequence.tenant, in memory, as long as the drafter lives. Messages of one
+        stream are handled in order. A message about a sequence that is not open is ignored: it may
+        have crossed a close.
         """
 
 def add_DraftingServiceServicer_to_server(servicer: DraftingServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -31,25 +31,25 @@ class _LookaheadPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Looka
     LOOKAHEAD_POLICY_OFF: _LookaheadPolicy.ValueType  # 1
     """Plain decoding."""
     LOOKAHEAD_POLICY_LOCKSTEP: _LookaheadPolicy.ValueType  # 2
-    """Draft a window, verify it, repeat. The target waits for the drafter, a bounded time."""
+    """Draft a window, verify it, repeat. The target waits for the drafter for a bounded time."""
     LOOKAHEAD_POLICY_CHAIN: _LookaheadPolicy.ValueType  # 3
     """The drafter keeps drafting; the target takes what has arrived and never waits."""
     LOOKAHEAD_POLICY_PEARL: _LookaheadPolicy.ValueType  # 4
-    """A window is verified while the next is drafted; both wait for each other, a bounded time.
-    Chains alone.
+    """A window is verified while the next one is drafted. Both wait for each other for a bounded
+    time. Only chains.
     """
     LOOKAHEAD_POLICY_FANOUT: _LookaheadPolicy.ValueType  # 5
-    """As chain; beside its chain the drafter drafts for the likeliest other outcomes and sends these
-    branches ahead. For the rules coupled and one-hot.
+    """As chain, but the drafter also drafts for the likeliest other outcomes and sends these branches
+    ahead. For the rules coupled and one-hot.
     """
     LOOKAHEAD_POLICY_SPREAD: _LookaheadPolicy.ValueType  # 6
-    """As fanout, with several drafters, which share sequences or one sequence's branches."""
+    """As fanout, with several drafters, which share the sequences or one sequence's branches."""
     LOOKAHEAD_POLICY_REPLICAS: _LookaheadPolicy.ValueType  # 7
-    """As fanout, and several target groups verify successive windows of a sequence, where there are
-    fewer sequences than groups. Chains alone, for the rule coupled.
+    """As fanout, but several target groups verify successive windows of a sequence while there are
+    fewer sequences than groups. Only chains, for the rule coupled.
     """
     LOOKAHEAD_POLICY_AUTO: _LookaheadPolicy.ValueType  # 8
-    """The server chooses among the others and the window, for each sequence as it goes."""
+    """The server chooses the policy and the window for each sequence, and may change them."""
 
 class LookaheadPolicy(_LookaheadPolicy, metaclass=_LookaheadPolicyEnumTypeWrapper):
     """Lookahead policies: what a drafter does while a step runs."""
@@ -59,25 +59,25 @@ LOOKAHEAD_POLICY_UNSPECIFIED: LookaheadPolicy.ValueType  # 0
 LOOKAHEAD_POLICY_OFF: LookaheadPolicy.ValueType  # 1
 """Plain decoding."""
 LOOKAHEAD_POLICY_LOCKSTEP: LookaheadPolicy.ValueType  # 2
-"""Draft a window, verify it, repeat. The target waits for the drafter, a bounded time."""
+"""Draft a window, verify it, repeat. The target waits for the drafter for a bounded time."""
 LOOKAHEAD_POLICY_CHAIN: LookaheadPolicy.ValueType  # 3
 """The drafter keeps drafting; the target takes what has arrived and never waits."""
 LOOKAHEAD_POLICY_PEARL: LookaheadPolicy.ValueType  # 4
-"""A window is verified while the next is drafted; both wait for each other, a bounded time.
-Chains alone.
+"""A window is verified while the next one is drafted. Both wait for each other for a bounded
+time. Only chains.
 """
 LOOKAHEAD_POLICY_FANOUT: LookaheadPolicy.ValueType  # 5
-"""As chain; beside its chain the drafter drafts for the likeliest other outcomes and sends these
-branches ahead. For the rules coupled and one-hot.
+"""As chain, but the drafter also drafts for the likeliest other outcomes and sends these branches
+ahead. For the rules coupled and one-hot.
 """
 LOOKAHEAD_POLICY_SPREAD: LookaheadPolicy.ValueType  # 6
-"""As fanout, with several drafters, which share sequences or one sequence's branches."""
+"""As fanout, with several drafters, which share the sequences or one sequence's branches."""
 LOOKAHEAD_POLICY_REPLICAS: LookaheadPolicy.ValueType  # 7
-"""As fanout, and several target groups verify successive windows of a sequence, where there are
-fewer sequences than groups. Chains alone, for the rule coupled.
+"""As fanout, but several target groups verify successive windows of a sequence while there are
+fewer sequences than groups. Only chains, for the rule coupled.
 """
 LOOKAHEAD_POLICY_AUTO: LookaheadPolicy.ValueType  # 8
-"""The server chooses among the others and the window, for each sequence as it goes."""
+"""The server chooses the policy and the window for each sequence, and may change them."""
 Global___LookaheadPolicy: _TypeAlias = LookaheadPolicy  # noqa: Y015
 
 class _FinishReason:
@@ -126,41 +126,43 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     MERGE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """What a request may hold in all: docs/limits.md.
-    Chosen by the caller for its logs; the server makes one where it is empty. At most 128 characters.
+    """Chosen by the caller for its logs, at most 128 characters. If empty, the server makes one. The
+    limits of a request as a whole are in docs/limits.md.
     """
     prompt: _builtins.str
-    """Continued as text. At most 8 MiB of UTF-8."""
+    """Text to continue. At most 8 MiB of UTF-8."""
     seed: _builtins.int
     """Missing: the server picks one; the first response tells it."""
     max_tokens: _builtins.int
     """At least 1. Missing: as many as the context holds."""
     ignore_eos: _builtins.bool
-    """The checkpoint's end tokens end nothing."""
+    """The checkpoint's end tokens do not end the sequence."""
     policy: Global___LookaheadPolicy.ValueType
     rule: _types_pb2.VerificationRule.ValueType
     window: _builtins.int
-    """Most candidates a step verifies, 1 to 64. Missing: the server's."""
+    """Maximum number of candidates that a step verifies, 1 to 64. Missing: the server's."""
     stopping: _types_pb2.StoppingRule.ValueType
     branches: _builtins.int
     """Candidates for each position, 1 to 8 (1: chains). Missing: the server's."""
     drafter: _builtins.str
     """Kind of drafter: "model", "ngram" or "recycling". Empty: any that fits the rule."""
     tenant: _builtins.str
-    """Whose requests share the KV of equal prefixes and what drafters learn from text; those of
-    different tenants share neither. At most 128 characters.
+    """Requests of one tenant share the KV of equal prefixes and what drafters learn from text; those
+    of different tenants share neither. At most 128 characters.
     """
     merge: _builtins.bool
-    """One drafter of each kind that fits drafts for it, and a step verifies the candidates of all of
-    them in one tree. For the rules coupled and one-hot. Missing: the server's.
+    """One drafter of each kind that fits drafts for the request, and a step verifies all their
+    candidates in one tree. For the rules coupled and one-hot. Missing: the server's.
     """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
-        """Continued as they are. At most 2,097,152."""
+        """Tokens to continue. At most 2,097,152."""
 
     @_builtins.property
     def messages(self) -> Global___ChatMessages:
-        """Rendered with the checkpoint's chat template. At most 4,096, of 8 MiB of UTF-8 in all."""
+        """Rendered with the checkpoint's chat template. At most 4,096 messages, with 8 MiB of UTF-8 in
+        total.
+        """
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -168,8 +170,8 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Generation ends when the output text holds one of these. At most 16, each of 1 to 256 characters.
-        The text ends before it; token_ids include the token that completed it.
+        """Generation ends when the output text contains one of these. At most 16, each of 1 to 256
+        characters. The text ends before it; token_ids include the token that completed it.
         """
 
     @_builtins.property
@@ -294,7 +296,7 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """SamplingParams as a caller may leave them out: ranges as there."""
+    """SamplingParams whose fields a caller may omit. The ranges are the same."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -429,8 +431,8 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class GenerateManyRequest(_message.Message):
-    """A message beyond 16 MiB ends the stream with RESOURCE_EXHAUSTED, and all its requests. A client must
-    not send one; an answer of which one would be needed fails its request alone.
+    """A message over 16 MiB ends the stream with RESOURCE_EXHAUSTED, and all its requests. A client
+    must not send one. If an answer would need one, only its request fails.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -439,14 +441,16 @@ class GenerateManyRequest(_message.Message):
     BEGIN_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """The caller's number of a request, by which its answers are told. It may be used again once the
-    request has ended.
+    """The caller's number for a request, by which its answers are identified. It may be used again
+    once the request has ended.
     """
     @_builtins.property
     def begin(self) -> Global___GenerateRequest: ...
     @_builtins.property
     def cancel(self) -> Global___CancelRequest:
-        """Ends the request within a step; nothing more comes of it. None runs under the number: nothing."""
+        """Ends the request within a step; nothing more is sent for it. Ignored if no request has the
+        number.
+        """
 
     def __init__(
         self,
@@ -514,7 +518,7 @@ class NumberedResponse(_message.Message):
     def response(self) -> Global___GenerateResponse: ...
     @_builtins.property
     def failed(self) -> Global___RequestFailed:
-        """Last of a request that ends badly."""
+        """The last message of a request that fails."""
 
     def __init__(
         self,
@@ -567,8 +571,8 @@ class RequestFailed(_message.Message):
     details: _builtins.str
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Trailing metadata: `paceline-error` names the class of the error, `paceline-field` the field
-        that is wrong.
+        """Trailing metadata: `paceline-error` is the class of the error, `paceline-field` the field that
+        is wrong.
         """
 
     def __init__(
@@ -625,19 +629,19 @@ class Chunk(_message.Message):
     offset: _builtins.int
     """Number of output tokens before this chunk."""
     text: _builtins.str
-    """Text that became certain with these tokens. May be empty, since characters can span tokens and
-    a possible begin of a stop string is held back.
+    """Text that became certain with these tokens. It may be empty, since characters can span tokens,
+    and a possible beginning of a stop string is held back.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def origins(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.TokenOrigin.ValueType]:
-        """One a token."""
+        """One per token."""
 
     @_builtins.property
     def pieces(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Text of each token by itself would not concatenate to `text`; pieces do: one a token, the text
-        that became certain with it.
+        """One per token: the text that became certain with it. They concatenate to `text`, whereas the
+        texts of single tokens would not.
         """
 
     def __init__(
@@ -682,7 +686,7 @@ Global___Finished: _TypeAlias = Finished  # noqa: Y015
 
 @_typing.final
 class RequestStats(_message.Message):
-    """Of one request."""
+    """Statistics of one request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -715,11 +719,11 @@ class RequestStats(_message.Message):
     STOPPING_STATE_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     steps: _builtins.int
-    """Verdicts, those of steps without candidates included."""
+    """Number of verdicts, including those of steps without candidates."""
     drafted: _builtins.int
-    """Candidates that steps verified."""
+    """Number of candidates that steps verified."""
     accepted: _builtins.int
-    """Of them, accepted."""
+    """Number of those that were accepted."""
     acceptance_length: _builtins.float
     """Committed output tokens / steps."""
     seconds: _builtins.float
@@ -732,7 +736,7 @@ class RequestStats(_message.Message):
 
     @_builtins.property
     def speculation(self) -> Global___SpeculationStats:
-        """Shares of time are those between its first token and its last."""
+        """Its shares of time are between the first and the last token of the request."""
 
     def __init__(
         self,
@@ -756,7 +760,7 @@ Global___RequestStats: _TypeAlias = RequestStats  # noqa: Y015
 
 @_typing.final
 class SpeculationStats(_message.Message):
-    """How drafting went: of one request, or of all since the server began."""
+    """How drafting went: for one request, or for all since the server began."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -814,61 +818,63 @@ class SpeculationStats(_message.Message):
     CHOICES_FIELD_NUMBER: _builtins.int
     ESTIMATES_FIELD_NUMBER: _builtins.int
     proposed: _builtins.int
-    """Tokens that drafters sent, in time or not; a token told again counts once."""
+    """Tokens that drafters sent, in time or not. A token that is sent again counts once."""
     used: _builtins.int
-    """Of them, those that were accepted, and those that a verdict's own token turned out to be, since
-    what was drafted after them stays.
+    """Those of them that were accepted, or that equal a verdict's own token, since what was drafted
+    after these stays.
     """
     wasted_steps: _builtins.int
-    """Verdicts on candidates of which none was accepted."""
+    """Verdicts on candidates that accepted none."""
     diverged: _builtins.int
-    """Verdicts whose own token was another than the first candidate held for its place,"""
+    """Verdicts whose own token differs from the first candidate held for its place."""
     branch_hits: _builtins.int
-    """and of them those where another branch held it: what fan-out hit."""
+    """Those of them where another branch held the token: the hits of fan-out."""
     target_idle: _builtins.float
-    """Share of time in which no forward pass of the target ran, 0 to 1. Of all requests together: of
-    the time with work at hand. Missing: no time passed.
+    """Share of time in which no forward pass of the target ran, 0 to 1. For all requests together:
+    share of the time with work at hand. Missing: no time passed.
     """
     drafter_idle: _builtins.float
-    """As target_idle, of the drafters that drafted for the request, or of all that can be used; their
-    mean. Missing: there was none.
+    """As target_idle, averaged over the drafters that drafted for the request, or over all that can
+    be used. Missing: there was none.
     """
     efficiency: _builtins.float
-    """Tokens in the time of a step, over the most that could be if every outcome had been foreseen:
-    min(1 / (1 - acceptance), step time / pass time + 1), with the acceptance and the times of this
-    request. Of all: the mean of finished requests, by their time. Missing: nothing to compare.
+    """Tokens per step time, divided by the largest possible number if every outcome were foreseen:
+    min(1 / (1 - acceptance), step time / pass time + 1), with the acceptance and times of this
+    request. For all requests: the mean of finished requests, weighted by their time. Missing:
+    nothing to compare.
     """
     @_builtins.property
     def drafted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Entry i - 1 is about position i of windows, the i-th candidate on a path. In how many verdicts
-        a candidate was there,
+        """In these three lists, entry i - 1 is about position i of windows, the i-th candidate on a path.
+        Positions that never had a candidate are omitted at the end. Accepted / tried is the chance of
+        a candidate given those before it. This one: the number of verdicts with a candidate there.
         """
 
     @_builtins.property
     def tried_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """in how many besides all before it were accepted,"""
+        """The number of verdicts that also accepted all candidates before it."""
 
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """and in how many one there was accepted. Accepted over tried is the chance of a candidate given
-        those before it. Later positions, where there was none, are left out.
-        """
+        """The number of verdicts that accepted a candidate there."""
 
     @_builtins.property
     def choices(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """Policy `auto`: verdicts by the name of the policy that the controller had chosen, with `-tree`
-        after it where steps verified candidates beside each other (`chain-tree`, `fanout-tree`, `spread-tree`),
+        """For policy `auto`: the number of verdicts by the policy that the controller had chosen. `-tree`
+        follows the name if steps verified sibling candidates (`chain-tree`, `fanout-tree`,
+        `spread-tree`).
         """
 
     @_builtins.property
     def estimates(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """and what it believed when it last chose: acceptance, sequences_alike (for which the choice was
-        made together), step_ms (of a step in which these have no candidates), step_ms_per_candidate,
-        step_ms_per_proposal (what each proposal that arrives meanwhile adds), pass_ms (of the drafter),
-        round_trip_ms, window, tokens_per_ms (what it expected of its choice, of a sequence, less what
-        others lose by it) and plain_tokens_per_ms (of plain decoding). Of all: the three of steps as
-        the last one was, and of each drafter NAME.pass_ms, NAME.round_trip_ms and NAME.acceptance, of
-        policies with branches NAME.hit_rate.
+        """For policy `auto`: the controller's estimates at its last choice. acceptance; sequences_alike:
+        the number of sequences for which the choice was made together; step_ms: of a step in which
+        these have no candidates; step_ms_per_candidate; step_ms_per_proposal: what each proposal that
+        arrives meanwhile adds; pass_ms: of the drafter; round_trip_ms; window; tokens_per_ms: the
+        expected rate of a sequence under the choice, minus what others lose by it;
+        plain_tokens_per_ms: the rate of plain decoding. For all requests: the three of steps as in the
+        last one; for each drafter NAME.pass_ms, NAME.round_trip_ms and NAME.acceptance; for policies
+        with branches NAME.hit_rate.
         """
 
     def __init__(
@@ -943,11 +949,11 @@ class DescribeModelResponse(_message.Message):
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def default_sampling(self) -> _types_pb2.SamplingParams:
-        """What a request gets that leaves sampling out."""
+        """The sampling of a request that sets none."""
 
     @_builtins.property
     def policies(self) -> _containers.RepeatedScalarFieldContainer[Global___LookaheadPolicy.ValueType]:
-        """Policies that this deployment can run: it has the drafters and target groups that they need."""
+        """Policies that this deployment can run with its drafters and target groups."""
 
     def __init__(
         self,
@@ -1015,20 +1021,20 @@ class StatsResponse(_message.Message):
     sequences_running: _builtins.int
     sequences_waiting: _builtins.int
     gap_ms_p50: _builtins.float
-    """Median over the last 1,000 steps, with work at hand, of the time between two forward passes."""
+    """Median time between two forward passes, over the last 1,000 steps, while there was work."""
     prefilled_tokens: _builtins.int
-    """Prompt tokens that steps fed, those computed again after a preemption included."""
+    """Prompt tokens that steps fed, including those computed again after a preemption."""
     prefix_hit_tokens: _builtins.int
-    """Tokens that needed no prefill: requests of the same tenant had begun with them."""
+    """Tokens that needed no prefill, because requests of the same tenant had begun with them."""
     preemptions: _builtins.int
-    """Times that a sequence gave its KV blocks to an older one, to be computed again."""
+    """Number of times that a sequence gave its KV blocks to an older one, to be computed again."""
     driver_ms_p50: _builtins.float
-    """Median over the last 1,000 steps, with work at hand, of the processor time that the driver's
-    event loop spent from one answer of the target to the next.
+    """Median processor time of the driver's event loop from one answer of the target to the next,
+    over the last 1,000 steps, while there was work.
     """
     verdicts: _builtins.int
-    """Verdicts: a step gives one to each sequence that it decodes, so they are the steps of acceptance
-    length, which is committed_tokens / verdicts.
+    """Number of verdicts. A step gives one to each sequence that it decodes, so these are the steps
+    of acceptance length, which is committed_tokens / verdicts.
     """
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStats]: ...
@@ -1036,8 +1042,8 @@ class StatsResponse(_message.Message):
     def speculation(self) -> Global___SpeculationStats: ...
     @_builtins.property
     def lives(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerLife]:
-        """The processes of the deployment, the driver's included, as its controller told last. Empty
-        where there is no controller.
+        """The processes of the deployment, including the driver's, as its controller last reported. Empty
+        if there is no controller.
         """
 
     def __init__(
@@ -1071,7 +1077,7 @@ Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
 
 @_typing.final
 class WorkerLife(_message.Message):
-    """What became of a worker's processes."""
+    """What happened to a worker's processes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1083,13 +1089,13 @@ class WorkerLife(_message.Message):
     name: _builtins.str
     """"driver", or as in WorkerStats."""
     restarts: _builtins.int
-    """Processes that were started in place of one that ended, 0 or more."""
+    """Number of processes that were started to replace one that ended, 0 or more."""
     last_end: _builtins.str
-    """Why the last one ended, or could not be started, in words of any length. Empty: none did."""
+    """Why the last one ended or could not be started, of any length. Empty: none ended."""
     next_try_seconds: _builtins.float
     """Seconds until it is started again, 0 or more. Missing: it serves, or is being started."""
     log: _builtins.str
-    """Path of its log on its own host. Empty: it keeps none."""
+    """Path of its log on its own host. Empty: it has none."""
     def __init__(
         self,
         *,
@@ -1139,21 +1145,23 @@ class WorkerStats(_message.Message):
     """Seconds spent in forward passes since the driver began; divide by uptime for the busy share."""
     passes: _builtins.int
     tokens: _builtins.int
-    """Proposed tokens (drafters) or tokens fed (target)."""
+    """Proposed tokens (drafters) or fed tokens (target)."""
     reconnects: _builtins.int
-    """Times that it was lost and found again."""
+    """Number of times that it was lost and found again."""
     malformed: _builtins.int
-    """Malformed proposals of a drafter."""
+    """Number of a drafter's malformed proposals."""
     suspect: _builtins.bool
-    """It sent so many of them that it is no longer used."""
+    """It sent too many of these and is no longer used."""
     overruns: _builtins.int
-    """Passes of an emulated device that took longer than that device (overrun_seconds of a step or a
-    batch of proposals): figures with many of them are not to be trusted.
+    """Passes of an emulated device that took longer than on that device (overrun_seconds of a step or
+    of a batch of proposals). Figures with many of them cannot be trusted.
     """
     away_seconds: _builtins.float
     """Seconds since its streams ended, or since the driver first looked for it; 0 while connected."""
     trouble: _builtins.str
-    """Why the last try to connect failed. Empty while connected, and before the first try has ended."""
+    """Why the last attempt to connect failed. Empty while connected, and before the first attempt
+    ends.
+    """
     def __init__(
         self,
         *,

@@ -61,26 +61,26 @@ class InferenceServiceServicer:
 
     def Generate(self, request, context):
         """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
-        within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED when the queue is
-        full; UNAVAILABLE when no target can be reached. Nothing streamed is ever retracted.
+        within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED if the queue is
+        full; UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateMany(self, request_iterator, context):
-        """Any number of requests over one stream, each answered as by Generate. What several of them get
-        by one step comes in one message: that costs the server a fraction of a message each. An error
-        of one request ends that one alone; the end of the stream, from either side, ends all. A
-        message that names no request, or begins one under a number in use, ends the stream with
-        INVALID_ARGUMENT.
+        """Any number of requests over one stream, each answered as by Generate. The results of one step
+        for several requests come in one message, which costs the server a fraction of a message per
+        request. An error of one request ends only that request; the end of the stream, from either
+        side, ends all. A message that names no request, or begins one under a number in use, ends the
+        stream with INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeModel(self, request, context):
-        """What is served here.
+        """Describes the model and the defaults of this server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

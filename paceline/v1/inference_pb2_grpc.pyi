@@ -33,18 +33,18 @@ class InferenceServiceStub:
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
-    within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED when the queue is
-    full; UNAVAILABLE when no target can be reached. Nothing streamed is ever retracted.
+    within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED if the queue is
+    full; UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted.
     """
     GenerateMany: _grpc.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]
-    """Any number of requests over one stream, each answered as by Generate. What several of them get
-    by one step comes in one message: that costs the server a fraction of a message each. An error
-    of one request ends that one alone; the end of the stream, from either side, ends all. A
-    message that names no request, or begins one under a number in use, ends the stream with
-    INVALID_ARGUMENT.
+    """Any number of requests over one stream, each answered as by Generate. The results of one step
+    for several requests come in one message, which costs the server a fraction of a message per
+    request. An error of one request ends only that request; the end of the stream, from either
+    side, ends all. A message that names no request, or begins one under a number in use, ends the
+    stream with INVALID_ARGUMENT.
     """
     DescribeModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DescribeModelRequest, _inference_pb2.DescribeModelResponse]
-    """What is served here."""
+    """Describes the model and the defaults of this server."""
     Stats: _grpc.UnaryUnaryMultiCallable[_inference_pb2.StatsRequest, _inference_pb2.StatsResponse]
     """Counters since the server began, and its workers."""
 
@@ -53,18 +53,18 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
-    within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED when the queue is
-    full; UNAVAILABLE when no target can be reached. Nothing streamed is ever retracted.
+    within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED if the queue is
+    full; UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted.
     """
     GenerateMany: _aio.StreamStreamMultiCallable[_inference_pb2.GenerateManyRequest, _inference_pb2.GenerateManyResponse]  # type: ignore[assignment]
-    """Any number of requests over one stream, each answered as by Generate. What several of them get
-    by one step comes in one message: that costs the server a fraction of a message each. An error
-    of one request ends that one alone; the end of the stream, from either side, ends all. A
-    message that names no request, or begins one under a number in use, ends the stream with
-    INVALID_ARGUMENT.
+    """Any number of requests over one stream, each answered as by Generate. The results of one step
+    for several requests come in one message, which costs the server a fraction of a message per
+    request. An error of one request ends only that request; the end of the stream, from either
+    side, ends all. A message that names no request, or begins one under a number in use, ends the
+    stream with INVALID_ARGUMENT.
     """
     DescribeModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.DescribeModelRequest, _inference_pb2.DescribeModelResponse]  # type: ignore[assignment]
-    """What is served here."""
+    """Describes the model and the defaults of this server."""
     Stats: _aio.UnaryUnaryMultiCallable[_inference_pb2.StatsRequest, _inference_pb2.StatsResponse]  # type: ignore[assignment]
     """Counters since the server began, and its workers."""
 
@@ -76,8 +76,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Decodes a request and streams what is committed. Cancelling the call cancels the sequence
-        within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED when the queue is
-        full; UNAVAILABLE when no target can be reached. Nothing streamed is ever retracted.
+        within a step. Errors: INVALID_ARGUMENT names the field; RESOURCE_EXHAUSTED if the queue is
+        full; UNAVAILABLE if no target can be reached. Nothing streamed is ever retracted.
         """
 
     @_abc_1.abstractmethod
@@ -86,11 +86,11 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_inference_pb2.GenerateManyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateManyResponse], _abc.AsyncIterator[_inference_pb2.GenerateManyResponse]]:
-        """Any number of requests over one stream, each answered as by Generate. What several of them get
-        by one step comes in one message: that costs the server a fraction of a message each. An error
-        of one request ends that one alone; the end of the stream, from either side, ends all. A
-        message that names no request, or begins one under a number in use, ends the stream with
-        INVALID_ARGUMENT.
+        """Any number of requests over one stream, each answered as by Generate. The results of one step
+        for several requests come in one message, which costs the server a fraction of a message per
+        request. An error of one request ends only that request; the end of the stream, from either
+        side, ends all. A message that names no request, or begins one under a number in use, ends the
+        stream with INVALID_ARGUMENT.
         """
 
     @_abc_1.abstractmethod
@@ -99,7 +99,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.DescribeModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DescribeModelResponse, _abc.Awaitable[_inference_pb2.DescribeModelResponse]]:
-        """What is served here."""
+        """Describes the model and the defaults of this server."""
 
     @_abc_1.abstractmethod
     def Stats(

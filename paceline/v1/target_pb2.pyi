@@ -58,15 +58,15 @@ class DescribeTargetResponse(_message.Message):
     vocabulary_digest: _builtins.bytes
     """SHA-256 over the sorted (token, id) pairs of the tokenizer."""
     max_model_len: _builtins.int
-    """Largest number of tokens of a sequence, prompt and output."""
+    """Maximum number of tokens of a sequence, prompt and output."""
     block_size: _builtins.int
     """KV positions of one block."""
     num_blocks: _builtins.int
     """Blocks that the driver may hand out: ids 0 to num_blocks - 1. Once the shards of a group have
-    met, as many as the least of them has; likewise max_model_len.
+    met, this is the minimum over the shards; likewise max_model_len.
     """
     rank: _builtins.int
-    """This shard's number and the number of shards of its group."""
+    """This shard's number and the number of shards in its group."""
     tensor_parallel: _builtins.int
     pid: _builtins.int
     """Its process id, for operators and tests."""
@@ -75,16 +75,16 @@ class DescribeTargetResponse(_message.Message):
     A group finds out when its shards first meet; false before.
     """
     rendezvous: _builtins.str
-    """"host:port" at which the shards of its group meet; of rank 0 alone, empty for others and for a
-    shard that is a group of its own.
+    """"host:port" at which the shards of its group meet. Only rank 0 tells it; empty for others and
+    for a shard that is a group of its own.
     """
     checkpoint_digest: _builtins.bytes
     """SHA-256 over config.json, the names and shapes of all tensors, and sizes and samples of their
-    files. The groups of a target must have the same; empty from a shard that does not tell.
+    files. It must be equal for all groups of a target. Empty from a shard that does not tell.
     """
     dtype: _builtins.str
-    """What the model computes in, such as "float32", "bfloat16" or "int8". The groups of a target must
-    have the same; empty from a shard that does not tell.
+    """The dtype or form in which the model computes, such as "float32", "bfloat16" or "int8". It must
+    be equal for all groups of a target. Empty from a shard that does not tell.
     """
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -123,9 +123,9 @@ class MeetRequest(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
-    """1 to 64 characters, never used before: the name of the driver's session."""
+    """The name of the driver's session: 1 to 64 characters, never used before."""
     rendezvous: _builtins.str
-    """"host:port": the rendezvous that rank 0's description tells."""
+    """"host:port": the rendezvous in rank 0's description."""
     def __init__(
         self,
         *,
@@ -147,7 +147,7 @@ class MeetResponse(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def description(self) -> Global___DescribeTargetResponse:
-        """As DescribeTarget answers from now on."""
+        """What DescribeTarget answers from now on."""
 
     def __init__(
         self,
@@ -172,10 +172,13 @@ class StepRequest(_message.Message):
     SLICES_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Counts up from 1 on each stream; a gap is an error. The messages of one step have one number."""
+    """Counts up from 1 on each stream; a gap is an error. All messages of one step have the same
+    number.
+    """
     more: _builtins.bool
-    """The step goes on in the next message, of the same number: its lists continue those of this one.
-    It runs, and is answered, when a message comes without `more`. At most 1 GiB in all.
+    """The step continues in the next message, with the same number, whose lists are appended to those
+    of this one. It runs, and is answered, when a message comes without `more`. At most 1 GiB in
+    total.
     """
     @_builtins.property
     def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetSequence]:
@@ -183,11 +186,11 @@ class StepRequest(_message.Message):
 
     @_builtins.property
     def close(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Sequences that ended. Applied before `open`. A step may hold closes alone."""
+        """Sequences that ended. Applied before `open`. A step may hold only closes."""
 
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
-        """At most one a sequence."""
+        """At most one per sequence."""
 
     def __init__(
         self,
@@ -217,17 +220,17 @@ class TargetSequence(_message.Message):
     sequence_id: _builtins.int
     @_builtins.property
     def spec(self) -> _types_pb2.SequenceSpec:
-        """A spec that the shard refuses is told as the error of the sequence's first verdict."""
+        """If the shard refuses the spec, it says so as the error of the sequence's first verdict."""
 
     @_builtins.property
     def shared_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Blocks that hold the KV of its first tokens already, computed by other sequences over this
-        stream: the begin of its block table. They are read by all who hold them and written by none.
+        """Blocks that already hold the KV of its first tokens, computed by other sequences over this
+        stream: the beginning of its block table. All holders read them and none writes to them.
         """
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens whose KV that is: as many as the shared blocks have positions."""
+        """The tokens of that KV: as many as the shared blocks have positions."""
 
     def __init__(
         self,
@@ -264,19 +267,20 @@ class Slice(_message.Message):
     TOP_TOKENS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     start: _builtins.int
-    """Position of the first token fed. Positions below it hold KV already; what this sequence held
-    at or beyond it is dropped. Not in a block that several sequences hold.
+    """Position of the first token fed. Positions below it hold KV already; what this sequence held at
+    or beyond it is dropped. It must not be in a block that several sequences hold.
     """
     window: _builtins.int
-    """How many of the last token_ids are candidates. Plain decoding and prefill: 0."""
+    """The number of candidates at the end of token_ids. 0 for plain decoding and prefill."""
     verdict: _builtins.bool
-    """Answer with a verdict. False for a prefill chunk that is not the last; then window is 0."""
+    """Answer with a verdict. False for a prefill chunk that is not the last; window is then 0."""
     top_tokens: _builtins.bool
     """Tell the likeliest next tokens after every token fed here, prompt tokens included."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The committed tokens fed (a prefill chunk; in decoding the last committed token, after those that
-        another target group has told meanwhile), then the window.
+        """The committed tokens to feed, then the window. The committed tokens are a prefill chunk; or in
+        decoding the last committed token, after those that another target group has committed
+        meanwhile.
         """
 
     @_builtins.property
@@ -285,24 +289,24 @@ class Slice(_message.Message):
 
     @_builtins.property
     def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """A tree: one a candidate, 0 for a child of the token before the window, i + 1 for a child of
-        candidate i, i before it. Empty: a chain. Candidate i's KV goes to position
-        start + (token_ids - window) + i whatever its depth.
+        """For a tree: one per candidate, 0 for a child of the token before the window, i + 1 for a child
+        of the earlier candidate i. Empty: a chain. The KV of candidate i goes to position start +
+        (token_ids - window) + i, whatever its depth.
         """
 
     @_builtins.property
     def kv_moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvMove]:
-        """Applied, in order, before anything else of the slice: what an accepted path of the step before
-        needs to lie at its own positions.
+        """Moves that bring the accepted path of the last step to its own positions. They are applied in
+        order, before anything else of the slice.
         """
 
     @_builtins.property
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.DraftDistribution]:
-        """For rules that need them: of every node that has children here."""
+        """For rules that need them: one for every node that has children here."""
 
     @_builtins.property
     def multiplicities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For k-SEQ: how many paths go through each candidate; empty: 1 each."""
+        """For k-SEQ: the number of paths through each candidate. Empty: 1 each."""
 
     def __init__(
         self,
@@ -368,19 +372,19 @@ class StepResponse(_message.Message):
     step_seconds: _builtins.float
     """Duration of the whole step at the shard, verification included."""
     gap_seconds: _builtins.float
-    """Time from the end of the forward pass before to the begin of this one. 0 on the first step."""
+    """Time from the end of the last forward pass to the beginning of this one. 0 in the first step."""
     overrun_seconds: _builtins.float
-    """Of an emulated device: by how much the forward pass took longer than that device, because the
-    machine that plays it was too slow. It is in forward_seconds. 0 otherwise.
+    """For an emulated device: how much longer the forward pass took than on that device, because the
+    machine that emulates it was too slow. Included in forward_seconds. 0 otherwise.
     """
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Verdict]:
-        """One for each slice that asked for it, in the order of the slices. Rank 0 alone fills it."""
+        """One for each slice that asked for it, in the order of the slices. Only rank 0 fills it."""
 
     @_builtins.property
     def fed(self) -> _containers.RepeatedCompositeFieldContainer[Global___FedTopTokens]:
-        """Of slices without a verdict that asked for top_tokens, in their order. Rank 0 alone fills it.
-        So a response has at most 64 bytes for each token that the step fed, and some for each slice.
+        """For slices without a verdict that asked for top_tokens, in their order. Only rank 0 fills it. A
+        response has at most 64 bytes per token that the step fed, plus some per slice.
         """
 
     def __init__(
@@ -404,7 +408,7 @@ Global___StepResponse: _TypeAlias = StepResponse  # noqa: Y015
 
 @_typing.final
 class FedTopTokens(_message.Message):
-    """The likeliest followers of what a slice without a verdict fed."""
+    """The likeliest followers of the tokens that a slice without a verdict fed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -443,21 +447,21 @@ class Verdict(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     num_accepted: _builtins.int
-    """How many candidates were accepted."""
+    """The number of accepted candidates."""
     token_id: _builtins.int
-    """The token after them: the bonus when all were accepted, else the recovered token."""
+    """The token after them: the bonus token if all were accepted, else the recovered token."""
     error: _builtins.str
-    """Not empty: this sequence has no next token, and why, in words for its caller. At most 1,000
-    characters. The other fields but sequence_id then say nothing. The sequence stays open until
-    it is closed.
+    """If not empty, this sequence has no next token, and this is the reason in words for its caller.
+    At most 1,000 characters. All other fields but sequence_id are then meaningless. The sequence
+    stays open until it is closed.
     """
     @_builtins.property
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of a tree: the accepted candidates, from the root on. Empty for chains."""
+        """For a tree: the accepted candidates, from the root on. Empty for chains."""
 
     @_builtins.property
     def top_tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopTokens]:
-        """Where the slice asked for them: one for each token that it fed, in their order."""
+        """If the slice asked for them: one for each token that it fed, in their order."""
 
     def __init__(
         self,

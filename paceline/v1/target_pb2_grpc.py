@@ -55,33 +55,33 @@ class TargetServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def DescribeTarget(self, request, context):
-        """What this shard is. Answered once it can step; UNAVAILABLE before.
+        """Describes this shard. Answered once it can step; UNAVAILABLE before.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Meet(self, request, context):
-        """Brings the shards of a tensor-parallel group together for one set of Step streams: called on all
-        of them at the same time, with the same name, before Step. Answered once all have met and have
-        found that they loaded the same checkpoint. Whatever went wrong in an earlier session has no
-        part in this one. UNAVAILABLE when a shard did not come in time: call all again, with a new
-        name. FAILED_PRECONDITION when the shards' checkpoints or options differ. A shard that is a
-        group of its own answers at once.
+        """Brings the shards of a tensor-parallel group together for one set of Step streams. It is called
+        on all of them at the same time, with the same name, before Step. Answered once all have met
+        and have checked that they loaded the same checkpoint. Earlier sessions have no effect on this
+        one. UNAVAILABLE if a shard did not come in time: call all again, with a new name.
+        FAILED_PRECONDITION if the shards' checkpoints or options differ. A shard that is a group of
+        its own answers at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Step(self, request_iterator, context):
-        """One long stream a driver: the stream is the session. Sequences, their token ids and their
-        block tables are forgotten when it ends, the contents of KV blocks count as garbage then.
-        Steps run in the order received and are answered in that order. Several may be sent ahead.
-        A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
-        content of each step before they run it: where those differ, and when a shard is lost or late in
-        the midst of a step, the streams of all shards end with UNAVAILABLE. A fault of one sequence
-        alone is told in its verdict (Verdict.error) and the stream goes on. A step that fails as a
-        whole ends the stream with INTERNAL.
+        """One long stream per driver: the stream is the session. When it ends, sequences, their token ids
+        and their block tables are forgotten, and the contents of KV blocks count as garbage. Steps run
+        in the order received and are answered in that order. Several may be sent ahead. A malformed
+        step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
+        step before they run it. If these differ, or if a shard is lost or late during a step, the
+        streams of all shards end with UNAVAILABLE. A fault of one sequence is told in its verdict
+        (Verdict.error), and the stream continues. A step that fails as a whole ends the stream with
+        INTERNAL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -32,48 +32,48 @@ class TargetServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TargetServiceAsyncStub: ...
     DescribeTarget: _grpc.UnaryUnaryMultiCallable[_target_pb2.DescribeTargetRequest, _target_pb2.DescribeTargetResponse]
-    """What this shard is. Answered once it can step; UNAVAILABLE before."""
+    """Describes this shard. Answered once it can step; UNAVAILABLE before."""
     Meet: _grpc.UnaryUnaryMultiCallable[_target_pb2.MeetRequest, _target_pb2.MeetResponse]
-    """Brings the shards of a tensor-parallel group together for one set of Step streams: called on all
-    of them at the same time, with the same name, before Step. Answered once all have met and have
-    found that they loaded the same checkpoint. Whatever went wrong in an earlier session has no
-    part in this one. UNAVAILABLE when a shard did not come in time: call all again, with a new
-    name. FAILED_PRECONDITION when the shards' checkpoints or options differ. A shard that is a
-    group of its own answers at once.
+    """Brings the shards of a tensor-parallel group together for one set of Step streams. It is called
+    on all of them at the same time, with the same name, before Step. Answered once all have met
+    and have checked that they loaded the same checkpoint. Earlier sessions have no effect on this
+    one. UNAVAILABLE if a shard did not come in time: call all again, with a new name.
+    FAILED_PRECONDITION if the shards' checkpoints or options differ. A shard that is a group of
+    its own answers at once.
     """
     Step: _grpc.StreamStreamMultiCallable[_target_pb2.StepRequest, _target_pb2.StepResponse]
-    """One long stream a driver: the stream is the session. Sequences, their token ids and their
-    block tables are forgotten when it ends, the contents of KV blocks count as garbage then.
-    Steps run in the order received and are answered in that order. Several may be sent ahead.
-    A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
-    content of each step before they run it: where those differ, and when a shard is lost or late in
-    the midst of a step, the streams of all shards end with UNAVAILABLE. A fault of one sequence
-    alone is told in its verdict (Verdict.error) and the stream goes on. A step that fails as a
-    whole ends the stream with INTERNAL.
+    """One long stream per driver: the stream is the session. When it ends, sequences, their token ids
+    and their block tables are forgotten, and the contents of KV blocks count as garbage. Steps run
+    in the order received and are answered in that order. Several may be sent ahead. A malformed
+    step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
+    step before they run it. If these differ, or if a shard is lost or late during a step, the
+    streams of all shards end with UNAVAILABLE. A fault of one sequence is told in its verdict
+    (Verdict.error), and the stream continues. A step that fails as a whole ends the stream with
+    INTERNAL.
     """
 
 @_typing.type_check_only
 class TargetServiceAsyncStub(TargetServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     DescribeTarget: _aio.UnaryUnaryMultiCallable[_target_pb2.DescribeTargetRequest, _target_pb2.DescribeTargetResponse]  # type: ignore[assignment]
-    """What this shard is. Answered once it can step; UNAVAILABLE before."""
+    """Describes this shard. Answered once it can step; UNAVAILABLE before."""
     Meet: _aio.UnaryUnaryMultiCallable[_target_pb2.MeetRequest, _target_pb2.MeetResponse]  # type: ignore[assignment]
-    """Brings the shards of a tensor-parallel group together for one set of Step streams: called on all
-    of them at the same time, with the same name, before Step. Answered once all have met and have
-    found that they loaded the same checkpoint. Whatever went wrong in an earlier session has no
-    part in this one. UNAVAILABLE when a shard did not come in time: call all again, with a new
-    name. FAILED_PRECONDITION when the shards' checkpoints or options differ. A shard that is a
-    group of its own answers at once.
+    """Brings the shards of a tensor-parallel group together for one set of Step streams. It is called
+    on all of them at the same time, with the same name, before Step. Answered once all have met
+    and have checked that they loaded the same checkpoint. Earlier sessions have no effect on this
+    one. UNAVAILABLE if a shard did not come in time: call all again, with a new name.
+    FAILED_PRECONDITION if the shards' checkpoints or options differ. A shard that is a group of
+    its own answers at once.
     """
     Step: _aio.StreamStreamMultiCallable[_target_pb2.StepRequest, _target_pb2.StepResponse]  # type: ignore[assignment]
-    """One long stream a driver: the stream is the session. Sequences, their token ids and their
-    block tables are forgotten when it ends, the contents of KV blocks count as garbage then.
-    Steps run in the order received and are answered in that order. Several may be sent ahead.
-    A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
-    content of each step before they run it: where those differ, and when a shard is lost or late in
-    the midst of a step, the streams of all shards end with UNAVAILABLE. A fault of one sequence
-    alone is told in its verdict (Verdict.error) and the stream goes on. A step that fails as a
-    whole ends the stream with INTERNAL.
+    """One long stream per driver: the stream is the session. When it ends, sequences, their token ids
+    and their block tables are forgotten, and the contents of KV blocks count as garbage. Steps run
+    in the order received and are answered in that order. Several may be sent ahead. A malformed
+    step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
+    step before they run it. If these differ, or if a shard is lost or late during a step, the
+    streams of all shards end with UNAVAILABLE. A fault of one sequence is told in its verdict
+    (Verdict.error), and the stream continues. A step that fails as a whole ends the stream with
+    INTERNAL.
     """
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -83,7 +83,7 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _target_pb2.DescribeTargetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_target_pb2.DescribeTargetResponse, _abc.Awaitable[_target_pb2.DescribeTargetResponse]]:
-        """What this shard is. Answered once it can step; UNAVAILABLE before."""
+        """Describes this shard. Answered once it can step; UNAVAILABLE before."""
 
     @_abc_1.abstractmethod
     def Meet(
@@ -91,12 +91,12 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _target_pb2.MeetRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_target_pb2.MeetResponse, _abc.Awaitable[_target_pb2.MeetResponse]]:
-        """Brings the shards of a tensor-parallel group together for one set of Step streams: called on all
-        of them at the same time, with the same name, before Step. Answered once all have met and have
-        found that they loaded the same checkpoint. Whatever went wrong in an earlier session has no
-        part in this one. UNAVAILABLE when a shard did not come in time: call all again, with a new
-        name. FAILED_PRECONDITION when the shards' checkpoints or options differ. A shard that is a
-        group of its own answers at once.
+        """Brings the shards of a tensor-parallel group together for one set of Step streams. It is called
+        on all of them at the same time, with the same name, before Step. Answered once all have met
+        and have checked that they loaded the same checkpoint. Earlier sessions have no effect on this
+        one. UNAVAILABLE if a shard did not come in time: call all again, with a new name.
+        FAILED_PRECONDITION if the shards' checkpoints or options differ. A shard that is a group of
+        its own answers at once.
         """
 
     @_abc_1.abstractmethod
@@ -105,14 +105,14 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_target_pb2.StepRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_target_pb2.StepResponse], _abc.AsyncIterator[_target_pb2.StepResponse]]:
-        """One long stream a driver: the stream is the session. Sequences, their token ids and their
-        block tables are forgotten when it ends, the contents of KV blocks count as garbage then.
-        Steps run in the order received and are answered in that order. Several may be sent ahead.
-        A malformed step ends the stream with INVALID_ARGUMENT. Shards compare the number and the
-        content of each step before they run it: where those differ, and when a shard is lost or late in
-        the midst of a step, the streams of all shards end with UNAVAILABLE. A fault of one sequence
-        alone is told in its verdict (Verdict.error) and the stream goes on. A step that fails as a
-        whole ends the stream with INTERNAL.
+        """One long stream per driver: the stream is the session. When it ends, sequences, their token ids
+        and their block tables are forgotten, and the contents of KV blocks count as garbage. Steps run
+        in the order received and are answered in that order. Several may be sent ahead. A malformed
+        step ends the stream with INVALID_ARGUMENT. Shards compare the number and the content of each
+        step before they run it. If these differ, or if a shard is lost or late during a step, the
+        streams of all shards end with UNAVAILABLE. A fault of one sequence is told in its verdict
+        (Verdict.error), and the stream continues. A step that fails as a whole ends the stream with
+        INTERNAL.
         """
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -67,8 +67,9 @@ Global___TraceResponse: _TypeAlias = TraceResponse  # noqa: Y015
 
 @_typing.final
 class TraceBegun(_message.Message):
-    """All times are seconds of the driver's monotonic clock. Workers tell durations and no times: what
-    is told of a worker ends when its message reached the driver, so it is late by the way back.
+    """All times are seconds of the driver's monotonic clock. Workers send durations and no times. A
+    worker's step or pass is taken to end when its message reaches the driver, so it is late by the
+    way back.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -93,7 +94,7 @@ Global___TraceBegun: _TypeAlias = TraceBegun  # noqa: Y015
 
 @_typing.final
 class TracedStep(_message.Message):
-    """A forward pass of a target group and its verdicts. Told when it is answered."""
+    """A forward pass of a target group and its verdicts. Sent when the pass is answered."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -109,13 +110,13 @@ class TracedStep(_message.Message):
     sent_at: _builtins.float
     answered_at: _builtins.float
     forward_seconds: _builtins.float
-    """At rank 0: of the forward pass, and of the whole step with verification."""
+    """At rank 0: the duration of the forward pass, and of the whole step with verification."""
     step_seconds: _builtins.float
     group: _builtins.int
     """The number of the target group, from 0 on."""
     @_builtins.property
     def windows(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedWindow]:
-        """One a sequence, in the order of the step's slices."""
+        """One per sequence, in the order of the step's slices."""
 
     def __init__(
         self,
@@ -154,7 +155,7 @@ class TracedWindow(_message.Message):
     """Tokens fed, and how many of them were candidates."""
     window: _builtins.int
     accepted: _builtins.int
-    """Of the candidates, accepted. 0 for a prefill chunk."""
+    """The number of accepted candidates. 0 for a prefill chunk."""
     committed: _builtins.int
     """Tokens that became final: accepted + 1; 0 for a prefill chunk."""
     @_builtins.property
@@ -182,7 +183,7 @@ Global___TracedWindow: _TypeAlias = TracedWindow  # noqa: Y015
 
 @_typing.final
 class TracedPass(_message.Message):
-    """A drafting pass that brought proposals. Told when it has arrived."""
+    """A drafting pass that brought proposals. Sent when its message has arrived."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

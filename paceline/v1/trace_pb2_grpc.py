@@ -45,8 +45,8 @@ class TraceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Trace(self, request, context):
-        """Streams every step and every drafting pass from now on, until the caller cancels. Costs the
-        driver nothing while nobody traces. No token ids and no text are told. Errors: UNAVAILABLE
+        """Streams every step and every drafting pass from now on, until the caller cancels. It costs the
+        driver nothing while nobody traces. It sends no token ids and no text. Errors: UNAVAILABLE
         while the server starts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

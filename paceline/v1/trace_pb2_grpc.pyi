@@ -32,8 +32,8 @@ class TraceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TraceServiceAsyncStub: ...
     Trace: _grpc.UnaryStreamMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]
-    """Streams every step and every drafting pass from now on, until the caller cancels. Costs the
-    driver nothing while nobody traces. No token ids and no text are told. Errors: UNAVAILABLE
+    """Streams every step and every drafting pass from now on, until the caller cancels. It costs the
+    driver nothing while nobody traces. It sends no token ids and no text. Errors: UNAVAILABLE
     while the server starts.
     """
 
@@ -41,8 +41,8 @@ class TraceServiceStub:
 class TraceServiceAsyncStub(TraceServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Trace: _aio.UnaryStreamMultiCallable[_trace_pb2.TraceRequest, _trace_pb2.TraceResponse]  # type: ignore[assignment]
-    """Streams every step and every drafting pass from now on, until the caller cancels. Costs the
-    driver nothing while nobody traces. No token ids and no text are told. Errors: UNAVAILABLE
+    """Streams every step and every drafting pass from now on, until the caller cancels. It costs the
+    driver nothing while nobody traces. It sends no token ids and no text. Errors: UNAVAILABLE
     while the server starts.
     """
 
@@ -53,8 +53,8 @@ class TraceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trace_pb2.TraceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_trace_pb2.TraceResponse], _abc.AsyncIterator[_trace_pb2.TraceResponse]]:
-        """Streams every step and every drafting pass from now on, until the caller cancels. Costs the
-        driver nothing while nobody traces. No token ids and no text are told. Errors: UNAVAILABLE
+        """Streams every step and every drafting pass from now on, until the caller cancels. It costs the
+        driver nothing while nobody traces. It sends no token ids and no text. Errors: UNAVAILABLE
         while the server starts.
         """
 

@@ -4,7 +4,7 @@ isort:skip_file
 Types that several services share.
 
 Throughout this package: a token id is a uint32 below the vocabulary size of the target; a
-position is the index of a token in prompt + output, the first being 0; a duration is in
+position is the index of a token in prompt + output, where the first is 0; a duration is in
 seconds unless its name ends in _ms. Times of day never cross the wire.
 """
 
@@ -40,7 +40,7 @@ class _VerificationRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Veri
     VERIFICATION_RULE_RECURSIVE: _VerificationRule.ValueType  # 4
     """RSD, Jeon et al. 2024: trees whose children were drawn without replacement."""
     VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT: _VerificationRule.ValueType  # 5
-    """The same with children drawn with replacement (MCSD, Yang et al. 2024)."""
+    """MCSD, Yang et al. 2024: trees whose children were drawn with replacement."""
     VERIFICATION_RULE_ONE_HOT: _VerificationRule.ValueType  # 6
     """Deterministic candidates, chains or trees."""
 
@@ -57,7 +57,7 @@ VERIFICATION_RULE_KSEQ: VerificationRule.ValueType  # 3
 VERIFICATION_RULE_RECURSIVE: VerificationRule.ValueType  # 4
 """RSD, Jeon et al. 2024: trees whose children were drawn without replacement."""
 VERIFICATION_RULE_RECURSIVE_WITH_REPLACEMENT: VerificationRule.ValueType  # 5
-"""The same with children drawn with replacement (MCSD, Yang et al. 2024)."""
+"""MCSD, Yang et al. 2024: trees whose children were drawn with replacement."""
 VERIFICATION_RULE_ONE_HOT: VerificationRule.ValueType  # 6
 """Deterministic candidates, chains or trees."""
 Global___VerificationRule: _TypeAlias = VerificationRule  # noqa: Y015
@@ -74,12 +74,12 @@ class _StoppingRuleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stopping
     STOPPING_RULE_ADAEDL: _StoppingRule.ValueType  # 2
     """AdaEDL, Agrawal et al. 2024: by the entropy of the draft distribution."""
     STOPPING_RULE_CONFIDENCE: _StoppingRule.ValueType  # 3
-    """When the estimated chance that all so far are accepted falls below a threshold."""
+    """When the estimated chance that all drafted tokens are accepted falls below a threshold."""
     STOPPING_RULE_COST: _StoppingRule.ValueType  # 4
     """When a candidate's expected gain falls below what it costs."""
 
 class StoppingRule(_StoppingRule, metaclass=_StoppingRuleEnumTypeWrapper):
-    """When a drafter stops before its grant is used up (ALGORITHMS: "when to stop drafting")."""
+    """When a drafter stops before its grant is used up."""
 
 STOPPING_RULE_UNSPECIFIED: StoppingRule.ValueType  # 0
 STOPPING_RULE_FIXED: StoppingRule.ValueType  # 1
@@ -87,7 +87,7 @@ STOPPING_RULE_FIXED: StoppingRule.ValueType  # 1
 STOPPING_RULE_ADAEDL: StoppingRule.ValueType  # 2
 """AdaEDL, Agrawal et al. 2024: by the entropy of the draft distribution."""
 STOPPING_RULE_CONFIDENCE: StoppingRule.ValueType  # 3
-"""When the estimated chance that all so far are accepted falls below a threshold."""
+"""When the estimated chance that all drafted tokens are accepted falls below a threshold."""
 STOPPING_RULE_COST: StoppingRule.ValueType  # 4
 """When a candidate's expected gain falls below what it costs."""
 Global___StoppingRule: _TypeAlias = StoppingRule  # noqa: Y015
@@ -118,7 +118,7 @@ Global___TokenOrigin: _TypeAlias = TokenOrigin  # noqa: Y015
 class SamplingParams(_message.Message):
     """How the distribution at a position is made from logits, in this order: logit bias, penalties,
     minimum tokens, temperature, top-k, top-p, min-p, softmax. Drafter and target apply the same
-    rules, each position seeing the penalties of its own (possibly hypothetical) prefix.
+    parameters. The penalties at a position are those of its own (possibly hypothetical) prefix.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -153,7 +153,7 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy: the token of the largest logit, the lowest id where several tie. Finite, >= 0."""
+    """0 is greedy: the token with the largest logit; the lowest id wins a tie. Finite, >= 0."""
     top_k: _builtins.int
     """Keep the k likeliest tokens. 0: all."""
     top_p: _builtins.float
@@ -165,11 +165,11 @@ class SamplingParams(_message.Message):
     [0.01, 100]; 1: off.
     """
     presence_penalty: _builtins.float
-    """Subtracted once from the logit of each token that the output holds. In [-2, 2]; 0: off."""
+    """Subtracted once from the logit of each token that the output contains. In [-2, 2]; 0: off."""
     frequency_penalty: _builtins.float
-    """Subtracted for each time that the output holds the token. In [-2, 2]; 0: off."""
+    """Subtracted for each time that the output contains the token. In [-2, 2]; 0: off."""
     min_tokens: _builtins.int
-    """Until the output holds so many tokens, the end tokens cannot be chosen."""
+    """The end tokens cannot be chosen until the output has min_tokens tokens."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
         """Added to the logits of the named token ids. In [-10000, 10000]."""
@@ -197,8 +197,8 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class DraftDistribution(_message.Message):
-    """The distribution that a node's children were drawn from: exactly these tokens, exactly these
-    probabilities. At most 1024 pairs, finite, non-negative, sum 1 within 1e-5.
+    """The distribution from which a node's children were drawn: exactly these tokens, with exactly
+    these probabilities. At most 1024 pairs, finite, non-negative, sum 1 within 1e-5.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -207,14 +207,14 @@ class DraftDistribution(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PROBABILITIES_FIELD_NUMBER: _builtins.int
     node: _builtins.int
-    """The node whose children it is about: 0 is the token before the candidates, i + 1 candidate i."""
+    """The node whose children were drawn: 0 is the token before the candidates, i + 1 candidate i."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ascending, no id twice."""
 
     @_builtins.property
     def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """One a token id."""
+        """One per token id."""
 
     def __init__(
         self,
@@ -233,7 +233,7 @@ Global___DraftDistribution: _TypeAlias = DraftDistribution  # noqa: Y015
 
 @_typing.final
 class TopTokens(_message.Message):
-    """The likeliest next tokens of the target after one token."""
+    """The target's likeliest next tokens after one token."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -243,10 +243,10 @@ class TopTokens(_message.Message):
     token_id: _builtins.int
     """The token that was fed."""
     previous_id: _builtins.int
-    """The token that it was fed after: in a tree, its parent. Absent for the first of a sequence."""
+    """The token before it; in a tree, its parent. Absent for the first token of a sequence."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The 8 token ids of the largest logits after it, the largest first."""
+        """The 8 token ids with the largest logits after it, the largest first."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ Global___TopTokens: _TypeAlias = TopTokens  # noqa: Y015
 @_typing.final
 class SequenceSpec(_message.Message):
     """All that a worker must know of one sequence besides its token ids. Sent once, when the sequence
-    is opened on a stream; penalties and the like are derived from it and from token ids.
+    is opened on a stream; penalties and similar state are derived from it and from token ids.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -282,16 +282,18 @@ class SequenceSpec(_message.Message):
     seed: _builtins.int
     """The request's seed: the key of the noise."""
     sample_index: _builtins.int
-    """Which of the n samples of its request this sequence is; tells their noise apart."""
+    """The index of this sequence among the n samples of its request; it gives each its own noise."""
     rule: Global___VerificationRule.ValueType
     prompt_length: _builtins.int
-    """Tokens before this position are prompt: presence, frequency and min_tokens look past it only."""
+    """Tokens before this position are the prompt. Presence, frequency and min_tokens count only
+    tokens from it on.
+    """
     @_builtins.property
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the sequence (the checkpoint's end tokens unless they are ignored, and the
-        request's stop tokens). A drafter drafts none beyond one; min_tokens masks them.
+        """Tokens that end the sequence: the checkpoint's end tokens unless they are ignored, and the
+        request's stop tokens. A drafter drafts nothing after one; min_tokens masks them.
         """
 
     def __init__(
@@ -323,9 +325,8 @@ class Base(_message.Message):
     length: _builtins.int
     """Number of tokens, prompt included."""
     hash: _builtins.int
-    """64-bit hash of those token ids: h(0) = 0x9E3779B97F4A7C15, and
-    h(n + 1) = mix(h(n) XOR (token + 1) * 0xBF58476D1CE4E5B9), mix being the finaliser of
-    SplitMix64, all modulo 2^64.
+    """64-bit hash of those token ids: h(0) = 0x9E3779B97F4A7C15, and h(n + 1) = mix(h(n) XOR (token +
+    1) * 0xBF58476D1CE4E5B9), where mix is the finalizer of SplitMix64, all modulo 2^64.
     """
     def __init__(
         self,

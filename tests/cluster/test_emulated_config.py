@@ -59,8 +59,8 @@ def test_what_is_emulated_can_be_chatted_with(tmp_path: Path) -> None:
         ),
         (
             EMULATED.replace("1b-h100", "8b-h100"),
-            "drafters[0].emulated: the latency profile '8b-h100' is that of a target, expected one "
-            "of a drafter: choose another",
+            "drafters[0].emulated: the latency profile '8b-h100' is for a target, expected one "
+            "for a drafter: choose another",
         ),
         ("[target]\nemulated = '8b-h100'\n", "drafters: target and model drafters are all"),
         ("[[drafters]]\nemulated = '1b-h100'\n", "drafters: target and model drafters are all"),

@@ -62,7 +62,7 @@ BAD_SLICES: dict[str, dict[str, Any]] = {
         "new_blocks": [2, 3],
     },
     "window: expected less than the 2 token_ids": {"token_ids": [7, 8], "window": 2},
-    "window: expected 0 where no verdict": {"token_ids": [7, 8], "window": 1, "verdict": False},
+    "window: expected 0 if no verdict": {"token_ids": [7, 8], "window": 1, "verdict": False},
     "new_blocks: expected ids below 5, got 5": {"new_blocks": [5]},
     "new_blocks: block 1 is in a block table": {"new_blocks": [1]},
     "new_blocks: block 0 is in a block table": {"new_blocks": [0]},

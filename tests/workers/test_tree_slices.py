@@ -107,11 +107,11 @@ def test_a_path_that_lies_right_needs_no_moves() -> None:
 
 HALF = [0.5, 0.5]
 BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
-    "parents: expected none or one a candidate, 2, got 1": (
+    "parents: expected none or one per candidate, 2, got 1": (
         Rule.COUPLED,
         {"candidates": [8, 9], "parents": [0]},
     ),
-    "parents: expected none or one a candidate, 0, got 1": (
+    "parents: expected none or one per candidate, 0, got 1": (
         Rule.COUPLED,
         {"candidates": [], "parents": [0]},
     ),
@@ -139,7 +139,7 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
         Rule.COUPLED,
         {"candidates": [8, 100], "parents": [0, 0]},
     ),
-    "multiplicities: expected none or one a candidate, 2, got 1": (
+    "multiplicities: expected none or one per candidate, 2, got 1": (
         Rule.KSEQ,
         {"candidates": [8, 9], "parents": [0, 0], "multiplicities": [1]},
     ),
@@ -182,7 +182,7 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
             "distributions": [drawn_from(0, [8, 9], HALF)],
         },
     ),
-    "distributions: expected one distribution a node, got two of node 0": (
+    "distributions: expected one distribution per node, got two for node 0": (
         Rule.REJECTION,
         {
             "candidates": [8],
@@ -222,7 +222,7 @@ BAD: dict[str, tuple[Rule, dict[str, Any]]] = {
             "new_blocks": [2],
         },
     ),
-    "kv_moves: expected none, for the slice before held no tree": (
+    "kv_moves: expected none, since the last slice held no tree": (
         Rule.COUPLED,
         {"candidates": [], "parents": [], "kv_moves": moves((2, 1))},
     ),
@@ -254,15 +254,15 @@ def test_too_many_candidates_are_refused() -> None:
 
 
 BAD_MOVES: dict[str, tuple[list[tuple[int, int]], int]] = {
-    "expected positions 4 to 7, which hold the candidates of the slice before, got 8 to 4": (
+    "expected positions 4 to 7, which hold the candidates of the last slice, got 8 to 4": (
         [(8, 4)],
         5,
     ),
-    "expected positions 4 to 7, which hold the candidates of the slice before, got 5 to 3": (
+    "expected positions 4 to 7, which hold the candidates of the last slice, got 5 to 3": (
         [(5, 3)],
         5,
     ),
-    "expected positions 4 to 7, which hold the candidates of the slice before, got 3 to 4": (
+    "expected positions 4 to 7, which hold the candidates of the last slice, got 3 to 4": (
         [(3, 4)],
         5,
     ),

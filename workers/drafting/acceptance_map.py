@@ -1,4 +1,4 @@
-"""How likely a drafted token is to be accepted, by what the drafter's distribution was like."""
+"""Estimates how likely a drafted token is to be accepted, from the drafter's distribution."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 _ENTROPY_EDGES = np.array([0.05, 0.2, 0.5, 1.0, 1.6, 2.4, 3.5])
 _MARGIN_EDGES = np.array([0.05, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95])
 _SCALE_WEIGHT = 0.5
-"""Refusals that the acceptance map's bound is taken to have predicted rightly at the start."""
+"""Weight of the prior: the map starts as if it had predicted this number of refusals rightly."""
 _PRIOR_ENTROPIES = np.array([0.02, 0.1, 0.35, 0.75, 1.3, 2.0, 2.9, 4.5])
 
 
 @dataclass(frozen=True, slots=True)
 class TokenSignal:
-    """What is known of a drafted token before its verdict, from the drafter's softmax at T = 1.
+    """What the drafter's softmax at temperature 1 says of a drafted token, before its verdict.
 
-    `entropy` in nats; `margin` is the likeliest token's probability less the second's;
-    `draft_prob` is that of the drafted token.
+    `entropy` is in nats. `margin` is the likeliest token's probability minus the second's.
+    `draft_prob` is the probability of the drafted token.
     """
 
     entropy: float
@@ -29,9 +29,9 @@ class TokenSignal:
 
 
 def signal_of(logits_V: NDArray[np.float32], token_id: int) -> TokenSignal:
-    """The signal of a token drafted from these logits, which have no NaN and are not all -inf.
+    """The signal of `token_id`, drafted from `logits_V` (float32 [V], no NaN, not all -inf).
 
-    The temperature of the request is not applied: at 0 there would be nothing to see.
+    The request's temperature is not applied: at 0, all signals would be equal.
     """
     log_weights_V = np.maximum(logits_V - logits_V.max(), np.float32(-1e4))
     weights_V = np.exp(log_weights_V)
@@ -45,12 +45,13 @@ def signal_of(logits_V: NDArray[np.float32], token_id: int) -> TokenSignal:
 
 
 class AcceptanceMap:
-    """The share of drafted tokens that were accepted, by bins of entropy and margin; one a drafter.
+    """The share of drafted tokens that were accepted, by bins of entropy and margin. One per
+    drafter.
 
-    A bin begins as AdaEDL's entropy bound, weighed as `prior_weight` observations, and what it
-    has seen fades by `fading` with each new observation in it, so that the map follows the text.
-    The bound knows nothing of the pair of models: what it says of refusals is scaled, in all bins
-    alike, by the refusals seen over those that it made expect.
+    A bin starts at AdaEDL's entropy bound (Agrawal et al. 2024), weighted as `prior_weight`
+    observations. Each new observation in a bin multiplies the older ones by `fading`, so that the
+    map follows the text. The bound knows nothing of the two models, so its refusal probability is
+    scaled, in all bins alike, by the ratio of seen refusals to expected ones.
     """
 
     def __init__(self, *, prior_weight: float = 4.0, fading: float = 0.995) -> None:
@@ -66,7 +67,7 @@ class AcceptanceMap:
         self._mean_accepted = 0.7 * prior_weight
 
     def estimate(self, signal: TokenSignal) -> float:
-        """The probability, above 0 and below 1, that a token is accepted given those before it."""
+        """The probability, above 0 and below 1, that a token is accepted if all before it are."""
         at = self._bin(signal)
         refusal = min(0.95, float(self._prior_refusal[at]) * self._refused / self._expected_refused)
         accepted = float(self._accepted[at]) + (1 - refusal) * self._prior_weight
@@ -74,11 +75,11 @@ class AcceptanceMap:
 
     @property
     def mean(self) -> float:
-        """The same for a token of which nothing is known yet."""
+        """The same probability for a token that has not been drafted yet."""
         return self._mean_accepted / self._mean_tested
 
     def observe(self, signal: TokenSignal, *, accepted: bool) -> None:
-        """A token that was tested. Those after the first refusal were not."""
+        """Note a token that the target tested. Tokens after the first refusal were not tested."""
         at = self._bin(signal)
         self._refused = self._refused * self._fading + (not accepted)
         self._expected_refused = self._expected_refused * self._fading + float(
@@ -91,7 +92,7 @@ class AcceptanceMap:
 
     @property
     def num_observed(self) -> float:
-        """Observations that have not faded."""
+        """The number of observations, each weighted by how much it has faded."""
         return float(self._tested.sum())
 
     def _bin(self, signal: TokenSignal) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Where a tree's nodes are spent: best first, over candidates that are known and expected ones.
+"""Where a tree's nodes are spent: best first, over known and expected candidates.
 
-The best tree of n nodes holds the n likeliest of all (Chen et al. 2024, "Sequoia"). A drafter that
-sends each node as soon as it is drawn cannot choose afterwards (as EAGLE-2 does), so below what it
-knows it supposes candidates of average chance, and fills the budget over both together.
+The best tree of n nodes holds the n likeliest nodes (Chen et al. 2024, "Sequoia"). A drafter that
+sends each node as soon as it is drawn cannot choose afterwards, as EAGLE-2 does. So it assumes
+candidates of average chance below the known ones, and spends the budget over both together.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from paceline.value import value_class
 
 @value_class(frozen=True, slots=True)
 class Leaf:
-    """A node that could be fed. `chance`: that it is reached. `room`: how many tokens may follow
-    one another below it.
+    """A node that could be fed.
+
+    `chance`: the probability that it is reached. `room`: the largest depth of a chain below it.
     """
 
     node: int
@@ -29,18 +30,20 @@ class Leaf:
 
 Known = tuple[float, int, int, tuple[int, int]]
 """A candidate that could be sent: minus the chance that it is reached, a tie-break, the room below
-it, and its place (node, index)."""
+it, and its place (node, index).
+"""
 _Expected = tuple[float, int, int, int, float, int | None]
-"""Minus the chance, tie-break, room below, rank among its siblings, minus the chance of what they
-hang from, the leaf that it would be a child of."""
+"""An expected candidate: minus its chance, tie-break, room below it, rank among its siblings, minus
+its parent's chance, and the leaf that is its parent (None if the parent is not a leaf).
+"""
 
 _AFTER_KNOWN = 1 << 32
-"""Tie-breaks of what is known are below it."""
+"""Tie-breaks of expected candidates start here; those of known candidates are lower."""
 
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The leaves to feed and the candidates to send, the likeliest first."""
+    """The leaves to feed and the candidates (node, index) to send, the likeliest first."""
 
     feed: list[int]
     send: list[tuple[int, int]]
@@ -55,10 +58,11 @@ def allocate(
     together: bool,
     floor: float = 0.0,
 ) -> Allocation:
-    """Spend `budget` nodes. `means[r]`: the chance of a child of rank r; as many as branches.
+    """Spend `budget` nodes on the likeliest candidates, known or expected.
 
-    `known` are in order, their tie-breaks from 0 on. `together`: the children of a node come all or
-    none. Nothing with a chance below `floor`.
+    `known` is sorted, with tie-breaks from 0 on. `means[r]` is the chance of a child of rank r; its
+    length is the number of branches. `together`: the children of a node come all or none. A
+    candidate whose chance is below `floor` gets nothing.
     """
     if budget <= 0:
         return Allocation([], [])
@@ -74,10 +78,11 @@ def _spend_on_nodes(
     budget: int,
     floor: float,
 ) -> Allocation:
-    """Where each node counts for itself. `means`: the highest first.
+    """Spend nodes one by one. `means` is in descending order.
 
-    Of expected siblings the heap holds the likeliest that is left. Of equal chances the children
-    of leaves come first, then what is known, then what is expected below others, in order.
+    The heap holds only the likeliest remaining one of the expected siblings. Among equal chances,
+    the children of leaves come first, then known candidates, then those expected below others, each
+    in order.
     """
     feed: dict[int, None] = {}
     send: list[tuple[int, int]] = []
@@ -121,7 +126,7 @@ def _spend_on_families(
     budget: int,
     floor: float,
 ) -> Allocation:
-    """Where the children of a node come all or none."""
+    """Spend nodes on whole families: the children of a node come all or none."""
     families = _Families(leaves, known, means, floor)
     feed: dict[int, None] = {}
     send: list[tuple[int, int]] = []
@@ -139,7 +144,7 @@ def _spend_on_families(
 
 
 class _Families:
-    """What the next nodes could be spent on, the likeliest first."""
+    """The families and known candidates that nodes could be spent on, the likeliest first."""
 
     def __init__(
         self,
@@ -152,7 +157,7 @@ class _Families:
         self._average = sum(means) / len(means)
         self._floor = floor
         self._count = 0
-        # Chance, tie-break, cost, room below, origin leaf or None, known candidate or None.
+        # Minus the chance, tie-break, cost, room below, leaf or None, known candidate or None.
         self.heap: list[tuple[float, int, int, int, int | None, tuple[int, int] | None]] = []
         for leaf in leaves:
             self._push(leaf.chance, leaf.room, leaf.node)
@@ -162,12 +167,12 @@ class _Families:
                 heappush(self.heap, (negative, self._count, 1, room, None, candidate))
 
     def push_below(self, chance: float, room: int) -> None:
-        """What is expected below all the children of one that were chosen."""
+        """Add the families expected below the children of a family that was chosen."""
         for mean in self._means:
             self._push(chance / self._average * mean, room - 1, None)
 
     def _push(self, chance: float, room: int, leaf: int | None) -> None:
-        """The children that are expected below what is reached with this chance."""
+        """Add the family expected below a node that is reached with probability `chance`."""
         chance = chance * sum(self._means) / len(self._means)
         self._count += 1
         if room > 0 and chance >= self._floor:

@@ -1,7 +1,7 @@
-"""How large the messages of a drafter may be, for drafters that send and drivers that read them.
+"""Size limits of a drafter's messages, for drafters that send and drivers that read them.
 
-A driver reads a message on the event loop that steps, so one message may keep it only for moments.
-The limits are those of drafting.proto, ProposalBatch.
+A driver reads a message on the event loop that runs its steps, so one message must keep it busy
+only briefly. The limits are those of drafting.proto, ProposalBatch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from collections.abc import Iterable
 from paceline.v1 import drafting_pb2
 
 MAX_ENTRIES = 2048
-"""Most entries of a batch. A driver reads as many of the slowest kind in less than 10 ms of an idle
-core, in less than 20 ms of a busy one. The largest proposal of a drafter of ours has 1,703: 129
-nodes, the most that are granted, and 64 pairs each."""
+"""Maximum number of entries in a batch. A driver reads this number of the slowest kind in less than
+10 ms on an idle core, and in less than 20 ms on a busy one. Our largest proposal has 1,703 entries:
+129 nodes, the most that are granted, with 64 pairs each.
+"""
 
 MAX_RESPONSE_BYTES = 256 * 1024
-"""Largest DraftResponse. MAX_ENTRIES take at most some 200 KiB; parsing the worst 256 KiB (empty
-proposals) takes 12 ms."""
+"""Maximum size of a DraftResponse. MAX_ENTRIES entries take some 200 KiB at most. Parsing the worst
+case of 256 KiB (empty proposals) takes 12 ms.
+"""
 
 _PROPOSAL_ENTRIES, _PROPOSAL_OF_DRAWS_ENTRIES = 2, 14
 _DISTRIBUTION_ENTRIES, _PAIRS_AN_ENTRY = 8, 16
@@ -26,7 +28,7 @@ Told = drafting_pb2.Proposal | drafting_pb2.Tips
 
 
 def num_entries(told: Told) -> int:
-    """The work of reading a proposal, or tips, in entries of drafting.proto."""
+    """The work of reading a proposal or tips, counted in entries as drafting.proto defines them."""
     if isinstance(told, drafting_pb2.Tips):
         columns = (told.token_ids, told.base_lengths, told.base_hashes, told.sequence_ids)
         return max(1, len(told.last_of), *map(len, columns))
@@ -40,7 +42,7 @@ def num_entries(told: Told) -> int:
 
 
 def count_entries(batch: drafting_pb2.ProposalBatch) -> int:
-    """Entries of a batch; of one with too many perhaps not all are counted."""
+    """The number of entries in a batch. Counting stops once the number exceeds MAX_ENTRIES."""
     entries = len(batch.proposals) + len(batch.tips)
     if entries > MAX_ENTRIES:
         return entries
@@ -54,7 +56,7 @@ def count_entries(batch: drafting_pb2.ProposalBatch) -> int:
 
 
 def in_batches(told: Iterable[Told]) -> list[list[Told]]:
-    """What a pass has to tell, in its order, in lists that each fit into a batch; at least one."""
+    """Split what a pass tells, in order, into lists that each fit into a batch; at least one."""
     batches: list[list[Told]] = [[]]
     room = MAX_ENTRIES
     for one in told:

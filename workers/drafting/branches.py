@@ -1,4 +1,4 @@
-"""Guesses of how a sequence goes on, made without a draw: as one tree, within a grant."""
+"""Merges guesses of how a sequence goes on, made without a draw, into one tree within a grant."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from workers.drafting.nodes import ROOT, NewNodes
 from workers.drafting.tree import DraftTree
 
 _NEXT_BRANCH = 0.5
-"""How much less likely a guess is taken to be than the one before it."""
+"""Assumed probability of a guess, as a multiple of that of the guess before it."""
 _NEXT_TOKEN = 0.8
-"""How likely a guess that was right so far is taken to be right once more."""
+"""Assumed probability that a guess which was right up to one token is right at the next one."""
 
 
 def merge_branches(
     guesses: Iterable[Sequence[int]], *, branches: int, max_nodes: int
 ) -> tuple[list[int], list[int]]:
-    """A tree of the first `branches` different guesses, which come the likeliest first.
+    """A tree of the first `branches` different guesses. `guesses` come in order, the likeliest
+    first.
 
-    Token ids, and parents as on the wire. Nodes stand in the order of what they are taken to be
-    worth, and of more than `max_nodes` those worth most are kept. A guess that begins another one
-    adds nothing and does not count.
+    Returns token ids and parents as on the wire, sorted by assumed worth. At most `max_nodes` nodes
+    are kept, those worth most. A guess that is a prefix of another one is dropped and does not
+    count.
     """
     chosen: list[Sequence[int]] = []
     for guess in guesses:
@@ -32,7 +33,7 @@ def merge_branches(
     token_ids: list[int] = []
     parents: list[int] = []
     child_of: dict[tuple[int, int], int] = {}
-    # The next token of each guess: (minus its worth, rank of the guess, depth, node above).
+    # The next token of each guess: (minus its worth, rank of the guess, depth, parent).
     edge = [(-(_NEXT_BRANCH**rank), rank, 0, ROOT) for rank in range(len(chosen))]
     while edge and len(token_ids) < max_nodes:
         worth, rank, depth, above = heapq.heappop(edge)
@@ -48,10 +49,10 @@ def merge_branches(
 
 
 def unknown_part(tree: DraftTree, token_ids: Sequence[int], parents: Sequence[int]) -> NewNodes:
-    """Of a tree under the root (parents as on the wire), what `tree` does not hold yet.
+    """The part of a proposed tree (parents as on the wire) that `tree` does not hold yet.
 
-    Cut to what the grant allows: nodes beyond it or under an end are left out with all that
-    follows them. For drafters that draft by no draw, and propose a whole tree every time.
+    Nodes beyond the grant or below an end are left out with all their descendants. For drafters
+    that draft without a draw, and propose a whole tree every time.
     """
     number_of = {ROOT: ROOT}
     new_tokens: list[int] = []

@@ -1,7 +1,7 @@
 """The open sequences of all streams of a drafter, and passes over them. No I/O, no clock.
 
-Each stream has a DraftingSession of its own; a pass takes every sequence that has room to draft,
-of whichever session, so no stream waits for another's.
+Each stream has a DraftingSession of its own. A pass takes every sequence that has room to draft,
+whatever its session, so no stream waits for another one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from workers.drafting.telling import proposals_of
 from workers.drafting.tree import DraftTree, Grant
 
 _SLOW_CHANGE = 0.8
-"""Of the duration of a pass, so much is remembered from one to the next."""
+"""Weight of the old value in the moving average of a pass's duration."""
 
 
 @value_class(frozen=True, slots=True)
 class Declined:
-    """A sequence that is closed now, and why. `for_good`: it would be declined again."""
+    """A sequence that was closed, and why. `for_good`: reopening it would be declined again."""
 
     sequence_id: int
     reason: str
@@ -41,7 +41,7 @@ class Declined:
 
 @value_class(frozen=True, slots=True)
 class SessionNews:
-    """What a pass gave for one session."""
+    """What a pass produced for one session."""
 
     session: DraftingSession
     tokens_fed: int
@@ -50,10 +50,10 @@ class SessionNews:
 
 
 class DraftingSession:
-    """The sequences of one stream; made by DraftingDesk.open_session.
+    """The sequences of one stream. Made by DraftingDesk.open_session.
 
-    Methods follow the messages of drafting.proto: those about a sequence that is not open do
-    nothing, those that break the contract raise ProtocolError.
+    The methods follow the messages of drafting.proto. A message about a sequence that is not open
+    does nothing; one that breaks the contract raises ProtocolError.
     """
 
     def __init__(self, desk: DraftingDesk) -> None:
@@ -73,9 +73,10 @@ class DraftingSession:
         stopping: Stopping = Stopping.FIXED,
         tenant: str = "",
     ) -> Declined | None:
-        """Begin a sequence, replacing an open one; None: it is open.
+        """Open a sequence, replacing an open one with the same id. Returns None, or why it is
+        declined.
 
-        `vocab_size`: token ids that its target has, None: any.
+        `vocab_size`: the target's number of token ids; None: unbounded.
         """
         self.close(sequence_id)
         self._desk.changed()
@@ -117,9 +118,10 @@ class DraftingSession:
         token_ids: Sequence[int],
         top_tokens: Sequence[TopTokens] = (),
     ) -> Declined | None:
-        """Commit tokens; the subtree that agrees stays. Without tokens: learn from `top_tokens`.
+        """Commit `token_ids`; the subtree that agrees stays. Without them, learn from `top_tokens`
+        only.
 
-        The refusal, if it cannot go on.
+        Returns a refusal if the sequence cannot go on, else None. Raises ProtocolError.
         """
         if not (token_ids or top_tokens):
             raise ProtocolError("outcome.token_ids: expected at least one token")
@@ -147,7 +149,7 @@ class DraftingSession:
         return None
 
     def grant(self, sequence_id: int, grant: Grant) -> None:
-        """Leave to draft; replaces the grant before."""
+        """Replace the grant, the leave to draft. Raises ProtocolError for values out of range."""
         if grant.branches < 1:
             raise ProtocolError(f"grant.branches: expected at least 1, got {grant.branches}")
         if grant.share >= max(1, grant.shares):
@@ -165,13 +167,13 @@ class DraftingSession:
             self._desk.changed()
 
     def handled(self, now: float) -> None:
-        """A message was handled, all that it said: if outcomes were in it, they came now."""
+        """Call it once a message was applied: outcomes in it count as one beat at time `now`."""
         if self._had_outcome:
             self._had_outcome = False
             self.rhythm.beat(now)
 
     def close(self, sequence_id: int) -> None:
-        """End a sequence and free what is kept for it."""
+        """Close a sequence and free everything kept for it."""
         tree = self.trees.pop(sequence_id, None)
         if tree is not None:
             if not tree.is_settled:
@@ -191,22 +193,22 @@ class DraftingDesk:
         self._pass_ms = 0.0
         self._drafted_only = False
         self.opening: list[DraftTree] = []
-        """Long texts that are being taken in, a piece a pass, the oldest first."""
-        # Asked for several times a pass; None: something has changed.
+        """Long texts that are being read, one piece per pass, the oldest first."""
+        # Cached, since it is asked for several times per pass; None after a change.
         self._ready: list[tuple[DraftingSession, DraftTree]] | None = None
 
     def changed(self) -> None:
-        """Something came for a sequence, or a sequence came or went."""
+        """Drop the cached list of ready trees: a sequence was opened, closed or changed."""
         self._ready = None
 
     def open_session(self) -> DraftingSession:
-        """A session for a stream."""
+        """Open a session for a stream."""
         session = DraftingSession(self)
         self._sessions.append(session)
         return session
 
     def close_session(self, session: DraftingSession) -> None:
-        """Forget a stream and everything kept for it. Closing it twice is no error."""
+        """Forget a stream and everything kept for it. Closing it again does nothing."""
         if session in self._sessions:
             self._sessions.remove(session)
         self.changed()
@@ -215,30 +217,31 @@ class DraftingDesk:
 
     @property
     def has_work(self) -> bool:
-        """Whether a pass would give something."""
+        """Whether a pass would produce something."""
         if self.opening or self._ready_trees():
             return True
         return any(tree.wants_last for _, _, tree in self._all_trees())
 
     @property
     def num_open(self) -> int:
-        """How many sequences are open, those of all streams together."""
+        """The number of open sequences of all streams together."""
         return sum(len(session.trees) for session in self._sessions)
 
     @property
     def num_opening(self) -> int:
-        """How many of them have a long text that is not taken in yet."""
+        """The number of open sequences whose long text is not read completely yet."""
         return len(self.opening)
 
     @property
     def is_full(self) -> bool:
-        """Whether no further sequence can be opened."""
+        """Whether no more sequences can be opened."""
         return self.num_open >= self.max_sequences
 
     def reason_not_to_know(self, token_ids: Sequence[int]) -> str | None:
         """Why nothing can be drafted after these tokens, or None.
 
-        A target's vocabulary may be larger, though the tokenizer is the same: it is padded.
+        A target with the same tokenizer may have a larger vocabulary, because vocabularies are
+        padded.
         """
         known = self.info.vocab_size
         if not known or max(token_ids, default=0) < known:
@@ -246,7 +249,7 @@ class DraftingDesk:
         return f"token id {max(token_ids)} is not in the drafter's vocabulary of {known}"
 
     def reason_never_to_take(self, token_ids: Sequence[int], spec: SequenceSpec) -> str | None:
-        """Why a sequence with these tokens cannot be drafted for at all, or None."""
+        """Why this drafter can never draft for a sequence with these tokens, or None."""
         num_tokens = len(token_ids)
         if spec.rule not in self.info.rules:
             served = ", ".join(sorted(repr(rule.value) for rule in self.info.rules))
@@ -259,16 +262,17 @@ class DraftingDesk:
         return self.reason_not_to_know(token_ids)
 
     def hold_until(self, now: float) -> float | None:
-        """Until when the next pass is better held back for the outcomes that are about to come.
+        """Until when to hold back the next pass for the outcomes that are about to come.
 
-        None: it should begin. With outcomes in the midst of a pass, what the pass did before them
-        is of use where what it drafts is right, and what it does after them is lost where it is
-        not. So it is held back where the chance of being right is below the share that lies after.
+        None: begin it now. Suppose outcomes arrive in the middle of a pass. What the pass did
+        before them is useful if its draft is right; what it does after them is lost if the draft is
+        wrong. So the pass is held back if the chance of being right is below the share of the pass
+        that would lie after the outcomes.
         """
         ready = self._ready_trees()
         sessions = {session for session, _ in ready}
         if len(sessions) != 1:
-            return None  # drivers have no beat in common
+            return None  # several drivers have no common beat
         (session,) = sessions
         pass_seconds = self._pass_ms / 1000
         share_after = session.rhythm.share_after(now, pass_seconds)
@@ -317,7 +321,7 @@ class DraftingDesk:
         return list(news.values())
 
     def _settle_some(self, failures: Pass) -> bool:
-        """Take in a piece of the long texts that were opened; whether there were any."""
+        """Read one piece of the long texts that were opened. Returns whether there were any."""
         if not self.opening:
             return False
         left = PIECE
@@ -337,7 +341,7 @@ class DraftingDesk:
         return True
 
     def _extend_by_what_is_known(self, trees: Sequence[DraftTree], failures: Pass) -> None:
-        """Add nodes that need no pass."""
+        """Add nodes that the proposer knows without a pass."""
         for tree in trees:
             try:
                 known = self.proposer.known(tree)
@@ -347,13 +351,13 @@ class DraftingDesk:
                 failures.fail(tree, error)
 
     def pass_took(self, milliseconds: float) -> None:
-        """How long the pass before took: the price of drafting. Prefill does not count."""
+        """Note the duration of the last pass, the price of drafting. Prefill does not count."""
         if self._drafted_only:
             kept = _SLOW_CHANGE if self._pass_ms else 0.0
             self._pass_ms = kept * self._pass_ms + (1 - kept) * milliseconds
 
     def check_integrity(self) -> None:
-        """Assert that trees and what the proposer keeps belong together."""
+        """Assert that the trees and what the proposer keeps match."""
         trees = [tree for _, _, tree in self._all_trees()]
         for tree in trees:
             tree.check_integrity()

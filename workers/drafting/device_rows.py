@@ -1,7 +1,7 @@
-"""Candidates from logits that are on a GPU: chains of the coupled rule are drawn there.
+"""Candidates from logits on a GPU. The chains of the coupled rule are drawn on the GPU.
 
-For them a token id a row comes back. Rows of trees, of rules that need draft probabilities, and of
-stopping rules that look at the distribution are copied to the host whole.
+For these, one token id per row is copied to the host. Rows of trees, of rules that need draft
+probabilities, and of stopping rules that look at the distribution are copied whole.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Fed = tuple[DraftTree, Growth, int]
 
 
 def expand_on_device(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
-    """Expand the node of each row; what failed with one tree alone.
+    """Expand the node of each row. Returns the failures, each of which concerns one tree only.
 
-    Waits for the device, once for each number of token ids that targets have.
+    Waits for the device, once per distinct target vocabulary size.
     """
     sizes = {tree.vocab_size for tree, _, _ in fed}
     if len(sizes) == 1:

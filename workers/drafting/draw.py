@@ -1,4 +1,4 @@
-"""The candidates under one node, from the logits that a model gives for it, rule by rule."""
+"""Draws the candidates under one node from a model's logits, rule by rule."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from workers.verification.draws import (
 from workers.verification.noise import gumbel_noise_of
 
 MODEL_RULES = frozenset(Rule) - {Rule.ONE_HOT}
-"""A model draws as the rule asks for. For one-hot it would have to draw by nothing."""
+"""Rules that a model drafts for. `one-hot` needs candidates that were not drawn."""
 
 
 def draw_one(
     logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], *, prefix_hash: int
 ) -> Children:
-    """The candidate of a chain. `prefix_hash` (paceline.prefix_hash) is that of `prefix`."""
+    """Draw the candidate of a chain. `prefix_hash` is that of `prefix` (paceline.prefix_hash)."""
     if spec.rule is Rule.COUPLED:
         return Children((choose_token(logits_V, spec, prefix),), (0.0,))
     kept = cut_draft_probs(logits_V, spec, prefix)
@@ -45,7 +45,7 @@ def draw_children(
     *,
     prefix_hash: int,
 ) -> Children:
-    """The children of a node of a tree, for the coupled rule and for recursive rejection."""
+    """Draw the children of a tree node, for the rules `coupled`, `recursive` and `mcsd`."""
     if spec.rule is Rule.COUPLED:
         token_ids = top_children(logits_V, spec, prefix, num_children)
         return Children(token_ids, _gaps(logits_V, spec, len(prefix), token_ids))
@@ -67,7 +67,7 @@ def draw_paths(
     *,
     prefix_hash: int,
 ) -> Children:
-    """The continuations of k-SEQ's paths with these numbers, merged where equal."""
+    """Draw the continuations of k-SEQ's paths `numbers`, and merge equal ones."""
     kept = cut_draft_probs(logits_V, spec, prefix)
     through: dict[int, list[int]] = {}
     drawn = draw_independent(kept, of_node(spec, prefix_hash), len(prefix), numbers)
@@ -86,9 +86,10 @@ def _surprises(kept: SparseProbs, token_ids: Sequence[int]) -> tuple[float, ...]
 def _gaps(
     logits_V: torch.Tensor, spec: SequenceSpec, position: int, token_ids: Sequence[int]
 ) -> tuple[float, ...]:
-    """How far the first child's score is ahead: of the second for the first, of it for the others.
+    """The gaps of the children (see chances.coupled_prior).
 
-    From plain logits: bias and penalties are left out, an estimate can do without.
+    They are computed from plain logits: bias and penalties are left out, since an estimate can do
+    without them.
     """
     ids = torch.tensor(token_ids)
     scores = logits_V[ids].numpy().astype(float)

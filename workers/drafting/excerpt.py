@@ -1,4 +1,4 @@
-"""The part of a tree that a proposal must show, so that new nodes can be placed."""
+"""The part of a tree that a proposal must show, so that the driver can place new nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.verification.draft_probs import SparseProbs
 
 @value_class(frozen=True, slots=True)
 class Excerpt:
-    """A subtree under the node `base`, numbered as drafting.proto has it; no parents: a chain."""
+    """A subtree under the node `base`, numbered as in drafting.proto. Empty `parents`: a chain."""
 
     base: int
     token_ids: tuple[int, ...]
@@ -21,11 +21,11 @@ class Excerpt:
 
 
 def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
-    """The nodes from `first_new` on, under the deepest node that all of them descend from.
+    """The nodes from `first_new` on, under the deepest node from which all of them descend.
 
-    What lies between is told again. Under rules that need draft probabilities it comes with its
-    siblings, since the children of a node are of use together only. Without new nodes: the end of
-    a chain, or the root of a tree.
+    Older nodes in between are sent again. Under rules that need draft probabilities their siblings
+    are sent too, since the children of a node can only be tested together. Without new nodes the
+    excerpt is empty, at the end of a chain or at the root of a tree.
     """
     if first_new > tree.end:
         return Excerpt(tree.end if tree.is_chain else 0, (), (), (), {})
@@ -58,13 +58,13 @@ def excerpt_of(tree: DraftTree, first_new: int) -> Excerpt:
 
 
 def excerpts_of(tree: DraftTree, first_new: int) -> list[Excerpt]:
-    """The same with nothing told again: one for each older node that got children.
+    """The new nodes as excerpts that repeat no older node: one per older node that got children.
 
     For rules without draft probabilities.
     """
     if first_new > tree.end:
         return [excerpt_of(tree, first_new)]
-    # Of each new node the older one under which it hangs, and its number in that one's excerpt.
+    # Maps each new node to the older node above it and to its number in that node's excerpt.
     above: dict[int, tuple[int, int]] = {}
     found: dict[int, tuple[list[int], list[int]]] = {}
     for node in range(first_new, tree.end + 1):
@@ -87,8 +87,11 @@ def excerpts_of(tree: DraftTree, first_new: int) -> list[Excerpt]:
 
 
 def _common_ancestor(tree: DraftTree, nodes: set[int]) -> tuple[int, set[int]]:
-    """The deepest node above (or among) all of `nodes`, and those between, it left out."""
-    # The larger number of two different nodes is not above the other.
+    """The deepest node that is above all of `nodes` or one of them, and the nodes in between.
+
+    The second value includes those of `nodes` that lie below the first.
+    """
+    # Of two different nodes, the one with the larger number is not an ancestor of the other.
     edge = set(nodes)
     between: set[int] = set()
     while len(edge) > 1:

@@ -1,4 +1,4 @@
-"""What was drawn in one sequence's tree, node by node, and which of it was sent."""
+"""The candidates drawn under each node of one sequence's tree, and which of them were sent."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from workers.verification.draft_probs import SparseProbs
 
 @value_class(frozen=True, slots=True)
 class Children:
-    """Candidates in the order drawn, and what they were drawn from where the rule asks for it.
+    """Candidates in the order drawn, and their distribution if the rule needs it.
 
-    `gaps` say how sure the drafter is of each (chances.py). `paths`: k-SEQ's, through each.
+    `gaps` say how sure the drafter is of each candidate (chances.py). `paths`: for each candidate,
+    the numbers of the k-SEQ paths through it.
     """
 
     token_ids: tuple[int, ...]
@@ -27,10 +28,11 @@ class Children:
 
 @dataclass(slots=True)
 class Expansion:
-    """What the model gave for a node: its candidates, in the order in which they are tried.
+    """What the model gave for a node: its candidates, in the order in which they are tested.
 
-    `chances[i]`: that candidate i is accepted where the node is. `nodes[i]`: its number once it was
-    sent. `signals`: what a stopping rule looks at, one a candidate, or none.
+    `chances[i]`: the probability that candidate i is accepted if the node is. `nodes[i]`: its node
+    number once it was sent, else None. `signals`: what a stopping rule looks at, one per candidate,
+    or empty.
     """
 
     children: Children
@@ -41,12 +43,12 @@ class Expansion:
 
 @dataclass(slots=True)
 class Expansions:
-    """The expansions of a tree's nodes, by node number, and what follows of the nodes sent.
+    """The expansions of a tree's nodes by node number, and what follows from them for sent nodes.
 
-    `chance`: of each node but the root, that it is accepted where its parent is. `paths`: of
-    k-SEQ's nodes, the numbers of the paths that go through them. `copies`: nodes that have an older
-    sibling of the same token; refused once, an equal token is refused for sure, so nothing below
-    them can matter.
+    `chance`: for each node but the root, the probability that it is accepted if its parent is.
+    `paths`: for k-SEQ, the numbers of the paths through a node. `copies`: nodes that have an older
+    sibling with the same token. If the older sibling is refused, so is its copy, so nothing below a
+    copy matters.
     """
 
     of: dict[int, Expansion] = field(default_factory=dict)
@@ -55,7 +57,7 @@ class Expansions:
     copies: set[int] = field(default_factory=set)
 
     def sent(self, parent: int, index: int, number: int) -> None:
-        """Candidate `index` under `parent` is the node `number` now."""
+        """Note that candidate `index` under `parent` was sent as node `number`."""
         expansion = self.of[parent]
         token_ids = expansion.children.token_ids
         expansion.nodes[index] = number
@@ -66,14 +68,14 @@ class Expansions:
             self.copies.add(number)
 
     def reached(self, tree: DraftTree) -> list[float]:
-        """The chance of each node, the root included, that it will be committed."""
+        """The probability of each node, the root included, that it will be committed."""
         reached = [1.0] * (tree.end + 1)
         for node in range(1, tree.end + 1):
             reached[node] = reached[tree.parents[node]] * self.chance[node]
         return reached
 
     def firsts_below(self, node: int) -> list[int]:
-        """The first candidate that was sent under this node, the first under that, and so on."""
+        """The path below `node` that always takes the first candidate that was sent."""
         below: list[int] = []
         while (expansion := self.of.get(node)) is not None:
             first = next((number for number in expansion.nodes if number is not None), None)
@@ -84,12 +86,12 @@ class Expansions:
         return below
 
     def cut(self, kept: Kept) -> None:
-        """The tree was cut: forget what is gone, renumber the rest."""
+        """Follow a cut of the tree: forget the nodes that are gone, and renumber the others."""
         if not kept.agreed:
             for held in (self.of, self.chance, self.paths, self.copies):
                 held.clear()
             return
-        # Of a tree with branches few nodes stay: what is kept is looked up, not what is gone.
+        # Few nodes of a tree with branches stay, so iterate over these.
         nodes = {old: number for number, old in enumerate(kept.nodes, start=1)}
         number_of = {kept.path[-1]: ROOT, **nodes}
         of, chance = self.of, self.chance

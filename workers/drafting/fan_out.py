@@ -1,9 +1,9 @@
-"""Fan-out: which outcomes other than the likeliest are drafted for, while a verdict is awaited.
+"""Fan-out: which outcomes besides the likeliest to draft for, while a verdict is awaited.
 
-The drafter's first candidates make a chain. An outcome that leaves it at some position, with one
-of the drafter's next best candidates there, is drafted for as a branch: that candidate, and what
-follows it. (After SSD, Kumar et al. 2026, whose drafter answers once it has the outcome; here
-branches are sent as they grow.)
+The drafter's first candidates make a chain. An outcome leaves this chain at some position, with
+another of the drafter's likeliest candidates there. Drafting for it means sending a branch: that
+candidate and what follows it. This is after SSD (Kumar et al. 2026), whose drafter answers once it
+has the outcome; here branches are sent as they grow.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from workers.drafting.expansions import Expansions
 from workers.drafting.tree import DraftTree, Grant
 
 RANKS = 3
-"""Of a position's candidates beside the first, at most so many are drafted for."""
+"""Maximum number of candidates per position, besides the first, that get a branch."""
 
 
 def most_begun(grant: Grant) -> int:
-    """Branches beside the chain for which this drafter feeds a node in a pass, at most."""
+    """Maximum number of branches, besides the chain, that this drafter feeds in a pass."""
     return grant.fan_out if grant.shares < 2 else -(-grant.fan_out // 2)
 
 
-# Minus the chance that it will be committed, tie-break, the node it follows, its place there.
+# Minus the chance that it will be committed, tie-break, its parent, its index there.
 _Candidate = tuple[float, int, int, int]
 
 
 class Frontier:
-    """The edge of a tree: nodes that no pass has fed, and candidates that were drawn and not sent.
+    """The edge of a tree: nodes that no pass has fed, and candidates that were drawn but not sent.
 
-    A pass feeds so many nodes at a time, the likeliest of all to be committed, be they the next of
-    a chain or the first of a branch: each token is given to where it is likeliest to be hit. Where
-    the chance that rank k is it falls as k^-(1+r), a position that the outcome leaves with some
-    weight so gets F ∝ weight^(1/(1+r)) branches (ALGORITHMS.md, fan-out). What comes too late for
-    one pass competes with what is drawn in the next.
+    A pass feeds a limited number of nodes: those likeliest to be committed, whether they continue
+    the chain or begin a branch. Suppose rank k is right with a chance that falls as k^-(1+r). Then
+    a position at which the outcome diverges with some weight gets F ∝ weight^(1/(1+r)) branches, as
+    in SSD. A candidate that is left over competes with those drawn in the next pass.
 
-    It stands for one state of the tree, and grows with it: after a cut there is another one.
+    The object describes one state of the tree and follows its growth. After a cut, make another
+    one.
     """
 
     def __init__(self, tree: DraftTree, drawn: Expansions) -> None:
@@ -48,7 +48,7 @@ class Frontier:
         self._room = tree.room(0)
         self._count = 0
         self._num_likelier = 0
-        # Whether a node is of the chain that the first candidates make, by its number.
+        # By node number: whether it is on the chain of first candidates.
         self._of_chain = [True] + [False] * tree.end
         for node in tree.chain_nodes():
             self._of_chain[node] = True
@@ -58,7 +58,9 @@ class Frontier:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it knows all nodes of the tree: others than it chose may have been added."""
+        """Whether it knows all nodes of the tree; nodes that it did not choose are unknown to
+        it.
+        """
         return len(self._reached) == self._tree.end + 1
 
     @property
@@ -68,11 +70,11 @@ class Frontier:
 
     @property
     def chance_of_leaves(self) -> float:
-        """That one of the nodes which can be fed will be committed."""
+        """The probability that one of the leaves will be committed."""
         return min(1.0, sum([self._reached[leaf] for leaf in self.leaves]))
 
     def fed(self, nodes: Collection[int]) -> None:
-        """These were fed, and what follows each was drawn."""
+        """Note that `nodes` were fed and their candidates drawn."""
         if nodes:
             for node in nodes:
                 self._offer(node)
@@ -81,9 +83,9 @@ class Frontier:
             self._unfed = [node for node in self._unfed if node not in of]
 
     def take(self, most: int) -> list[tuple[int, int]]:
-        """At most so many candidates (node, index) to send now, the likeliest first.
+        """At most `most` candidates (node, index) to send now, the likeliest first.
 
-        They are numbered on from the tree's end, in this order.
+        The caller must number them in this order, from the tree's end on.
         """
         tree, heap, reached, of = self._tree, self._heap, self._reached, self._drawn.of
         if tree.room(0) != self._room:
@@ -108,22 +110,22 @@ class Frontier:
         return taken
 
     def _offer(self, node: int) -> None:
-        """The first candidate under a node that was not sent; of its siblings it goes first."""
+        """Offer the first candidate under a node that was not sent. Its siblings follow it."""
         nodes = self._drawn.of[node].nodes
         if None in nodes:
             self._heap.append(self._candidate(node, nodes.index(None), at_most=1.0))
 
     def _is_mine(self, node: int, index: int) -> bool:
-        """Whether a branch off the chain is of this drafter's share (drafting.proto, Grant).
+        """Whether a branch off the chain is in this drafter's share (drafting.proto, Grant).
 
-        It is asked once for each, the likeliest first.
+        Call it once per branch, the likeliest first.
         """
         grant = self._tree.grant
         if grant.share == 0:
             return True
         self._num_likelier += 1
         if self._num_likelier <= most_begun(grant):
-            return False  # the first drafter has these
+            return False  # these belong to the first drafter
         length, _ = self._tree.base(node)
         return (length + index) % (grant.shares - 1) == grant.share - 1
 

@@ -1,7 +1,7 @@
 """How one sequence's tree grows, rule by rule: which nodes are fed next, and what is sent.
 
-A chain has one candidate a position. k-SEQ's paths go on all together, level by level. Trees of the
-coupled rule and of recursive rejection spend their nodes where acceptance is likeliest.
+A chain has one candidate per position. k-SEQ's paths all grow together, level by level. Trees of
+the other rules spend their nodes where acceptance is likeliest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GAP_UNKNOWN = (0.0,)
 
 
 class Growth:
-    """The state of one tree's growth. Order of a pass: `to_feed`, `expand` each, `harvest`."""
+    """The state of one tree's growth. Order in a pass: `to_feed`, `expand` each node, `harvest`."""
 
     def __init__(self, tree: DraftTree, chances: RankChances, stopper: Stopper) -> None:
         self._tree = tree
@@ -45,15 +45,15 @@ class Growth:
         self._in_step = 0
         self._was_cut = False
         self.as_chain = True
-        """Whether it grew as a chain in the last pass."""
+        """Whether the tree grew as a chain in the last pass."""
 
     @property
     def stopped(self) -> bool:
-        """Whether the stopping rule keeps something from being drafted."""
+        """Whether the stopping rule keeps a node from being extended."""
         return bool(self._stopped)
 
     def to_feed(self, *, pass_ms: float) -> list[int]:
-        """The nodes whose logits the next pass needs; the root where nothing is drafted yet."""
+        """The nodes whose logits the next pass needs; the root if nothing has been drafted yet."""
         tree = self._tree
         leaf = tree.end
         self.as_chain = tree.may_go_on_as_chain and leaf not in self._drawn.of
@@ -71,23 +71,23 @@ class Growth:
 
     @property
     def needs_token_alone(self) -> bool:
-        """Whether the coupled rule's token is all that this pass needs to know of a node."""
+        """Whether this pass needs nothing of a node but the coupled rule's token."""
         return self.as_chain and self._draws_tokens
 
     @property
     def width(self) -> int:
-        """How many candidates a node's expansion should have."""
+        """How many candidates to draw under a node."""
         grant = self._tree.grant
         return max(grant.branches, 1 + RANKS) if grant.fan_out else grant.branches
 
     def expand_chain(self, node: int, token_id: int) -> None:
-        """Take a token that was drawn elsewhere. Only where needs_token_alone."""
+        """Take the candidate `token_id` that was drawn elsewhere. Only if needs_token_alone."""
         assert self.needs_token_alone
         chance = self._chances.estimate(0, 0.0)
         self._drawn.of[node] = Expansion(Children((token_id,), _GAP_UNKNOWN), [chance], [None])
 
     def lengthen(self, leaf: int, token_id: int) -> NewNodes:
-        """`expand_chain` and `harvest` at once, of the leaf that `to_feed` gave."""
+        """`expand_chain` and `harvest` in one call, for the leaf that `to_feed` gave."""
         assert self.needs_token_alone
         token_ids, chance, drawn = (token_id,), self._chances.estimate(0, 0.0), self._drawn
         drawn.of[leaf] = Expansion(Children(token_ids, _GAP_UNKNOWN), [chance], [leaf + 1])
@@ -95,12 +95,12 @@ class Growth:
         return NewNodes(token_ids, (leaf,))
 
     def expand(self, node: int, logits_V: torch.Tensor) -> None:
-        """Draw the candidates under a node that was fed. The logits are on the CPU.
+        """Draw the candidates under a node that was fed, from its CPU logits [V].
 
-        Of token ids that the target lacks there are none: all that is drawn and told is of the
-        distribution over the others.
+        Token ids beyond the target's vocabulary are cut off first: candidates and draft
+        probabilities are those of the distribution over the others.
         """
-        # torch is there where logits are; where tokens are drawn elsewhere it need not be.
+        # Imported here, because where tokens are drawn elsewhere torch may be missing.
         from workers.drafting.draw import draw_children, draw_one, draw_paths
 
         tree = self._tree
@@ -124,15 +124,15 @@ class Growth:
     def expand_drawn(
         self, node: int, children: Children, signals: Sequence[TokenSignal] = ()
     ) -> None:
-        """Take the candidates under a node that was fed, as they were drawn elsewhere."""
+        """Take the candidates under a node that were drawn elsewhere."""
         chances = [self._chances.estimate(rank, gap) for rank, gap in enumerate(children.gaps)]
         self._drawn.of[node] = Expansion(children, chances, [None] * len(chances), signals)
 
     def promise(self) -> float:
-        """The chance that a pass now drafts a token that will be committed.
+        """The probability that a pass now drafts a token that will be committed.
 
-        That is where the path which the target takes is drafted so far, by the chain or a branch,
-        and the next token is right too.
+        This needs two things: the chain or a branch follows the path that the target takes up to
+        its end, and the next token is right too.
         """
         tree, next_one = self._tree, self._chances.mean(0)
         if tree.is_chain:
@@ -143,9 +143,9 @@ class Growth:
         return next_one * min(1.0, sum(one for node, one in enumerate(reached) if node not in fed))
 
     def harvest(self, fed: Sequence[int], *, pass_ms: float) -> NewNodes:
-        """The nodes to add now; the caller adds them. `fed` were expanded in this pass.
+        """The nodes to add now; the caller adds them. `fed` are the nodes expanded in this pass.
 
-        Candidates of the coupled rule may wait; those that were drawn by a coin are all sent.
+        Candidates of the coupled rule may be sent later. Candidates drawn by a coin are all sent.
         """
         if self.needs_token_alone:
             return self._lengthen(fed[0]) if fed else _NOTHING
@@ -184,7 +184,7 @@ class Growth:
         return NewNodes(tokens, parents, distributions, multiplicities)
 
     def _fan_out(self, fed: Sequence[int], pass_ms: float) -> NewNodes:
-        """The likeliest of all; with what is unfed as many as the next pass takes."""
+        """The likeliest candidates: as many as the next pass can feed besides the unfed nodes."""
         frontier, end, drawn = self._frontier(), self._tree.end, self._drawn
         frontier.fed(fed)
         most = 1 + most_begun(self._tree.grant) - len(self._growing(frontier, pass_ms))
@@ -211,14 +211,15 @@ class Growth:
         return [one for one in leaves if not self._stop(one, pass_ms)] if self._watches else leaves
 
     def _lengthen(self, leaf: int) -> NewNodes:
-        """Go on with the token that was drawn for the leaf of a chain."""
+        """Extend the chain by the token drawn for its leaf."""
         self._drawn.sent(leaf, 0, leaf + 1)
         return NewNodes(self._drawn.of[leaf].children.token_ids, (leaf,))
 
     def known(self) -> NewNodes:
-        """Branches to begin that were drawn with what was fed before: after an outcome, many.
+        """Branches to begin with candidates that earlier passes drew; there are many after an
+        outcome.
 
-        Else the pass before has begun all.
+        At other times there are none, since the last pass began all that were worth it.
         """
         if not self._was_cut or not self._tree.grant.fan_out:
             return _NOTHING
@@ -226,7 +227,7 @@ class Growth:
         return self.harvest((), pass_ms=0.0)
 
     def committed(self, kept: Kept) -> None:
-        """The tree was cut: learn from it, and renumber."""
+        """Follow a cut of the tree: learn from the outcome, and renumber."""
         self._learn(kept)
         self._was_cut = True
         self._edge = self._ends = None
@@ -263,19 +264,19 @@ class Growth:
         ]
 
     def _numbers(self, node: int) -> tuple[int, ...]:
-        """The numbers of k-SEQ's paths through a node; under the root they begin anew."""
+        """The numbers of the k-SEQ paths through a node. Under the root all paths begin."""
         if node == ROOT:
             return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
         return self._drawn.paths[node]
 
     def _allocate(self, pass_ms: float, fed: Sequence[int] = ()) -> Allocation:
-        """Where to spend nodes now. `fed`: since the last time."""
+        """Decide where to spend nodes now. `fed`: the nodes expanded since the last call."""
         tree, ends = self._tree, self._loose_ends(fed)
         means = [self._chances.mean(rank) for rank in range(tree.grant.branches)]
         leaves = ends.leaves
         if self._watches:
             leaves = [leaf for leaf in leaves if not self._stop(leaf.node, pass_ms)]
-        # What the stopping rule refused would have been better than what is less likely.
+        # A leaf that the stopping rule refused is better than any less likely candidate.
         floor = max((ends.reached[node] * means[0] for node in self._stopped), default=0.0)
         return allocate(
             leaves,
@@ -287,7 +288,7 @@ class Growth:
         )
 
     def _loose_ends(self, fed: Sequence[int] = ()) -> LooseEnds:
-        """Those that there are once what was drawn under `fed` is among them."""
+        """The loose ends, with the candidates drawn under `fed` among them."""
         if self._ends is not None and fed:
             self._ends.fed(fed)
         if self._ends is None or not self._ends.are_all:
@@ -309,8 +310,8 @@ class Growth:
             return
         refused = [] if kept.agreed else self._drawn.firsts_below(above[-1])
         if self._tree.grant.drafting_is_free:
-            # The step began with what there was at the outcome before. What was drafted meanwhile
-            # was in no window: the paper's acceptance rate is of what was verified.
+            # The running step began with the nodes that existed at the last outcome. Nodes drafted
+            # since then were in no window, and AdaEDL's acceptance rate is that of verified tokens.
             del refused[max(1, self._in_step - len(kept.path)) :]
         self._stopper.committed(kept, refused, longest=self._longest)
 
@@ -321,4 +322,4 @@ class Growth:
             accepted = candidate == token_id
             self._chances.observe(rank, gap, accepted=accepted)
             if accepted and self._rule is not Rule.COUPLED:
-                return  # Those after it were not tested.
+                return  # candidates after it were not tested

@@ -1,4 +1,4 @@
-"""Where a tree that is verified can go on: what an allocation (allocation.py) is made of."""
+"""Where a tree can grow: the leaves and candidates among which an allocation chooses."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from workers.drafting.tree import DraftTree
 
 
 class LooseEnds:
-    """Nodes that no pass has fed, and candidates that were drawn and not sent.
+    """Nodes that no pass has fed, and candidates that were drawn but not sent.
 
-    They stand for one state of the tree and its grant, and grow with it: after a cut or another
-    grant there are others. Asked for twice a pass, they change by what a pass adds.
+    The object describes one state of the tree under one grant, and is asked for twice per pass. It
+    follows what a pass adds; after a cut or a new grant, make another one.
     """
 
     def __init__(self, tree: DraftTree, drawn: Expansions) -> None:
         self._tree, self._drawn, self._grant = tree, drawn, tree.grant
         self.reached = drawn.reached(tree)
-        """The chance of each node, the root included, that it will be committed."""
+        """The probability of each node, the root included, that it will be committed."""
         self.known: list[Known] = []
-        """Candidates, the likeliest first."""
+        """Candidates that were drawn but not sent, the likeliest first."""
         self._unfed = [node for node in range(tree.end + 1) if node not in drawn.of]
         self._num_offered = self._num_fed = 0
-        # Candidates beyond the width of the grant were drawn for branches.
+        # Candidates beyond the grant's `branches` were drawn for fan-out only.
         self._width = tree.grant.branches if tree.spec.rule is Rule.COUPLED else None
         self._offer(drawn.of)
 
     @property
     def are_all(self) -> bool:
-        """Whether this is the state that the tree is in, or others have added to it."""
+        """Whether it describes the present state; nodes added from elsewhere are unknown to it."""
         return (
             self._grant is self._tree.grant
             and len(self.reached) == self._tree.end + 1
@@ -49,13 +49,13 @@ class LooseEnds:
         ]
 
     def fed(self, nodes: Sequence[int]) -> None:
-        """These were fed, and what follows each was drawn."""
+        """Note that `nodes` were fed and their candidates drawn."""
         self._offer(nodes)
         of = self._drawn.of
         self._unfed = [node for node in self._unfed if node not in of]
 
     def sent(self, chosen: Sequence[tuple[int, int]]) -> None:
-        """These, the likeliest of all, are the next nodes of the tree."""
+        """Note that `chosen`, the likeliest candidates, are the next nodes of the tree."""
         for (negative, _, _, candidate), one in zip(self.known, chosen, strict=False):
             assert candidate == one, "a likelier candidate was not sent"
             self._unfed.append(len(self.reached))
@@ -63,7 +63,7 @@ class LooseEnds:
         del self.known[: len(chosen)]
 
     def check_integrity(self) -> None:
-        """Assert that they are what they would be if they were looked for now."""
+        """Assert that it equals a new one made from the tree's present state."""
         if self.are_all:
             now = LooseEnds(self._tree, self._drawn)
             assert (self.reached, self.leaves) == (now.reached, now.leaves), "other leaves"
@@ -71,7 +71,7 @@ class LooseEnds:
             assert places[0] == places[1], "other candidates, or in another order"
 
     def _offer(self, nodes: Iterable[int]) -> None:
-        """The candidates under nodes that were fed."""
+        """Add the candidates under nodes that were fed."""
         known, count = self.known, self._num_offered
         for node in nodes:
             self._num_fed += 1

@@ -1,4 +1,4 @@
-"""Drafting with a small model: all open sequences together in each forward pass."""
+"""Drafts with a small model: all open sequences together in each forward pass."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from workers.engine.local_cache import LocalCache
 from workers.engine.open import AnyEngine
 
 PREFILL_ALONE = 128
-"""Most prompt tokens that a pass feeds while no sequence is drafting."""
+"""Maximum number of prompt tokens in a pass while no sequence is drafting."""
 PREFILL_BESIDE = 32
-"""The same while others draft: their next token waits for it."""
+"""The same while others draft: their next token waits for the prefill."""
 SHORT = 16
-"""So many missing tokens are no prefill: what a verdict added is fed at once."""
+"""Up to this number of missing tokens is not prefill: what a verdict added is fed at once."""
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Turn:
-    """What a tree does in a pass: feed a slice, whose logits are those of `nodes`; or nothing."""
+    """What a tree does in a pass: feed `piece`, whose logits belong to `nodes`, or nothing."""
 
     tree: DraftTree
     piece: Slice | None
@@ -48,12 +48,12 @@ class _Turn:
 class ModelProposer:
     """Draws candidates from the model's own distribution, as each sequence's rule asks.
 
-    Under the coupled rule by the target's noise: so a draft is what the target would choose if it
-    had this model's logits.
+    Under the coupled rule it draws with the target's noise: a draft is the text that the target
+    would choose if it had this model's logits.
     """
 
     def __init__(self, engine: AnyEngine, *, prefix_cache: bool = True) -> None:
-        """`prefix_cache`: whether sequences of one tenant share KV of equal prefixes."""
+        """`prefix_cache`: whether sequences of one tenant share the KV of equal prefixes."""
         self._engine = engine
         self._shares_prefixes = prefix_cache
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
@@ -81,7 +81,7 @@ class ModelProposer:
         try:
             if self._shares_prefixes:
                 sequence.adopt(tree.committed)
-            # Its own blocks it takes with its first slice: what it shares may be there by then.
+            # The sequence takes its own blocks with its first slice. By then, more may be shared.
             sequence.check_room(tree.num_committed)
         except BaseException:
             self._cache.close(tree)
@@ -91,7 +91,7 @@ class ModelProposer:
         self._held[tree] = _Held(TreeKv(sequence), growth, stopper)
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Nothing: what is fed is chosen pass by pass."""
+        """Do nothing: each pass chooses what it feeds."""
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
@@ -128,7 +128,7 @@ class ModelProposer:
         return result
 
     def _feed(self, turns: Sequence[_Turn], result: Pass) -> set[DraftTree]:
-        """Run the model and draw from its logits; the trees for which that failed."""
+        """Run the model and draw from its logits. Returns the trees for which that failed."""
         logits_TV = self._engine.step([turn.piece for turn in turns if turn.piece is not None])
         result.sequences_fed = len(turns)
         fed: list[tuple[DraftTree, Growth, int]] = []
@@ -179,8 +179,8 @@ class ModelProposer:
     def _choose(self, trees: Sequence[DraftTree], result: Pass, pass_ms: float) -> list[_Turn]:
         """What each tree does in this pass.
 
-        Those that miss little are all fed; of the others the oldest gets a chunk. A tree for which
-        the pool has no block left is declined.
+        All trees that miss few tokens are fed. Of the others, the oldest one gets a chunk of its
+        prefill. A tree for which the pool has no block left is declined.
         """
         turns: list[_Turn] = []
         prefilling: list[DraftTree] = []
@@ -227,7 +227,7 @@ class ModelProposer:
                 piece = kv.node_slice(tree, nodes)
             else:
                 if kv.missing(tree) == 0:
-                    kv.forget_root()  # Its logits came when there was no leave to use them.
+                    kv.forget_root()  # the grant did not allow using its logits when they came
                 piece = kv.committed_slice(tree, limit=limit)
         except OverloadedError as error:
             result.declined.append((tree, f"the drafter's KV memory is full: {error}"))

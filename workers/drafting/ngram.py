@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the longest matching suffix before (ALGORITHMS.md section 6)."""
+"""Prompt lookup: proposes what followed the longest earlier match of the text's suffix."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from workers.drafting.tree import DraftTree
 
 MAX_SUFFIX = 4
 MAX_REMEMBERED = 16
-"""Of the places where a run occurred, so many are remembered, the newest."""
+"""Maximum number of occurrences that are remembered of a run, the newest ones."""
 
 
 class NgramProposer(TakesNoTime):
-    """Copies: the suffix of a text (at most 4 tokens, the longest that occurred) is looked up in
-    the committed tokens, newest occurrence first, and what followed it is proposed up to the grant.
+    """Copies from the committed tokens what followed an earlier occurrence of the text's suffix.
 
-    As a tree: what followed other occurrences, and those of shorter suffixes, are further branches.
+    The suffix is the longest of 1 to 4 tokens that occurred before. The newest occurrence comes
+    first, and is copied up to the grant. In a tree, other occurrences and those of shorter suffixes
+    give further branches.
     """
 
     def __init__(self) -> None:
@@ -59,10 +60,10 @@ class NgramProposer(TakesNoTime):
 
 
 class _SuffixIndex:
-    """Where each run of 1 to 4 committed tokens was followed by something.
+    """Where each run of 1 to 4 committed tokens was followed by another token.
 
-    Maps the run to the positions of what followed, the newest last. Run-ahead is not indexed, so
-    nothing is ever taken back.
+    Maps the run to the positions of the tokens after it, the newest last. Only committed tokens are
+    indexed, so no entry is ever taken back.
     """
 
     def __init__(self) -> None:
@@ -86,9 +87,10 @@ class _SuffixIndex:
         self._num_indexed = end
 
     def followers(self, suffix: Sequence[int]) -> Iterator[int]:
-        """The positions of what followed the ends of `suffix`: the longest first, then the newest.
+        """The positions after earlier occurrences of the ends of `suffix`.
 
-        A position comes again where a shorter end matches there too.
+        Longer ends come first, then newer occurrences. A position comes again if a shorter end
+        matches there too.
         """
         for first in range(len(suffix)):
             yield from reversed(self._followers.get(tuple(suffix[first:]), ()))
@@ -100,7 +102,7 @@ def _copy_chain(tree: DraftTree, index: _SuffixIndex) -> Draft:
     if position is None:
         return Draft(tree, NewNodes(), last=True)
     copied = NewNodes(_copy(tree, text, position, tree.chain_room))
-    # It has no branches to begin, for which a grant with `fan_out` would have it asked again.
+    # A chain cannot begin branches. Without `grant_used`, a grant with `fan_out` would ask again.
     return Draft(tree, copied, grant_used=tree.grant.fan_out > 0)
 
 
@@ -116,7 +118,8 @@ def _copy_branches(tree: DraftTree, index: _SuffixIndex) -> Draft:
 def _copy(tree: DraftTree, text: Sequence[int], position: int, count: int) -> list[int]:
     """At most `count` tokens from `position` on, up to an end token.
 
-    The copy may run into what it has just written: a loop in the text goes on as a loop.
+    The copy may continue into tokens that it has just written: a loop in the text goes on as a
+    loop.
     """
     copied: list[int] = []
     for place in range(min(count, MAX_PROPOSED)):

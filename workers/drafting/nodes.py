@@ -11,20 +11,21 @@ from workers.verification.draft_probs import SparseProbs
 from workers.verification.prefix import CountedText, Prefix
 
 ROOT = 0
-"""The number of the last committed token among the nodes; the drafted ones follow from 1 on."""
+"""Node number of the last committed token. The drafted nodes follow from 1 on."""
 
 PIECE = 2048
-"""Tokens of long texts that are taken in at once: to hash and index them takes some 5 ms, and other
-sequences wait meanwhile."""
+"""Tokens of a long text that are processed at once. Hashing and indexing them takes some 5 ms,
+during which other sequences wait.
+"""
 
 
 @value_class(frozen=True, slots=True)
 class NewNodes:
-    """Nodes that a pass adds to a tree, numbered on from its `num_nodes` + 1.
+    """Nodes that a pass adds to a tree, numbered from its `num_nodes` + 1 on.
 
-    `parents` are numbers in the whole tree, those of new nodes included; None: a chain that
-    continues `tree.end`. `distributions`: what the children of a node were drawn from, by the
-    node's number, for rules that need it. `multiplicities` as in drafting.proto.
+    `parents` are node numbers in the whole tree, new nodes included; None: a chain that continues
+    `tree.end`. `distributions`: by node number, what the node's children were drawn from, for rules
+    that need it. `multiplicities` as in drafting.proto.
     """
 
     token_ids: Sequence[int] = ()
@@ -35,10 +36,11 @@ class NewNodes:
 
 @value_class(frozen=True, slots=True)
 class Kept:
-    """What an outcome (its `token_ids`) left of a tree, in the numbers from before it.
+    """What an outcome (its `token_ids`) left of a tree, in the numbers from before the outcome.
 
     `path`: the nodes that were committed, in order. `nodes`: those that stayed; nodes[i] is now
-    node i + 1. `agreed`: all committed tokens were nodes, so the last of `path` is the root now.
+    node i + 1. `agreed`: all committed tokens were nodes, so that the last of `path` is now the
+    root.
     """
 
     token_ids: tuple[int, ...]
@@ -50,9 +52,9 @@ class Kept:
 class NodeTree:
     """Committed tokens and the nodes drafted after them; a chain is a tree without forks.
 
-    Node 0 is the last committed token. Parents have smaller numbers than their children. The first
-    piece of a text is taken in when the tree is made, the rest of a long one by `settle`; nothing
-    can be drafted before that is done.
+    Node 0 is the last committed token. Parents have smaller numbers than their children. The
+    constructor processes the first PIECE tokens, and `settle` the rest of a long text; nothing can
+    be drafted before that is done.
     """
 
     def __init__(self, token_ids: Sequence[int], *, prompt_length: int) -> None:
@@ -64,10 +66,10 @@ class NodeTree:
         self.parents = [ROOT]
         self.multiplicities = [1]
         self._depths = [0]
-        # The root's is that of the first `num_settled` committed tokens.
+        # The root's hash is that of the first `num_settled` committed tokens.
         self._hashes = [EMPTY_PREFIX_HASH]
         self.num_settled = 0
-        """Committed tokens that were taken in."""
+        """Number of committed tokens that were processed."""
         self._children: list[list[int]] = [[]]
         self.is_chain = True
         """Whether each node continues the one before."""
@@ -75,32 +77,32 @@ class NodeTree:
 
     @property
     def is_settled(self) -> bool:
-        """Whether all committed tokens were taken in."""
+        """Whether all committed tokens were processed."""
         return self.num_settled == len(self.committed)
 
     def settle(self, count: int) -> None:
-        """Take in the next `count` committed tokens, or as many as there are."""
+        """Process the next `count` committed tokens, or as many as there are."""
         piece = self.committed[self.num_settled : self.num_settled + count]
         self._hashes[ROOT] = hash_on(self._hashes[ROOT], piece)
         self.num_settled += len(piece)
 
     @property
     def num_committed(self) -> int:
-        """Committed tokens, prompt included."""
+        """Number of committed tokens, prompt included."""
         return len(self.committed)
 
     @property
     def num_nodes(self) -> int:
-        """Drafted nodes."""
+        """Number of drafted nodes."""
         return len(self.tokens) - 1
 
     @property
     def end(self) -> int:
-        """The newest node: of a chain, its end."""
+        """The newest node; in a chain, its end."""
         return len(self.tokens) - 1
 
     def depth(self, node: int) -> int:
-        """How many nodes lead to this one, itself included."""
+        """The number of nodes from the root to this one, without the root."""
         return self._depths[node]
 
     def children(self, node: int) -> Sequence[int]:
@@ -108,7 +110,7 @@ class NodeTree:
         return self._children[node]
 
     def child_with(self, node: int, token_id: int) -> int | None:
-        """The first child of a node that is this token."""
+        """The first child of a node with this token, or None."""
         return next(
             (child for child in self._children[node] if self.tokens[child] == token_id), None
         )
@@ -122,7 +124,7 @@ class NodeTree:
         return path[::-1]
 
     def chain_nodes(self) -> list[int]:
-        """The nodes of the path that follows first children from the root, which is not in it."""
+        """The path from the root that follows first children, without the root."""
         path = []
         node = ROOT
         while self._children[node]:
@@ -131,7 +133,7 @@ class NodeTree:
         return path
 
     def prefix(self, node: int) -> Prefix:
-        """All token ids up to and including a node. A view, good until the node is gone."""
+        """All token ids up to and including a node's. A view, valid while the node exists."""
         path = tuple([self.tokens[step] for step in self.path_to(node)])
         return Prefix(self._text, len(self.committed), path)
 
@@ -165,7 +167,7 @@ class NodeTree:
 
     def commit(self, token_ids: Sequence[int]) -> Kept:
         """Add committed tokens. The subtree that agrees with all of them stays, the rest goes."""
-        if not self.is_settled:  # and nothing was drafted
+        if not self.is_settled:  # nothing was drafted yet
             self._text.extend(token_ids)
             self.tokens = [self.committed[-1]]
             return Kept(tuple(token_ids), (), (), agreed=False)
@@ -196,7 +198,10 @@ class NodeTree:
         return sorted(below)
 
     def _keep(self, root: int, nodes: Sequence[int], root_hash: int) -> None:
-        """Make `root` (or what was committed beside the tree) node 0, and `nodes` the rest."""
+        """Make `root` node 0 and `nodes` the others.
+
+        Without `nodes`, the new root is the last committed token, whether or not it was a node.
+        """
         if not nodes:
             self.distributions = {}
             self.tokens, self.parents, self.multiplicities = [self.committed[-1]], [ROOT], [1]
@@ -224,7 +229,7 @@ class NodeTree:
             self._children[self.parents[node]].append(node)
 
     def _keep_chain(self, root: int, root_hash: int) -> None:
-        """The same where each node continues the one before: what follows `root` is a chain."""
+        """The same for a chain: all nodes after `root` stay."""
         first, count = root + 1, self.end - root
         self.distributions = {
             node - root: pairs for node, pairs in self.distributions.items() if node >= root
@@ -237,7 +242,7 @@ class NodeTree:
         self._children = [*([node] for node in range(1, count + 1)), []]
 
     def check_integrity(self) -> None:
-        """Assert that tokens, parents, hashes and depths belong together."""
+        """Assert that tokens, parents, hashes and depths match."""
         running = hash_prefix(self.committed[: self.num_settled])
         assert self._hashes[ROOT] == running, "the hash of the committed tokens is stale"
         assert self.is_settled or not self.num_nodes, "drafted before all was taken in"

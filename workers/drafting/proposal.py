@@ -1,4 +1,4 @@
-"""What a drafter proposes: the same value at its desk and in the driver's scheduler."""
+"""A drafter's proposal, as its desk makes it and the driver's scheduler reads it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from workers.verification.draft_probs import SparseProbs
 
 @value_class(frozen=True, slots=True)
 class Proposal:
-    """Candidates under the first `base_length` tokens: a chain, or a tree where it has parents.
+    """Candidates after the first `base_length` tokens: a chain, or a tree if it has `parents`.
 
-    Fields are those of drafting.proto, Proposal. The driver checks that they keep that contract
-    before it makes one: what breaks it is a MalformedProposal.
+    The fields are those of drafting.proto, Proposal. The driver makes a Proposal only of a message
+    that keeps that contract, and a MalformedProposal of any other.
     """
 
     sequence_id: int

@@ -1,4 +1,4 @@
-"""The interface of a kind of drafter: what grows trees."""
+"""The interface of a kind of drafter: a proposer grows trees."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from workers.drafting.tree import DraftTree
 _log = logging.getLogger(__name__)
 
 ANY_POSITION = (1 << 32) - 1
-"""The `max_position` of a drafter without memory of positions."""
+"""The `max_position` of a drafter whose memory does not depend on positions."""
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """What a drafter is (drafting.proto, DescribeDrafterResponse)."""
+    """A drafter's properties (drafting.proto, DescribeDrafterResponse)."""
 
     kind: str
     model: str
@@ -35,7 +35,7 @@ class DrafterInfo:
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
 
-    `previous_id`: the token before that one, None where it was the first.
+    `previous_id`: the token before that one; None if it was the first.
     """
 
     token_id: int
@@ -47,10 +47,10 @@ class TopTokens:
 class Draft:
     """What a pass adds to a tree.
 
-    `last`: nothing follows before the next outcome, whatever is granted; then there may be no
-    nodes. `grant_used`: nothing follows unless more is granted. (That the grant's nodes are used
-    up, or that a chain reached an end token, the desk sees by itself.) `stopping_state`: see
-    drafting.proto, Proposal.
+    `last`: nothing follows before the next outcome, whatever is granted; `new` may be empty.
+    `grant_used`: nothing follows unless more is granted. (The desk itself notices when the grant's
+    nodes are used up, or when a chain reaches an end token.) `stopping_state`: see drafting.proto,
+    Proposal.
     """
 
     tree: DraftTree
@@ -62,11 +62,12 @@ class Draft:
 
 @dataclass(slots=True)
 class Pass:
-    """What one pass gave. `declined`: trees that could not be kept, and why.
+    """The result of one pass.
 
-    `took_part`: every tree that the pass worked for, those whose prefill goes on included.
-    `sequences_fed`: how many of them a model was fed something of; `tokens_fed`: of how many
-    tokens. `prefilled`: some of these were prefill.
+    `declined`: trees that could not be kept, and why. `took_part`: every tree that the pass worked
+    for, including those whose prefill continues. `sequences_fed`: the number of sequences that a
+    model was fed tokens of; `tokens_fed`: the number of these tokens. `prefilled`: whether some of
+    them were prefill.
     """
 
     drafts: list[Draft] = field(default_factory=list)
@@ -77,78 +78,79 @@ class Pass:
     prefilled: bool = False
 
     def fail(self, tree: DraftTree, error: Exception) -> None:
-        """Decline a tree whose own drafting raised an error; the others go on."""
+        """Decline a tree because drafting for it raised an error; the others continue."""
         self.declined.append((tree, reason_of_failure(error)))
 
 
 def reason_of_failure(error: Exception) -> str:
-    """Log what went wrong with one sequence; why it is declined."""
+    """Log an error that concerns one sequence. Returns why the sequence is declined."""
     _log.error("drafting for a sequence failed; it is declined", exc_info=error)
     return f"drafting for it failed: {error!r}"
 
 
 class Proposer(Protocol):
-    """Grows open trees. It reads them and leaves their changes to the caller."""
+    """Grows open trees. It reads the trees; the caller changes them."""
 
     @property
     def info(self) -> DrafterInfo:
-        """What it is."""
+        """The drafter's properties."""
 
     def open(self, tree: DraftTree) -> None:
-        """Begin to keep what a tree needs. Raises OverloadedError, keeping nothing, when full.
+        """Begin to keep what a tree needs. If memory is full, raises OverloadedError and keeps
+        nothing.
 
-        What is full only when its turn comes has it declined in that pass.
+        A tree for which memory runs out later is declined in that pass.
         """
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Take in the next `count` tokens of a long text (NodeTree.settle), which `open` did not.
+        """Process the next `count` tokens of a long text (NodeTree.settle), beyond those at `open`.
 
-        Called before the tree itself settles them.
+        The caller calls this before it calls the tree's own `settle`.
         """
 
     def close(self, tree: DraftTree) -> None:
         """Free everything kept for a tree."""
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
-        """Tokens of the tree were committed; `kept` says what is left of its nodes.
+        """Follow an outcome of a tree; `kept` says what is left of its nodes.
 
-        `top_tokens`: what the target told since the last time, for a drafter that wants it.
+        `top_tokens`: what the target told since the last call, for a drafter that wants it.
         """
 
     def known(self, tree: DraftTree) -> NewNodes:
-        """Nodes for a ready tree that need no pass, since what they are drawn from is there.
+        """Nodes for a ready tree that need no pass, because their logits are there already.
 
-        They are added before the next pass, which may feed them. None is no reason to stop.
+        The caller adds them before the next pass, which may feed them. An empty result does not end
+        the draft.
         """
 
     def promise(self, tree: DraftTree) -> float:
-        """The chance that a pass now drafts a token of this tree that will be committed."""
+        """The probability that a pass now drafts a token of this tree that will be committed."""
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        """Draft for `trees`, each of which is open and ready, within their grants.
+        """Draft for `trees`, all of which are open and ready, within their grants.
 
-        What goes wrong with one tree alone is noted (Pass.fail); what concerns all is raised.
-
-        A draft adds at most `tree.nodes_left` nodes, none to a parent whose `tree.room` is 0. A
-        ready tree for which it can add nothing must be given a draft that says so (`last` or
-        `grant_used`), else it is asked for ever. `pass_ms`: what a pass takes at present, 0 when
-        that is not known.
+        An error that concerns one tree is noted (Pass.fail); an error that concerns all is raised.
+        A draft adds at most `tree.nodes_left` nodes, and none to a parent whose `tree.room` is 0. A
+        ready tree to which nothing can be added must get a draft that says so (`last` or
+        `grant_used`), else it stays ready and is asked again without end. `pass_ms`: the present
+        duration of a pass in milliseconds, 0 if unknown.
         """
 
     def check_integrity(self, trees: Sequence[DraftTree]) -> None:
-        """Assert that what is kept fits `trees`, which are all the open ones."""
+        """Assert that what is kept matches `trees`, which are all the open ones."""
 
 
 class TakesNoTime:
-    """Of kinds whose passes take next to no time, so that none is worth saving or preparing."""
+    """Base of kinds whose passes take so little time that none is worth avoiding or preparing."""
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Nothing is kept of a text."""
+        """Do nothing: no state is kept of a text."""
 
     def known(self, tree: DraftTree) -> NewNodes:
-        """None."""
+        """No nodes."""
         return NewNodes()
 
     def promise(self, tree: DraftTree) -> float:
-        """Always worth a pass."""
+        """1: a pass is always worth its time."""
         return 1.0

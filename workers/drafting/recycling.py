@@ -1,10 +1,13 @@
-"""Token Recycling (Luo et al. 2024): the target's own second thoughts are drafts for later.
+"""Token Recycling (Luo et al. 2024): the target's own discarded candidates become drafts.
 
-Every token that the target was fed has a row, its likeliest next tokens then, the prompt's tokens
-included (recycled_rows.py). A draft follows the rows from the last committed token on. The paper
-spends 80 nodes on one tree of fixed shape, since wide steps are nearly free on its devices; here
-nodes are spent where acceptance is likeliest, by how often each rank of a row was right, and within
-the window. No model, no memory of positions; the rows of a tenant outlive its requests.
+Every token that the target was fed has a row: its likeliest next tokens at that time
+(recycled_rows.py). This includes the prompt's tokens. A draft follows the rows from the last
+committed token on.
+
+The paper spends 80 nodes on one tree of fixed shape, since wide steps are nearly free on its
+devices. Here nodes are spent where acceptance is likeliest, by how often each rank of a row was
+right, and within the window. There is no model and no memory of positions. The rows of a tenant
+outlive its requests.
 """
 
 from __future__ import annotations
@@ -21,15 +24,18 @@ from workers.drafting.recycled_rows import ROW_LENGTH, Row, RowChances, RowTable
 from workers.drafting.tree import DraftTree
 
 _Learner = tuple[str, int | None]
-"""A tenant, and how many token ids the target has: one has no use for what another says."""
+"""A tenant, and the target's vocabulary size: targets of different sizes share no rows."""
 
 MAX_TREE_NODES = 80
 MAX_TABLES = 64
-"""Tenants whose rows are kept; of more, those that opened a sequence longest ago are forgotten."""
+"""Maximum number of tables kept. Beyond that, those in which a sequence was opened longest ago are
+forgotten.
+"""
 
 _Candidate = tuple[tuple[float, int, int], int, int]
-"""Its place in the order (minus its chance, its parent, its rank in the row), token, and how many
-tokens may follow it."""
+"""Its sort key (minus its chance, its parent, its rank in the row), its token, and the number of
+tokens that may follow it.
+"""
 
 
 class RecyclingProposer(TakesNoTime):
@@ -97,7 +103,7 @@ def _price(tree: DraftTree) -> float:
 
 
 def _last_two(tree: DraftTree, node: int) -> tuple[int | None, int]:
-    """The token before a node, None where there is none, and the node's own."""
+    """The token before a node, or None, and the node's own token."""
     if node != ROOT:
         return tree.tokens[tree.parents[node]], tree.tokens[node]
     return (tree.committed[-2] if tree.num_committed > 1 else None), tree.tokens[ROOT]
@@ -108,8 +114,8 @@ def _follow_best(
 ) -> tuple[NewNodes, float]:
     """The likeliest nodes that the rows give, best first, and the chance of the last one.
 
-    A node's chance is the product of its ranks' on its path. Nothing below `price` but one node,
-    so that what candidates cost stays known.
+    A node's chance is the product of the chances of the ranks on its path. Nodes below `price` are
+    left out, except for one, so that the cost of candidates stays known.
     """
     branches = min(tree.grant.branches, ROW_LENGTH)
     budget = min(MAX_TREE_NODES, tree.nodes_left + tree.num_nodes)
@@ -141,7 +147,7 @@ def _follow_best(
 def _follow_first(
     tree: DraftTree, table: RowTable, chances: RowChances, price: float
 ) -> tuple[NewNodes, float]:
-    """The best chain, always the first of the row, and the chance of its end."""
+    """The chain that always takes the first of a row, and the chance of its end."""
     token_ids: list[int] = []
     previous_id, token_id = _last_two(tree, tree.end)
     reached = chances.first**tree.num_nodes

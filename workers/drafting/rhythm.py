@@ -1,8 +1,8 @@
-"""The beat of outcomes: verdicts come once a step, so a drafter knows when to expect the next.
+"""The beat of outcomes: verdicts come once per step, so a drafter can predict the next one.
 
-A pass that would still run when the outcome comes loses what follows the outcome if what it drafts
-is refused: the next pass, which begins where the text really goes, begins late by that. So it is
-better held back, unless what it drafts is likely enough of use.
+Suppose a pass is running when an outcome arrives that refuses its draft. The next pass, which
+begins where the text really goes on, then begins late. So it is better to hold the pass back,
+unless its draft is likely enough to be right.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 
 QUIET_SECONDS = 0.0001
 QUIET_SECONDS_OF_MANY = 0.0003
-"""After a message, the next one is waited for so long before a pass begins. gRPC hands messages
-over one by one; with several sequences open, those that a step brought should share a pass."""
+"""Seconds without a message after which a pass begins, for one open sequence and for several. gRPC
+delivers messages one by one; messages caused by the same step should share a pass.
+"""
 _KEPT = 0.8
-"""Of the time between outcomes, so much is remembered from one to the next."""
+"""Weight of the old value in the moving average of the time between outcomes."""
 _PAUSE = 4.0
-"""So many times as long as usual is no beat: requests came or went."""
+"""A gap above this multiple of the average is ignored as a pause: requests came or went."""
 _PATIENCE = 0.3
-"""An outcome may be later than expected by so much of a pass, before one begins without it."""
+"""How late an outcome may be before a pass begins without it, as a share of a pass's duration."""
 
 
 @dataclass(slots=True)
@@ -29,7 +30,7 @@ class Rhythm:
     _period: float = 0.0
 
     def beat(self, now: float) -> None:
-        """Outcomes came."""
+        """Note that outcomes came at time `now`."""
         if self._last is not None:
             since = now - self._last
             if not self._period:
@@ -39,9 +40,9 @@ class Rhythm:
         self._last = now
 
     def share_after(self, now: float, pass_seconds: float) -> float:
-        """Of a pass that begins now, how much would lie after the next outcome: 0 to 1.
+        """The share, 0 to 1, of a pass beginning now that would lie after the next outcome.
 
-        0 too where the outcome is overdue: who knows when it comes.
+        0 as well if the outcome is overdue, since nobody knows when it will come.
         """
         if self._last is None or not self._period or not pass_seconds:
             return 0.0

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 class Stopper:
-    """Says under which nodes nothing more is drafted. Never stops under the rule `fixed`.
+    """Decides under which nodes nothing more is drafted. Under the rule `fixed` it never stops.
 
-    It looks at tokens that are in the tree, hence sent: none is dropped for what it says.
+    It looks only at tokens that are in the tree and hence sent: no token is dropped because of what
+    it decides.
     """
 
     def __init__(self, stopping: Stopping, shared: DrafterStopping) -> None:
@@ -30,7 +31,7 @@ class Stopper:
 
     @property
     def watches(self) -> bool:
-        """Whether it wants signals."""
+        """Whether the rule needs signals."""
         return self.rule is not None
 
     def signals(self, logits_V: torch.Tensor, token_ids: Sequence[int]) -> list[TokenSignal]:
@@ -47,16 +48,16 @@ class Stopper:
         ]
 
     def note(self, node: int, signal: TokenSignal) -> None:
-        """A node was drafted."""
+        """Keep the signal of a node that was drafted."""
         self._signals[node] = signal
 
     def stops_after(self, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
-        """Whether nothing is to be drafted after these nodes, a path from the root.
+        """Whether to draft nothing after the nodes of `path`, a path from the root.
 
-        After the root itself something always is. Rules that are blind to cost judge what was
-        drafted since the last outcome: as published, a draft begins anew after a verdict, so
-        run-ahead that was kept ends none. They are published for drafts that the target waits for,
-        and end none while drafting is free: the drafter would only be idle.
+        After the root itself something is always drafted. Rules that are blind to cost judge only
+        what was drafted since the last outcome: as published, a draft begins anew after a verdict,
+        so run-ahead that was kept does not count. They are made for drafts that the target waits
+        for, and end no draft while drafting is free, since the drafter would only be idle.
         """
         by_cost = isinstance(self.rule, CostAware)
         if not by_cost:
@@ -72,8 +73,10 @@ class Stopper:
         return stops and (by_cost or not grant.drafting_is_free)
 
     def committed(self, kept: Kept, refused: Sequence[int], *, longest: int) -> None:
-        """Learn from an outcome: `refused` are the verified nodes after the path that agreed, of
-        which the first was tested and refused. `longest`: the longest draft that was allowed.
+        """Learn from an outcome.
+
+        `refused` are the verified nodes after the path that agreed; the first of them was tested
+        and refused. `longest`: the longest draft that was allowed, in tokens.
         """
         self._is_told = False
         if self.rule is None:
@@ -87,12 +90,13 @@ class Stopper:
         }
 
     def state(self) -> Mapping[str, float]:
-        """The rule's state by name; nothing for `fixed`."""
+        """The rule's state by name; empty for `fixed`."""
         return self.rule.metrics() if self.rule is not None else {}
 
     def news(self) -> Mapping[str, float]:
-        """The state, once after each outcome, else nothing: what is for the metrics of a request
-        alone must not make each of its proposals a long one.
+        """The state once after each outcome, else empty.
+
+        It serves only a request's metrics, so it must not lengthen each of its proposals.
         """
         if self._is_told:
             return {}

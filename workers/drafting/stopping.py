@@ -1,10 +1,10 @@
-"""When a drafter stops (ALGORITHMS.md section 4): small state machines without I/O or clock.
+"""The rules for when a drafter stops: small state machines without I/O or clock.
 
-A drafter describes each drafted token by a TokenSignal, asks `should_stop` after each, and tells
-`learn` what the verdict made of a draft. The test looks at tokens that have been drafted, and
-stops the drafting of *further* ones: whatever it looked at is sent. To drop it would bias the
-output under every rule that needs draft probabilities. At least one token is drafted, else no
-rule could learn that drafting has become worth while.
+A drafter describes each drafted token by a TokenSignal, calls `should_stop` after each, and passes
+`learn` the verdict on a draft. The test looks at tokens that have been drafted, and stops the
+drafting of *further* ones: every token it looked at is sent. Dropping one would bias the output
+under every rule that needs draft probabilities. At least one token is drafted, since otherwise no
+rule could learn that drafting has become worthwhile.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from workers.drafting.acceptance_map import AcceptanceMap, TokenSignal
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What time buys at present, in milliseconds.
+    """What time buys at present.
 
-    `tokens_per_ms` is the rate at which the sequence commits; `draft_ms` one further draft token
-    (0 while the target is busy anyway); `step_ms_per_candidate` what it adds to the target's step.
+    `tokens_per_ms`: the rate at which the sequence commits. `draft_ms`: milliseconds that one more
+    draft token takes (0 while the target is busy anyway). `step_ms_per_candidate`: milliseconds
+    that it adds to the target's step.
     """
 
     tokens_per_ms: float
@@ -32,17 +33,17 @@ class Prices:
 
 
 class StoppingRule(Protocol):
-    """One drafter's rule for one sequence. It is asked of drafts of at least one token."""
+    """One drafter's rule for one sequence. It judges drafts of at least one token."""
 
     def should_stop(self, drafted: Sequence[TokenSignal], prices: Prices) -> bool:
-        """Whether to draft nothing after these, the tokens since the last committed one.
+        """Whether to draft nothing after `drafted`, the tokens since the last committed one.
 
-        All of them are sent, the last one too.
+        All of them are sent, including the last one.
         """
         ...
 
     def learn(self, drafted: Sequence[TokenSignal], num_accepted: int, *, longest: int) -> None:
-        """The verdict on a chain, or on the path of a tree that it followed.
+        """Learn from the verdict on a chain, or on the path of a tree that it followed.
 
         `longest`: the longest draft that was allowed, in tokens.
         """
@@ -55,10 +56,10 @@ class StoppingRule(Protocol):
 
 @dataclass(slots=True)
 class AdaEdl:
-    """AdaEDL (Agrawal et al. 2024): an entropy bound on acceptance against a threshold.
+    """AdaEDL (Agrawal et al. 2024): an entropy bound on acceptance, compared to a threshold.
 
-    The threshold follows the acceptance rate; what a token costs it does not know. It moves by a
-    thousandth a draft, so all sequences of a drafter move the same one.
+    The threshold follows the acceptance rate. It ignores what a token costs. It moves by a
+    thousandth per draft, so all sequences of a drafter share one threshold.
     """
 
     threshold: float = 0.4
@@ -86,8 +87,9 @@ class AdaEdl:
 
 @dataclass(slots=True)
 class Confidence:
-    """Stop when the probability that all drafted tokens are accepted, estimated as the product of
-    their draft probabilities, falls below a threshold.
+    """Stop when the product of the draft probabilities falls below a threshold.
+
+    The product estimates the probability that all drafted tokens are accepted.
     """
 
     threshold: float = 0.3
@@ -98,7 +100,7 @@ class Confidence:
         return self.last_product < self.threshold
 
     def learn(self, drafted: Sequence[TokenSignal], num_accepted: int, *, longest: int) -> None:
-        """Nothing to learn."""
+        """Do nothing: the threshold is fixed."""
 
     def metrics(self) -> Mapping[str, float]:
         return {"threshold": self.threshold, "confidence": self.last_product}
@@ -108,9 +110,9 @@ class Confidence:
 class CostAware:
     """Stop when the next token's expected gain falls below its price.
 
-    The gain is the probability that it and all before it are accepted: the map's estimates of
-    those drafted, and its mean for the next one. The price is what could be committed in the time
-    that drafting and verifying it takes.
+    The gain is the probability that it and all tokens before it are accepted: the map's estimates
+    for the drafted tokens, times its mean for the next one. The price is the number of tokens that
+    could be committed in the time of drafting and verifying it.
     """
 
     acceptance: AcceptanceMap
@@ -139,14 +141,14 @@ class CostAware:
 
 
 class DrafterStopping:
-    """A drafter's stopping rules. What they learned of its pair of models outlives a sequence."""
+    """A drafter's stopping rules. What they learned of its two models outlives a sequence."""
 
     def __init__(self) -> None:
         self._acceptance = AcceptanceMap()
         self._adaedl = AdaEdl()
 
     def rule(self, name: Stopping) -> StoppingRule | None:
-        """The rule of a new sequence, None for `fixed`: the grant bounds a draft by itself."""
+        """The rule of a new sequence. None for `fixed`: the grant alone bounds a draft."""
         match name:
             case Stopping.FIXED:
                 return None

@@ -1,4 +1,4 @@
-"""What a drafter tells of what it drafted."""
+"""Makes the proposals that tell a driver what was drafted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.drafting.proposer import Draft
 
 
 def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
-    """Add what was drafted to its tree, and tell of the nodes from `first` on."""
+    """Add what was drafted to its tree. Returns proposals for the nodes from `first` on."""
     tree = draft.tree
     tree.extend(draft.new)
     final = draft.last or tree.finished
@@ -18,7 +18,7 @@ def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
     if last:
         tree.tell_last(until_grant=not final)
     if first == tree.end and not tree.needs_draft_probs and tree.multiplicities[first] == 1:
-        base_length, base_hash = tree.base(tree.parents[first])  # one node, as of most chains
+        base_length, base_hash = tree.base(tree.parents[first])  # one node, as in most chains
         new, state = (tree.tokens[first],), draft.stopping_state
         return [Proposal(sequence_id, base_length, base_hash, new, last, stopping_state=state)]
     grows = not (draft.last or tree.needs_draft_probs)
@@ -45,9 +45,9 @@ def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:
 
 
 def _one_by_one(sequence_id: int, draft: Draft, first: int, *, last: bool) -> list[Proposal]:
-    """Each new node under its own base, in the order of their drawing, and nothing told again.
+    """One proposal per new node under its own base, in the order drawn. No node is sent again.
 
-    So they go out in columns (wire.py).
+    Proposals of this form are sent in columns (wire.py).
     """
     tree = draft.tree
     proposals = [

@@ -31,7 +31,7 @@ class DraftTree(NodeTree):
     """The nodes of a sequence, within its spec and its grant.
 
     `max_position`: no token is drafted at or beyond it. `vocab_size`: no token id at or above it is
-    drafted, None: any may be. `tenant`: whose requests may share what is learned.
+    drafted; None: unbounded. `tenant`: requests of one tenant may share what is learned.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DraftTree(NodeTree):
         self.tenant = tenant
         self.max_position = max_position
         self.needs_draft_probs = FACTS[spec.rule].needs_draft_probs
-        # Asked for several times a pass; None: something has changed.
+        # Cached, since it is asked for several times per pass; None after a change.
         self._is_ready: bool | None = None
         self._take_grant(Grant())
         self._told_last = self._told_until_grant = False
@@ -69,7 +69,7 @@ class DraftTree(NodeTree):
         )
 
     def room(self, node: int) -> int:
-        """How many tokens may follow a node, one after another, by position alone."""
+        """The number of tokens that may follow a node, one after another, by position alone."""
         left = self._deepest - self._depths[node]
         if left <= 0 or (self.spec.end_token_ids and self.ends(node)):
             return 0
@@ -84,13 +84,13 @@ class DraftTree(NodeTree):
 
     @property
     def nodes_left(self) -> int:
-        """How many more nodes the grant allows."""
+        """The number of further nodes that the grant allows."""
         left = self._most_nodes - len(self.tokens) + 1
         return left if left > 0 else 0
 
     @property
     def chain_room(self) -> int:
-        """How many tokens may follow the end of a chain."""
+        """The number of tokens that may follow the end of a chain."""
         room, left = self.room(len(self.tokens) - 1), self.nodes_left
         return room if room < left else left
 
@@ -108,19 +108,19 @@ class DraftTree(NodeTree):
 
     @property
     def may_go_on_as_chain(self) -> bool:
-        """Whether it is a chain, and the grant is for one candidate a position."""
+        """Whether it is a chain, and the grant is for one candidate per position."""
         return self._grows_as_chain and self.is_chain
 
     @property
     def used_up(self) -> bool:
-        """Whether the grant's nodes are used up. Of a chain granted by position alone, never."""
+        """Whether the grant's nodes are used up. Never for a chain granted by position only."""
         if len(self.tokens) <= self._most_nodes:
             return False
         return self.grant.nodes > 0 or not self.is_chain
 
     @property
     def finished(self) -> bool:
-        """Whether nothing can follow, whatever is granted, as far as that is plain to see."""
+        """Whether nothing can follow, whatever is granted, as far as the tree itself shows."""
         ends_as_chain = self.grant.fan_out == 0 and self.is_chain
         if not self.spec.end_token_ids:  # by its length alone
             return len(self.committed) + self._depths[-1 if ends_as_chain else ROOT] >= (
@@ -139,12 +139,12 @@ class DraftTree(NodeTree):
         return self.used_up or self.finished
 
     def settle(self, count: int) -> None:
-        """Take in the next `count` committed tokens, or as many as there are."""
+        """Process the next `count` committed tokens, or as many as there are."""
         super().settle(count)
         self._is_ready = None
 
     def set_grant(self, grant: Grant) -> None:
-        """Replace the grant. One that allows more takes back that the former was used up."""
+        """Replace the grant. If it allows more, what was told of the old one's end is void."""
         before = self.grant
         self._take_grant(grant)
         if self._told_until_grant and (
@@ -157,9 +157,9 @@ class DraftTree(NodeTree):
             self._told_last = self._told_until_grant = False
 
     def tell_last(self, *, until_grant: bool) -> None:
-        """Note that the driver is told: nothing more before the next outcome.
+        """Note that the driver is told that nothing more comes before the next outcome.
 
-        `until_grant`: unless a larger grant comes before it.
+        `until_grant`: a larger grant can change that.
         """
         self._told_last, self._told_until_grant = True, until_grant
         self._is_ready = None
@@ -178,9 +178,9 @@ class DraftTree(NodeTree):
             assert not any(map(self.ends, self.parents[first:])), "drafted beyond an end"
 
     def outcome(self, position: int, token_ids: Sequence[int]) -> Kept:
-        """Commit tokens; the driver knows nothing of what follows them yet.
+        """Commit tokens. The driver knows nothing yet of what follows them.
 
-        Raises ProtocolError when `position` is not the number of tokens committed so far.
+        Raises ProtocolError if `position` is not the number of tokens that are committed.
         """
         if position != self.num_committed:
             raise ProtocolError(
@@ -193,7 +193,7 @@ class DraftTree(NodeTree):
         return kept
 
     def _take_grant(self, grant: Grant) -> None:
-        """What it comes to now: the deepest node, and the most nodes, that there may be."""
+        """Apply a grant: compute the largest depth and number of nodes that it allows."""
         self.grant = grant
         self._grows_as_chain = grant.branches == 1 and grant.fan_out == 0
         committed = len(self.committed)

@@ -1,7 +1,7 @@
 """Where the KV of a tree lies on a drafter's device.
 
-The committed tokens take the first slots of a sequence, one a position. Above them each node that
-was fed has a slot, in the order of feeding; a node that was never fed has none.
+The committed tokens take the first slots of a sequence, one per position. Above them each node that
+was fed has a slot, in the order of feeding. A node that was never fed has none.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from workers.engine.local_cache import LocalSequence
 
 
 class TreeKv:
-    """Slots of one sequence. The nodes' numbers are those of its DraftTree."""
+    """The slots of one sequence. The nodes' numbers are those of its DraftTree."""
 
     def __init__(self, sequence: LocalSequence) -> None:
         self._sequence = sequence
         self._nodes: list[int] = []
-        # As engine.Slice has them: 0 for the root, j + 1 for the node in tree slot j.
+        # As in engine.Slice: 0 for the root, j + 1 for the node in tree slot j.
         self._parents: list[int] = []
 
     @property
     def num_committed(self) -> int:
-        """Committed tokens that have a slot, KV stored or not."""
+        """The number of committed tokens that have a slot, whether or not KV is stored there."""
         return len(self._sequence) - len(self._nodes)
 
     @property
     def block_table(self) -> Sequence[int]:
-        """The blocks of the slots."""
+        """The blocks that hold the slots."""
         return self._sequence.block_table
 
     def missing(self, tree: DraftTree) -> int:
-        """How many committed tokens have no KV yet."""
+        """The number of committed tokens that have no KV yet."""
         return tree.num_committed - min(self._sequence.num_stored, self.num_committed)
 
     def forget_unstored(self) -> None:
-        """Take back what a pass that failed was to feed."""
+        """Remove the slots that a failed pass was to fill."""
         stored = max(self._sequence.num_stored - self.num_committed, 0)
         self._sequence.truncate_to(self.num_committed + stored)
         del self._nodes[stored:]
@@ -50,18 +50,19 @@ class TreeKv:
         self._sequence.truncate_to(self.num_committed - 1)
 
     def adopt(self, tree: DraftTree) -> None:
-        """Use what other sequences of its tenant stored of its next committed tokens."""
+        """Use what other sequences of its tenant stored for its next committed tokens."""
         assert not self._nodes
         self._sequence.adopt(tree.committed)
 
     def offer(self) -> None:
-        """Let other sequences of its tenant use what is stored of its committed tokens."""
-        # Not of the last: forget_root may have it fed once more.
+        """Let other sequences of its tenant use what is stored for its committed tokens."""
+        # The last one is left out: forget_root may have it fed once more.
         self._sequence.offer(self.num_committed - 1)
 
     def committed_slice(self, tree: DraftTree, *, limit: int | None) -> Slice:
-        """The slice that feeds committed tokens, at most `limit`; the root's logits if it comes
-        so far. Raises OverloadedError.
+        """The slice that feeds committed tokens, at most `limit` of them.
+
+        It asks for the root's logits if it reaches the root. Raises OverloadedError.
         """
         assert not self._nodes, "nodes were drafted before their root was fed"
         self._sequence.extend(tree.committed[self.num_committed :])
@@ -88,13 +89,13 @@ class TreeKv:
         )
 
     def mark_stored(self, count: int) -> None:
-        """KV of the next `count` slots is stored now."""
+        """Note that KV of the next `count` slots is stored."""
         self._sequence.mark_stored(count)
 
     def moves(self, kept: Kept) -> list[tuple[int, int]]:
-        """The copies from slot to slot that bring what stays to its new place, in order.
+        """The copies (source slot, target slot) that move what stays to its new place, in order.
 
-        Each goes to a slot that is free or was copied already, so the order is safe.
+        Each target is a slot that is free or was copied already, so the order is safe.
         """
         first = self.num_committed
         return [
@@ -104,7 +105,7 @@ class TreeKv:
         ]
 
     def keep(self, kept: Kept) -> None:
-        """The moves were made: forget the slots beyond."""
+        """Note that the moves were made, and forget the slots beyond them."""
         first = self.num_committed
         slots = self._slots_of(kept)
         number_of = {old: number for number, old in enumerate(kept.nodes, start=1)}
@@ -123,7 +124,7 @@ class TreeKv:
         self._parents = [place[self._parents[slot] - 1] + 1 - on_path for slot in slots[on_path:]]
 
     def _slots_of(self, kept: Kept) -> list[int]:
-        """The tree slots that stay, ascending: the committed path's first."""
+        """The tree slots that stay, ascending; those of the committed path come first."""
         wanted = {*kept.path, *kept.nodes}
         return [slot for slot, node in enumerate(self._nodes) if node in wanted]
 

@@ -1,4 +1,4 @@
-"""Between the messages of drafting.proto and a session's plain values."""
+"""Converts between the messages of drafting.proto and a session's plain values."""
 
 from __future__ import annotations
 
@@ -100,9 +100,10 @@ def _open(session: DraftingSession, message: drafting_pb2.OpenSequence) -> Decli
 
 
 def _within(spec: SequenceSpec, vocab_size: int) -> SequenceSpec:
-    """What a spec says of the token ids that can be drafted. It names others too, of the target's.
+    """The spec without the token ids that cannot be drafted, which only the target has.
 
-    No distribution here has these, so a bias on them changes nothing, nor can they end a draft.
+    No distribution here contains these, so a bias on them changes nothing, and they cannot end a
+    draft.
     """
     biases, end_token_ids = spec.sampling.logit_bias, spec.end_token_ids
     if max((*biases, *end_token_ids), default=0) < vocab_size:
@@ -124,7 +125,7 @@ def _declined(declined: Declined) -> drafting_pb2.Declined:
 def to_responses(
     news: SessionNews, pass_seconds: float, *, overrun_seconds: float = 0.0
 ) -> list[drafting_pb2.DraftResponse]:
-    """What a pass gave for one stream: a batch, or several, then what it had to decline."""
+    """A pass's messages for one stream: one batch or several, then the refusals."""
     tips, others = _split(news.proposals)
     told = [_proposal(proposal) for proposal in others]
     columns = [
@@ -147,7 +148,7 @@ def to_responses(
 
 
 def _split(proposals: Sequence[Proposal]) -> tuple[Sequence[Proposal], Sequence[Proposal]]:
-    """Those that can be told in columns, and the others."""
+    """The proposals that can be told in columns, and the others."""
     tips, others = [], []
     for one in proposals:
         if len(one.token_ids) > 1 or one.stopping_state or not _is_bare(one):
@@ -158,7 +159,7 @@ def _split(proposals: Sequence[Proposal]) -> tuple[Sequence[Proposal], Sequence[
 
 
 def _is_bare(proposal: Proposal) -> bool:
-    """Whether there are tokens, and nothing more is said of them."""
+    """Whether a proposal has tokens and no other content."""
     return bool(proposal.token_ids) and not (
         proposal.parents or proposal.multiplicities or proposal.distributions
     )
@@ -183,7 +184,7 @@ def _proposal(proposal: Proposal) -> drafting_pb2.Proposal:
         base=types_pb2.Base(length=proposal.base_length, hash=proposal.base_hash),
         token_ids=proposal.token_ids,
     )
-    # Most proposals have none of these, and each that is set takes its time, also when it is empty.
+    # Most proposals have none of these fields, and setting one takes time even if it is empty.
     if proposal.last:
         message.last = True
     if proposal.parents:

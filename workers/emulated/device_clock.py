@@ -1,7 +1,7 @@
-"""Waiting until an emulated device is done, to some hundredths of a millisecond.
+"""Waits until an emulated device is done, exact to some hundredths of a millisecond.
 
-asyncio wakes up to a millisecond late. A thread's sleep with the finest timer slack, and a short
-spin at its end, do not; and what is late all the same is made good by the next pass.
+asyncio wakes up to a millisecond late. So a thread sleeps with the finest timer slack and spins for
+a short time at the end. Any remaining lateness is made up by the next pass.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from workers.worker_clock import WorkerClock
 
 MOST_MADE_GOOD = 0.005
-"""Real seconds of lateness that the next pass makes good. What is more is an overrun."""
+"""Maximum real seconds of lateness that the next pass makes up. The rest is an overrun."""
 
 _PR_SET_TIMERSLACK = 29
 _SPIN_SECONDS = 0.00012
@@ -20,7 +20,7 @@ _BACK_TO_BACK_SECONDS = 0.003
 
 
 def wait_until(deadline: float) -> None:
-    """Return at `deadline` (time.perf_counter), or at once when it has passed. Blocks."""
+    """Block until `deadline` (time.perf_counter). Returns at once if it has passed."""
     left = deadline - time.perf_counter()
     if left > _SPIN_SECONDS:
         time.sleep(left - _SPIN_SECONDS)
@@ -29,7 +29,7 @@ def wait_until(deadline: float) -> None:
 
 
 def fine_timer_slack() -> None:
-    """Have the kernel wake this thread up when it asks for, not 50 microseconds later."""
+    """Have the kernel wake this thread on time, not 50 microseconds later."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
@@ -53,14 +53,15 @@ class DeviceClock(WorkerClock):
         self._late = 0.0
 
     def now(self) -> float:
-        """The time by which `finish` reckons, in the device's seconds."""
+        """The present time on the clock that `finish` uses, in the device's seconds."""
         return time.perf_counter() / self.dilation
 
     def finish(self, begin: float, seconds: float) -> float:
-        """Wait until a pass is over that began at `begin` (by `now`). Blocks.
+        """Block until a pass that began at `begin` (by `now`) and takes `seconds` is over.
 
-        Returns when the device was done; it may be a little later by now. A pass that ends later
-        than the next can make good was done then, and `overrun_seconds` says by how much.
+        Returns the time at which the device was done; the present may be a little later. If the
+        pass ends later than the next one can make up, the device counts as done that much later,
+        and `overrun_seconds` is that excess.
         """
         late = self._late if begin - self._ended < self._back_to_back else 0.0
         deadline = begin - late + seconds

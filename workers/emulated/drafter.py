@@ -1,7 +1,7 @@
 """An emulated drafter as a process: `python -m workers.emulated.drafter FOLDER GUESS...`.
 
-A GUESS is "acceptance/hit rate/seed", such as 0.75/0.85/1 or recorded/recorded/0; each gets a
-port of its own, whose addresses are printed in their order.
+A GUESS is "acceptance/hit rate/seed", such as 0.75/0.85/1 or recorded/recorded/0. Each guess gets a
+port of its own; the addresses are printed in the order of the guesses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.standalone import run_standalone
 
 
 def parse_guess(text: str) -> Guess:
-    """ "0.75/0.85/1" as a Guess. Raises ConfigError."""
+    """A Guess from text such as "0.75/0.85/1". Raises ConfigError."""
     parts = text.split("/")
     try:
         acceptance, hit_rate = (None if p == "recorded" else float(p) for p in parts[:2])

@@ -1,7 +1,7 @@
-"""Latency profiles: how long a forward pass takes on a device that is not here.
+"""Latency profiles: how long a forward pass takes on an emulated device.
 
-A profile is a TOML file beside this module. Its numbers are linear between the points of its
-table, and its `source` says where they come from.
+A profile is a TOML file in the folder `profiles`. Times are interpolated linearly between the
+points of its table, and its `source` says where they come from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.text import did_you_mean
 
 EMULATED = "emulated "
-"""What the name that an emulated worker tells of its model begins with."""
+"""Prefix of the model name that an emulated worker reports."""
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -31,7 +31,8 @@ class _Closed(BaseModel):
 class PassTimes(_Closed):
     """Milliseconds of a pass: `table[i][j]` with `batch[i]` sequences and `tokens[j]` tokens fed.
 
-    Linear in between, and beyond the last point as between the last two; before the first as there.
+    Linear between points. Beyond the last point the last interval is extended; before the first
+    point, the first value holds.
     """
 
     batch: tuple[Count, ...]
@@ -51,7 +52,7 @@ class PassTimes(_Closed):
         return self
 
     def ms(self, batch: int, tokens: int) -> float:
-        """How long one pass over so many sequences and tokens takes."""
+        """Milliseconds of one pass over `batch` sequences and `tokens` tokens."""
         row, above = _place(self.batch, batch)
         column, right = _place(self.tokens, tokens)
         first, second = self.table[row], self.table[row + 1]
@@ -61,9 +62,9 @@ class PassTimes(_Closed):
 
 
 class DeviceProfile(_Closed):
-    """A device group and the model on it. Figures made with one are emulated, and labelled so.
+    """A device group and the model on it. Figures made with a profile are labeled as emulated.
 
-    `gpus` and `hosts`: what it occupies.
+    `gpus` and `hosts`: the number that it occupies.
     """
 
     name: str
@@ -75,26 +76,26 @@ class DeviceProfile(_Closed):
     pass_ms: PassTimes
 
     def scaled(self, factor: float) -> DeviceProfile:
-        """The same device, all of whose passes take `factor` times as long."""
+        """The same device with all passes `factor` times as long."""
         table = tuple(tuple(ms * factor for ms in row) for row in self.pass_ms.table)
         times = self.pass_ms.model_copy(update={"table": table})
         return self.model_copy(update={"pass_ms": times})
 
 
 class LinkProfile(_Closed):
-    """A network path: there and back takes `rtt_ms`; each way `mbit_per_second` (0: no bound)."""
+    """A network path: its round-trip time, and its rate each way (0: unlimited)."""
 
     rtt_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     def one_way_seconds(self, num_bytes: int) -> float:
-        """From the first byte sent to the last one received."""
+        """Seconds from the first byte sent to the last one received."""
         sending = num_bytes * 8e-6 / self.mbit_per_second if self.mbit_per_second else 0.0
         return self.rtt_ms / 2000 + sending
 
 
 def profile_names() -> list[str]:
-    """The profiles that come with Paceline."""
+    """The names of the profiles that come with Paceline."""
     return sorted(
         entry.name.removesuffix(".toml")
         for entry in (files("workers.emulated") / "profiles").iterdir()
@@ -103,7 +104,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str, *, role: Literal["target", "drafter"] | None = None) -> DeviceProfile:
-    """The profile of that name. Raises ConfigError, naming those there are of the role."""
+    """The profile with this name. Raises ConfigError, listing the profiles of the role."""
     names = profile_names()
     if name not in names:
         fitting = [one for one in names if role is None or load_profile(one).role == role]
@@ -118,14 +119,17 @@ def load_profile(name: str, *, role: Literal["target", "drafter"] | None = None)
         raise ConfigError(f"the latency profile {name!r} is not usable: {error}") from error
     if role is not None and profile.role != role:
         raise ConfigError(
-            f"the latency profile {name!r} is that of a {profile.role}, expected one of a {role}: "
+            f"the latency profile {name!r} is for a {profile.role}, expected one for a {role}: "
             "choose another"
         )
     return profile
 
 
 def _place(points: Sequence[int], value: int) -> tuple[int, float]:
-    """The interval of `points` that holds `value`, and where in it; below the first: at it."""
+    """The interval of `points` for `value`, and the position in it: 0 at its start, 1 at its end.
+
+    A value below the first point counts as the first point; one beyond the last gives more than 1.
+    """
     index = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
     share = (value - points[index]) / (points[index + 1] - points[index])
     return index, max(share, 0.0)

@@ -1,7 +1,7 @@
-"""A recording of real decoding: the target's text, and where the drafter ranked each token of it.
+"""A recording of real decoding: the target's text, and the drafter's rank of each token.
 
-Made by `python -m deploy.bench.record_replay`; a small JSON file. A stand-in vocabulary takes the
-place of the real one, so token ids are folded into it; ranks are what matters.
+`python -m deploy.bench.record_replay` makes it as a small JSON file. The stand-in vocabulary is
+smaller than the real one, so token ids are folded into it; only the ranks matter.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from workers.emulated.replay_text import NUM_RESERVED, RecordedToken, recorded_keys
 
 MAX_RANK = 8
-"""Ranks from this on are told as this: the drafter's best 8 guesses did not hold the token."""
+"""The rank of any token that the drafter's best 8 guesses did not hold."""
 
 
 def spec_of(prompt_length: int, temperature: float, seed: int) -> SequenceSpec:
-    """What a worker knows of a text that is asked for at this temperature, all else as usual."""
+    """The spec of a text requested at this temperature and seed, all else at its default."""
     return SequenceSpec(
         SamplingParams(temperature=temperature),
         seed=seed,
@@ -36,10 +36,10 @@ class _Closed(BaseModel):
 
 
 class RecordedSequence(_Closed):
-    """A prompt, what the target answered at this temperature and seed, and the drafter's ranks.
+    """A prompt, the target's answer at this temperature and seed, and the drafter's ranks.
 
-    `ranks[i]`: how many of the drafter's candidates it would have tried before `output[i]`, given
-    all tokens before; 0 is a right guess.
+    `ranks[i]`: the number of candidates that the drafter would have tried before `output[i]`, given
+    all tokens before it; 0 is a right guess.
     """
 
     temperature: Annotated[float, Field(ge=0)]
@@ -49,11 +49,11 @@ class RecordedSequence(_Closed):
     ranks: tuple[Annotated[int, Field(ge=0, le=MAX_RANK)], ...]
 
     def spec(self) -> SequenceSpec:
-        """What a worker knows of it."""
+        """The spec of this sequence."""
         return spec_of(len(self.prompt), self.temperature, self.seed)
 
     def folded(self, vocab_size: int) -> RecordedSequence:
-        """The same in a vocabulary of another size."""
+        """The same sequence in a vocabulary of `vocab_size` tokens."""
 
         def fold(ids: Sequence[int]) -> tuple[int, ...]:
             return tuple(NUM_RESERVED + one % (vocab_size - NUM_RESERVED) for one in ids)
@@ -62,8 +62,10 @@ class RecordedSequence(_Closed):
 
 
 class Recording(_Closed):
-    """What was recorded, and of what. `long_run_acceptance`: share of right guesses over many more
-    tokens than are kept here; the kept ones are within 1 % of it.
+    """What was recorded, and of which models.
+
+    `long_run_acceptance`: the share of right guesses over `long_run_tokens` tokens, many more than
+    are kept here. The share of the kept ones is within 1 % of it.
     """
 
     target: str
@@ -75,12 +77,12 @@ class Recording(_Closed):
 
     @property
     def acceptance(self) -> float:
-        """Share of right guesses in the sequences kept."""
+        """The share of right guesses in the kept sequences."""
         ranks = [rank for sequence in self.sequences for rank in sequence.ranks]
         return ranks.count(0) / len(ranks)
 
     def keys(self, vocab_size: int) -> dict[int, RecordedToken]:
-        """For ReplayText."""
+        """The recorded tokens by prefix key, for ReplayText."""
         found: dict[int, RecordedToken] = {}
         for sequence in self.sequences:
             one = sequence.folded(vocab_size)
@@ -93,4 +95,4 @@ def load_recording(path: Path) -> Recording:
     try:
         return Recording.model_validate_json(path.read_bytes())
     except (OSError, ValidationError) as error:
-        raise ConfigError(f"{path} is not a recording that can be used: {error}") from error
+        raise ConfigError(f"{path} is not a usable recording: {error}") from error

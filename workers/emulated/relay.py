@@ -2,9 +2,9 @@
 
     python -m workers.emulated.relay 127.0.0.1:9001 127.0.0.1:9002 --rtt-ms 10
 
-listens once for each address and prints where. It needs no torch and is a process of its own, so
-that nothing else waits for it. Threads and precise sleeps, since asyncio wakes up too late; each
-chunk leaves at its own deadline, so that lateness does not add up.
+It opens one listening port per address and prints these ports. It is a process of its own and needs
+no torch, so that nothing else waits for it. It uses threads and precise sleeps, since asyncio wakes
+up too late. Each chunk leaves at its own deadline, so that lateness does not add up.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHUNK = 65536
 
 
 class Relay:
-    """Passes connections on to `address` ("host:port"). `link`: what each way costs."""
+    """Passes connections on to `address` ("host:port"). `link`: the delay and rate each way."""
 
     def __init__(self, address: str, link: LinkProfile, *, host: str = "127.0.0.1") -> None:
         self._to = _split(address)
@@ -69,7 +69,7 @@ class Relay:
 
 
 class _Direction:
-    """One way of a connection: a thread that reads and stamps, one that sends when it is time."""
+    """One direction of a connection: one thread reads and sets deadlines, another one sends."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, link: LinkProfile) -> None:
         self._source = source
@@ -79,7 +79,7 @@ class _Direction:
         self._ready = threading.Semaphore(0)
 
     def start(self) -> None:
-        """Begin, in threads of its own."""
+        """Start both threads."""
         threading.Thread(target=self._read, daemon=True).start()
         threading.Thread(target=self._send, daemon=True).start()
 
@@ -128,10 +128,10 @@ def _shut(one: socket.socket) -> None:
 
 def main(
     addresses: list[str],
-    rtt_ms: Annotated[float, typer.Option(help="There and back.")] = 0.0,
+    rtt_ms: Annotated[float, typer.Option(help="Round-trip time.")] = 0.0,
     mbit_per_second: Annotated[float, typer.Option(help="Each way; 0: no bound.")] = 0.0,
 ) -> None:
-    """Relay to each of ADDRESSES; prints one address a line, and ends on SIGTERM or SIGINT."""
+    """Relay to each of ADDRESSES. Prints one address per line, and ends on SIGTERM or SIGINT."""
     link = LinkProfile(rtt_ms=rtt_ms, mbit_per_second=mbit_per_second)
     ended = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ended)

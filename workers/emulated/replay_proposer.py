@@ -1,7 +1,7 @@
 """An emulated model drafter: it guesses at a set rate, in the time of its latency profile.
 
-Its trees grow as a model's do (workers/drafting/growth.py); only what a model would draw from
-logits comes from the replay text.
+Its trees grow like a model's (workers/drafting/growth.py). The replay text supplies what a model
+would draw from its logits.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
 
 _GAP = 1.0
-"""How sure it is of a guess: it cannot tell, so always the same."""
+"""The gap of every guess: this drafter cannot tell how sure it is."""
 
 
 class PassClock(Protocol):
-    """By which a device's passes end (device_clock.py; virtual in cluster/simulation)."""
+    """Decides when a device's passes end (device_clock.py; virtual in cluster/simulation)."""
 
     def now(self) -> float:
-        """Seconds."""
+        """The present time in seconds."""
 
     def finish(self, begin: float, seconds: float) -> float:
-        """A pass that began at `begin` takes so long. Returns its end."""
+        """End a pass that began at `begin` and takes `seconds`. Returns its end."""
 
 
 @dataclass(slots=True)
@@ -43,25 +43,25 @@ class _Held:
     reader: PrefixReader
     num_read: int
     num_unfed: int
-    """Committed tokens and nodes that no pass has fed yet."""
+    """The number of committed tokens and nodes that no pass has fed yet."""
     readers: dict[int, PrefixReader] = field(default_factory=dict)
 
     def read_committed(self, tree: DraftTree) -> PrefixReader:
-        """What has read all committed tokens. It reads when it is asked."""
+        """A reader that has read all committed tokens. It reads on demand."""
         if self.num_read < tree.num_committed:
             self.reader.read(tree.committed[self.num_read :], self.num_read)
             self.num_read = tree.num_committed
         return self.reader
 
     def forget_readers(self, tree: DraftTree) -> None:
-        """Keep those of nodes that there are, once most are of others."""
+        """Drop the readers of nodes that are gone, once these are the majority."""
         if len(self.readers) > 2 * tree.num_nodes:
             there = (tree.base(node)[1] for node in range(1, tree.num_nodes + 1))
             self.readers = {one: self.readers[one] for one in there if one in self.readers}
 
 
 class ReplayProposer:
-    """Guesses for the coupled rule, chains and trees. It stops for no stopping rule but `fixed`."""
+    """Guesses for the coupled rule, as chains and trees. The only stopping rule is `fixed`."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class ReplayProposer:
             )
         if tree.vocab_size is not None and tree.vocab_size < self._text.vocab_size:
             raise OverloadedError(
-                f"an emulated drafter guesses among all its {self._text.vocab_size} token ids, and "
-                f"the target has {tree.vocab_size}"
+                f"an emulated drafter guesses among all its {self._text.vocab_size} token ids, but "
+                f"the target has only {tree.vocab_size}"
             )
         growth = Growth(tree, self._chances, Stopper(tree.stopping, self._stopping))
         self._held[tree] = _Held(growth, PrefixReader(), 0, tree.num_committed)
 
     def settle(self, tree: DraftTree, count: int) -> None:
-        """Nothing: tokens are read when a pass asks what follows them."""
+        """Do nothing: tokens are read when a pass asks what follows them."""
 
     def close(self, tree: DraftTree) -> None:
         del self._held[tree]
@@ -174,7 +174,7 @@ class ReplayProposer:
         growth.expand_drawn(node, Children(guesses, (_GAP,) * count))
 
     def _leaf_reader(self, tree: DraftTree, held: _Held, leaf: int) -> PrefixReader:
-        """What has read all up to the end of a chain: its parent's, which reads on."""
+        """A reader of all tokens up to a chain's end, made by extending its parent's."""
         if leaf == ROOT:
             return self._reader(tree, held, leaf)
         reader = held.readers.pop(tree.prefix_hash(tree.parents[leaf]), None)
@@ -185,7 +185,7 @@ class ReplayProposer:
         return reader.read_one(tree.tokens[leaf], length - 1)
 
     def _reader(self, tree: DraftTree, held: _Held, node: int) -> PrefixReader:
-        """What has read all up to a node. Kept by the hash of the prefix while nodes stay."""
+        """A reader of all tokens up to a node, kept by prefix hash while the node exists."""
         if node == ROOT:
             return held.read_committed(tree)
         length, prefix_hash = tree.base(node)

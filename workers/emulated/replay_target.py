@@ -1,9 +1,9 @@
 """An emulated target: an engine that keeps token ids where a model keeps keys and values.
 
-It answers when the device of its latency profile would, with what follows from the token ids and
-positions that it *reads in its blocks*, as attention would: all slots below the slice, and of a
-tree the ancestors. A block that was handed out twice, a move that was forgotten or a rollback to
-the wrong place gives another text.
+It answers when the device of its latency profile would. The answer follows from the token ids and
+positions that it *reads in its blocks*, as attention would: all slots below the slice, and the
+ancestors in a tree. So a block that was handed out twice, a forgotten move or a rollback to the
+wrong place gives another text.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from workers.verification.verdict import Verdict
 
 BLOCK_SIZE = 16
 DTYPE = "int32"
-"""Of what it keeps in its blocks: token ids."""
+"""The type of what its blocks hold: token ids."""
 _EMPTY = -1
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayRows:
-    """What a model's logits are elsewhere: of each row a digest of the tokens that it saw."""
+    """Stands for logits: per row, a digest of the tokens that the row sees."""
 
     digests: Sequence[int]
 
@@ -64,11 +64,11 @@ class ReplayEngine:
         self._profile = profile
         self._text = text
         self.clock = DeviceClock()
-        # Of each slot the token that was fed into it, and the position it was computed for.
+        # For each slot, the token that was fed into it and the token's position.
         self._slots: NDArray[np.int32] = np.full((num_blocks, block_size, 2), _EMPTY, "<i4")
 
     def step(self, slices: Sequence[Slice]) -> ReplayRows:
-        """Feed every slice. The device is busy with it until `verdicts` returns."""
+        """Feed every slice. The device counts as busy until `verdicts` returns."""
         self._begin = self.clock.now()
         digests: list[int] = []
         for piece in slices:
@@ -78,7 +78,7 @@ class ReplayEngine:
         return ReplayRows(digests)
 
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy slots of a sequence, pair by pair in order."""
+        """Copy the slots of a sequence, pair by pair (source, target) in order."""
         size = self.block_size
         for source, target in moves:
             pairs = self._slots[block_table[source // size], source % size]
@@ -87,8 +87,8 @@ class ReplayEngine:
     def verdicts(self, rows: ReplayRows, tasks: Sequence[VerdictTask]) -> list[target_pb2.Verdict]:
         """A verdict for each task: candidates are accepted while they are the true tokens.
 
-        Returns when the device would be done. What it computes here, a GPU verifies on its own.
-        A rule that tosses coins is its task's fault: a replay has no distribution.
+        Returns when the device would be done: a GPU would verify by itself what is computed here. A
+        rule that tosses coins fails only its own task, since a replay has no distribution.
         """
         parts = []
         end = 0
@@ -124,7 +124,7 @@ class ReplayEngine:
         return Verdict(len(path), token_id, tuple(path))
 
     def _feed(self, piece: Slice) -> list[int]:
-        """Write the fed tokens, read back what each row with logits sees."""
+        """Write the fed tokens, and read back what each row with logits sees."""
         start, end = piece.start, piece.start + len(piece.token_ids)
         table = np.asarray(piece.block_table, dtype=np.int64)
         slots = np.arange(start, end)

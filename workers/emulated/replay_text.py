@@ -1,8 +1,8 @@
 """The text that an emulated target gives, and how well its drafter guesses it.
 
-Both are pure functions of what was read: a digest of token ids and positions. On a recorded path
-the recorded token follows, anywhere else a hash of the prefix. So a target that reads other tokens
-than those that were committed (a wrong rollback, a wrong block) goes on with another text.
+Both are pure functions of a digest of the token ids and positions that were read. On a recorded
+path the recorded token follows, elsewhere a hash of the prefix. So a target that reads other tokens
+than those committed (after a wrong rollback, or in a wrong block) goes on with another text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import count
 from paceline.sampling import SequenceSpec
 
 NUM_RESERVED = 16
-"""Token ids below this are never answered: special tokens of the stand-in checkpoint."""
+"""Token ids below this are never answered: they are special tokens of the stand-in checkpoint."""
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _PAIR = struct.Struct("<ii")
@@ -32,39 +32,40 @@ class PrefixReader:
         self._hasher = hashlib.blake2b(digest_size=8)
 
     def copy(self) -> PrefixReader:
-        """Another one that has read the same."""
+        """A copy that has read the same."""
         other = PrefixReader.__new__(PrefixReader)
         other._hasher = self._hasher.copy()
         return other
 
     def read(self, token_ids: Iterable[int], position: int) -> PrefixReader:
-        """Read tokens from `position` on; returns itself."""
+        """Read tokens from `position` on. Returns itself."""
         pairs = [number for pair in zip(token_ids, count(position)) for number in pair]
         self._hasher.update(struct.pack(f"<{len(pairs)}i", *pairs))
         return self
 
     def read_one(self, token_id: int, position: int) -> PrefixReader:
-        """Read a token; returns itself."""
+        """Read one token. Returns itself."""
         self._hasher.update(_PAIR.pack(token_id, position))
         return self
 
     def read_bytes(self, pairs: bytes) -> PrefixReader:
-        """Read pairs of little-endian int32; returns itself."""
+        """Read pairs of little-endian int32. Returns itself."""
         self._hasher.update(pairs)
         return self
 
     def digest(self) -> int:
-        """What was read, as 64 bits."""
+        """The digest of what was read, as a 64-bit integer."""
         return int.from_bytes(self._hasher.digest(), "little")
 
 
 @dataclass(frozen=True)
 class Guess:
-    """How a drafter guesses: its ranked guesses at a prefix hold the true token or do not.
+    """How a drafter guesses: whether and where its ranked guesses hold the true token.
 
-    `acceptance`: the chance that the first guess is true, independent at each prefix. `hit_rate`:
-    the chance that the second is, where the first is not. None: as recorded (prefixes off the
-    recorded paths then count as wrong). `seed`: of this drafter's luck.
+    `acceptance`: the probability that the first guess is true, independent at each prefix.
+    `hit_rate`: the probability that the second guess is true if the first is not. None: as
+    recorded; prefixes off the recorded paths then count as wrong. `seed` makes drafters guess
+    differently.
     """
 
     acceptance: float | None = 0.75
@@ -86,7 +87,7 @@ class RecordedToken:
 
 
 class ReplayText:
-    """The true text of every sequence, for a vocabulary of `vocab_size`."""
+    """The true text of every sequence, for a vocabulary of `vocab_size` tokens."""
 
     def __init__(
         self, vocab_size: int, recorded: Mapping[int, RecordedToken] | None = None
@@ -115,7 +116,7 @@ class ReplayText:
         )
 
     def first_guess(self, digest: int, spec: SequenceSpec, guess: Guess) -> int:
-        """A drafter's best guess alone."""
+        """A drafter's best guess only."""
         key = prefix_key(digest, spec)
         recorded = self._recorded.get(key)
         truth = self._truth(key, recorded)
@@ -124,7 +125,7 @@ class ReplayText:
         return self._wrong(truth, _stride(digest), 0)
 
     def _wrong(self, truth: int, stride: int, place: int) -> int:
-        """Wrong guesses follow the truth at odd distances that the prefix decides."""
+        """A wrong guess: `stride * (place + 1)` ids beyond the truth, modulo the vocabulary."""
         return NUM_RESERVED + (truth - NUM_RESERVED + stride * (place + 1)) % self._num_tokens
 
     def _truth(self, key: int, recorded: RecordedToken | None) -> int:
@@ -132,7 +133,7 @@ class ReplayText:
 
 
 def _rank_of(recorded: RecordedToken | None, luck: int, guess: Guess) -> int | None:
-    """The place of the true token among the guesses; None: it is not there. `luck`: 64 bits."""
+    """The rank of the true token among the guesses, or None. `luck`: 64 random bits."""
     if guess.acceptance is None:
         right = recorded is not None and recorded.rank == 0
     else:
@@ -149,7 +150,7 @@ def _stride(digest: int) -> int:
 
 
 def prefix_key(digest: int, spec: SequenceSpec) -> int:
-    """A prefix under the request's seed; greedy decoding has none."""
+    """The key of a prefix under the request's seed. Greedy decoding ignores the seed."""
     if spec.sampling.greedy:
         return _mix(digest)
     return _mix(digest ^ _mix(spec.seed * 31 + spec.sample_index + 1))
@@ -158,7 +159,7 @@ def prefix_key(digest: int, spec: SequenceSpec) -> int:
 def recorded_keys(
     prompt: Sequence[int], output: Sequence[int], ranks: Sequence[int], spec: SequenceSpec
 ) -> dict[int, RecordedToken]:
-    """What `ReplayText` must know of one recorded sequence; `ranks` are one a token of output."""
+    """The recorded tokens of one sequence by prefix key. `ranks` has one entry per output token."""
     reader = PrefixReader().read(prompt, 0)
     found = {}
     for index, (token_id, rank) in enumerate(zip(output, ranks, strict=True)):
@@ -168,7 +169,7 @@ def recorded_keys(
 
 
 def _mix(value: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014)."""
     x = (value + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,4 +1,4 @@
-"""Emulated workers that replay, behind the servicers of the real ones."""
+"""Emulated workers that replay a text, behind the same servicers as real workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def serve_replay_target(
     host: str,
     port: int = 0,
 ) -> RunningServer:
-    """A target that replays. `folder`: the stand-in checkpoint. Raises CheckpointError."""
+    """Start a target that replays. `folder`: the stand-in checkpoint. Raises CheckpointError."""
     info, text = await asyncio.to_thread(_load, folder, recording)
     engine = ReplayEngine(info, profile, text)
     shard = TargetShard(clock=engine.clock)
@@ -47,9 +47,10 @@ async def serve_replay_drafter(
     max_sequences: int = 256,
     host: str,
 ) -> list[RunningServer]:
-    """One emulated device that guesses in several ways: a server on a port of its own for each.
+    """Start one emulated device that guesses in several ways: one server, with its own port, per
+    guess.
 
-    They share the device, so they are for use one after the other. Raises CheckpointError.
+    The servers share the device, so use them one after the other. Raises CheckpointError.
     """
     info, text = await asyncio.to_thread(_load, folder, recording)
     clock = DeviceClock()

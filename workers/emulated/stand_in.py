@@ -1,6 +1,6 @@
-"""A checkpoint for emulated models: a tokenizer and a config, and weights of no use.
+"""A checkpoint for emulated models: a tokenizer, a config, and meaningless weights.
 
-The driver reads a checkpoint's tokenizer and defaults; an emulated target has no other.
+The driver reads a checkpoint's tokenizer and defaults, which an emulated target takes from here.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from workers.emulated.replay_text import NUM_RESERVED
 
 EDITION = 2
-"""One more when what is written changes: a user's cache may hold the one before."""
+"""Increase this when the files change: a user's cache may hold an older edition."""
 
 VOCAB_SIZE = 4096
 MAX_MODEL_LEN = 8192
 END_TOKEN_ID = 2
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-"""Chats are taken too: all that is said, in its order."""
+"""Chats are accepted: the prompt is the messages' contents in order."""
 
 
 def stand_in_in(models: Path) -> Path:
-    """The stand-in's folder in `models`, made where it is absent; several may ask at once."""
+    """The stand-in's folder in `models`, made if absent. Several processes may call it at once."""
     folder = models / f"stand-in-{EDITION}"
     if folder.is_dir():
         return folder
@@ -39,7 +39,7 @@ def stand_in_in(models: Path) -> Path:
         partial.chmod(0o755)
         partial.rename(folder)
     except OSError:
-        if not folder.is_dir():  # else somebody else was faster
+        if not folder.is_dir():  # otherwise another process was faster
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -47,7 +47,7 @@ def stand_in_in(models: Path) -> Path:
 
 
 def make_stand_in(folder: Path) -> Path:
-    """Write it into `folder`. Tokens are numbered words; token 2 ends a sequence."""
+    """Write the checkpoint into `folder`. Tokens are numbered words; token 2 ends a sequence."""
     folder.mkdir(parents=True, exist_ok=True)
     words = [f"<|{number}|>" for number in range(NUM_RESERVED)]
     words += [f"w{number} " for number in range(NUM_RESERVED, VOCAB_SIZE)]

@@ -1,4 +1,4 @@
-"""What an engine would refuse, found in a checkpoint's configuration before any process starts."""
+"""Checks a checkpoint's configuration before any process starts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def check_ahead(
     max_model_len: int | None = None,
     degree: int = 1,
 ) -> None:
-    """Check what open_engine is to be told for each of `degree` ranks.
+    """Check the options that open_engine will get on each of `degree` ranks.
 
-    Raises CheckpointError; ConfigError with the numbers for a type that the device has no kernels
-    for, a length that the checkpoint does not have, more ranks than heads, and KV memory that does
-    not hold one sequence. How much memory there is only the worker can say.
+    Raises CheckpointError. Raises ConfigError, with the numbers, if the device has no kernels for
+    the dtype, the checkpoint does not support the length, there are more ranks than heads, or the
+    KV memory does not hold one sequence. Only the worker can tell how much memory there is.
     """
     info = inspect_checkpoint(folder)
     length = choose_length(max_model_len, info.max_model_len)
@@ -43,7 +43,7 @@ def check_ahead(
     for rank in range(degree):
         sizes = kv_sizes_of(part_config(folder, Place(rank, degree)))
         if kv_memory_bytes is None:
-            continue  # what a profile run leaves
+            continue  # the profile run decides
         on_cpu = device == "cpu"
         num_blocks_in(
             kv_memory_bytes,

@@ -1,9 +1,9 @@
 """Attention over paged KV, as a Hugging Face attention function named "paceline".
 
-A query row attends to chunks of 128 positions that lie at fixed, absolute places, one by one; the
-chunks' results are merged in order of position, weighted by log-sum-exp. A chunk that a row may not
-see gets weight 0 exactly. So a row's bits depend on its own prefix alone, not on the window, the
-batch or how the prompt was split (DESIGN.md section 3).
+A query row attends to chunks of 128 positions, one by one, whose bounds are fixed, absolute
+positions. The chunks' results are merged in order of position, weighted by log-sum-exp. A chunk
+that a row may not see gets a weight of exactly 0. So a row's bits depend on its own prefix only,
+not on the window, the batch or how the prompt was split.
 
 Shapes: B slices of a group, C chunks, H key/value heads, R query rows, D head size, A heads of all
 kinds: a token's queries, keys and values (step_plan.py).
@@ -45,10 +45,11 @@ class Step(Protocol):
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Store a layer's keys and values, attend, return [T x query heads, D].
+        """Store a layer's keys and values, attend, and return [T x query heads, D].
 
-        `rows_TAD`: a token's queries, keys and values, one head after another. A row sees as many
-        positions as the `window` has, its own included. A score is kept within `softcap` by tanh.
+        `rows_TAD`: a token's queries, keys and values, one head after another. `window`: the number
+        of positions that a row sees, its own included. `softcap`: the bound within which tanh keeps
+        a score.
         """
 
 
@@ -166,7 +167,10 @@ def _capped(
     scaling: float,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """What the kernel computes, with scores kept within `softcap`, for which it has no place."""
+    """Computes what the kernel computes, but with scores kept within `softcap`.
+
+    The kernel has no such option.
+    """
     scores_CHRB = torch.matmul(query_CHRD, keys_CHBD.transpose(2, 3)).float() * scaling
     scores_CHRB = torch.tanh(scores_CHRB / softcap) * softcap + mask_CR
     lse_CHR = torch.logsumexp(scores_CHRB, dim=-1)
@@ -181,7 +185,7 @@ def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:
     if group.absent_BC is not None:
         lse_BCHR = lse_BCHR + group.absent_BC
     weight_BCHR = (lse_BCHR - lse_BCHR.amax(dim=1, keepdim=True)).exp_()
-    # A running sum adds in order; a plain sum may add pairwise, depending on the count.
+    # A running sum adds in order. A plain sum may add pairwise, depending on the count.
     share_BCHR = weight_BCHR.div_(weight_BCHR.cumsum(dim=1)[:, -1:])
     weighted_BCHRD = parts_CHRD.view(*shape, -1) * share_BCHR.unsqueeze(-1)
     merged_BHRD = weighted_BCHRD[:, 0].contiguous()
@@ -191,10 +195,10 @@ def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Hugging Face's mask is not used: the plan carries ours."""
+    """No mask: the plan carries our own."""
 
 
 def register() -> None:
-    """Make the name "paceline" known to transformers. May be called again."""
+    """Make the name "paceline" known to transformers. It may be called again."""
     AttentionInterface.register(NAME, paged_attention)
     AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,7 +1,7 @@
-"""Which KV blocks the attention of a group of slices reads, in runs of neighbours.
+"""The KV blocks that the attention of a group of slices reads, as runs of neighbors.
 
-A chunk is what one block holds: 128 positions of a slice. Shapes: B slices of the group, C chunks,
-R query rows (step_plan.py).
+A chunk is the content of one block: 128 positions of a slice. Shapes: B slices of the group, C
+chunks, R query rows (step_plan.py).
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 HIDDEN = -1e30
-"""Added to scores of positions that a row may not see. Finite, so that no row is all -inf."""
+"""Added to the scores of positions that a row may not see. Finite, so that no row is all -inf."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Consecutive blocks, whosever they are: `count` blocks from `first_block` on."""
+    """Consecutive blocks, of one slice or several: `count` blocks from `first_block` on."""
 
     first_block: int
     count: int
     slice_index: int | None
-    """The slice of all of them, if it is one."""
+    """The slice of all blocks, if there is only one."""
     slices_C: Tensor | None
-    """The slice of each, if they are several's."""
+    """The slice of each block, if there are several."""
     mask_CR: Tensor
-    """[count, 1, R, 128]"""
+    """[count, 1, R, 128]; HIDDEN where a row may not see a position, else 0."""
 
 
 class Use(NamedTuple):
-    """A block that holds a chunk of a slice. A tuple, since those of a long text are sorted."""
+    """A block that holds a chunk of a slice. A tuple, because a long text has many to sort."""
 
     block: int
     slice_index: int
@@ -41,8 +41,9 @@ class Use(NamedTuple):
 
 
 def runs_of_blocks(tables: Sequence[Sequence[int]]) -> list[list[Use]]:
-    """All blocks in runs of neighbours, so that few calls see them all. A shared block is in as
-    many runs as it has slices.
+    """All blocks in runs of neighbors, so that few calls read them all.
+
+    A block that several slices share is in one run per slice.
     """
     runs: list[list[Use]] = []
     by_last: defaultdict[int, list[list[Use]]] = defaultdict(list)
@@ -62,7 +63,7 @@ def runs_of_blocks(tables: Sequence[Sequence[int]]) -> list[list[Use]]:
 
 
 def make_run(uses: Sequence[Use], mask_BC: Tensor) -> Run:
-    """A run of these neighbours; `mask_BC`: what rows may not see, by slice and chunk."""
+    """The run of these neighbors. `mask_BC`: the mask of each slice and chunk."""
     first = uses[0]
     owners = [use.slice_index for use in uses]
     chunks = [use.chunk for use in uses]
@@ -78,7 +79,7 @@ def make_run(uses: Sequence[Use], mask_BC: Tensor) -> Run:
 def spread_chunks(
     computed: Sequence[Use], chunks: Sequence[int]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """`spread` and `absent_BC` of a group whose slices have so many chunks each."""
+    """`spread` and `absent_BC` of a group whose slices have `chunks` chunks each."""
     max_chunks = max(chunks)
     spread = [0] * (len(chunks) * max_chunks)
     for place, use in enumerate(computed):

@@ -1,4 +1,4 @@
-"""Looking at a checkpoint folder before anything is loaded, and refusing it in plain words.
+"""Inspects a checkpoint folder before anything is loaded, and refuses it in plain words.
 
 Only safetensors and a fast tokenizer are accepted; no code and no pickle from a checkpoint is run.
 """
@@ -32,17 +32,18 @@ class CheckpointInfo:
     vocab_size: int
     """Length of a row of logits."""
     vocabulary_digest: bytes
-    """SHA-256 over the tokenizer's (token, id) pairs: a drafter's must equal its target's."""
+    """SHA-256 over the tokenizer's (token, id) pairs. A drafter's must equal its target's."""
     max_model_len: int
-    """Positions that the model was made for, prompt and output together."""
+    """The number of positions that the model was made for, prompt and output together."""
     end_token_ids: tuple[int, ...]
     default_sampling: SamplingParams
     """From generation_config.json: greedy unless it sets do_sample."""
     dtype: str
-    """In which the weights are stored, such as "float32"."""
+    """The dtype of the stored weights, such as "float32"."""
     digest: bytes
-    """SHA-256 over config.json, the names and shapes of all tensors, and sizes and samples of their
-    files: ranks and groups must have the same."""
+    """SHA-256 over config.json, the names and shapes of all tensors, and the sizes and samples of
+    their files. It must be equal for all ranks and groups.
+    """
 
 
 def inspect_checkpoint(folder: Path) -> CheckpointInfo:
@@ -54,9 +55,9 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
 
 
 def describe_checkpoint(folder: Path) -> CheckpointInfo:
-    """The same for who computes nothing with it: whether the weights fit is not checked.
+    """The same for callers that do not compute with the model: whether weights fit is not checked.
 
-    It imports no code of models, which takes seconds. Raises CheckpointError.
+    It imports no model code, which would take seconds. Raises CheckpointError.
     """
     return _described(folder, read_config(folder), StoredTensors(folder))
 
@@ -92,7 +93,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     check_quantisation(folder, raw)
     if "auto_map" in raw:
         raise CheckpointError(
-            f"{folder / 'config.json'} wants code from the checkpoint to be run (auto_map), which "
+            f"{folder / 'config.json'} asks to run code from the checkpoint (auto_map), which "
             "Paceline never does: use a checkpoint of an architecture that transformers has"
         )
     try:
@@ -104,9 +105,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def choose_length(asked: int | None, own: int) -> int:
-    """Most tokens of a sequence: the checkpoint's `own` number, or less where it is asked for.
+    """Maximum number of tokens of a sequence: `asked`, or the checkpoint's `own` number if None.
 
-    Raises ConfigError for more.
+    Raises ConfigError if `asked` is above `own`.
     """
     if asked is None:
         return own
@@ -118,8 +119,9 @@ def choose_length(asked: int | None, own: int) -> int:
 
 
 def sliding_window_of(config: PreTrainedConfig) -> int | None:
-    """Positions that a token of a sliding-window layer sees, its own included; None: no such layer,
-    or a window that no sequence of the model outgrows.
+    """The number of positions that a token of a sliding-window layer sees, its own included.
+
+    None if there is no such layer, or if no sequence of the model can outgrow the window.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -131,7 +133,7 @@ def sliding_window_of(config: PreTrainedConfig) -> int | None:
 
 
 def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuse what our attention does not compute."""
+    """Refuse layers that our attention cannot compute."""
     known = {"full_attention", "sliding_attention"}
     kinds = set(getattr(config, "layer_types", None) or ()) - known
     if kinds:
@@ -142,9 +144,9 @@ def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
 
 
 def _check_tensors(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> None:
-    """Compare names and shapes in the files with those of the model.
+    """Compare the names and shapes in the files with those of the model.
 
-    Quantised weights have names and shapes of their own: transformers checks them at load.
+    Quantized weights have names and shapes of their own, which transformers checks at load.
     """
     if is_quantised(config):
         return
@@ -215,7 +217,7 @@ def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
     if not path.is_file():
         if required:
-            raise CheckpointError(f"{path} is missing: this is no checkpoint folder")
+            raise CheckpointError(f"{path} is missing: this is not a checkpoint folder")
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

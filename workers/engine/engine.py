@@ -1,7 +1,7 @@
-"""The engine on a CPU: a model or a rank's part of one, its KV blocks, and the step that runs them.
+"""The engine on a CPU: a model or a rank's part of one, its KV blocks, and the step that runs it.
 
-It knows token ids, positions and blocks. What is a sequence, who owns a block and which token is
-chosen is decided elsewhere. On a GPU: cuda/engine.py.
+It knows token ids, positions and blocks. Sequences, the owners of blocks and the choice of tokens
+are decided elsewhere. The GPU's engine is cuda/engine.py.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ class Engine(RankedEngine):
         group: Group | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Load and test. Raises CheckpointError; ConfigError when the KV memory is too small.
+        """Load the checkpoint and test it. Raises CheckpointError, or ConfigError if KV memory is
+        too small.
 
-        `max_model_len` may lower the checkpoint's own. `threads` CPU threads compute a step, or
-        fewer while other processes take their cores. With a `group` this is one rank of a
-        tensor-parallel engine, of so many threads always: all ranks load, meet, `agree`, then step
-        with the same slices.
+        `max_model_len` may lower the checkpoint's own. A step uses `threads` CPU threads, or fewer
+        while other processes take their cores. With a `group` this is one rank of a tensor-parallel
+        engine, which always uses all `threads`: all ranks load, meet, `agree`, then step with the
+        same slices.
         """
         torch.set_num_threads(threads)
         self._threads: ThreadChoice | None = None
@@ -80,19 +81,19 @@ class Engine(RankedEngine):
         self.batch_invariant = None
         if group is None:
             self.batch_invariant = rows_are_invariant(self)
-        # Ranks wait for each other, so that a rank's time says little of its own threads.
+        # Ranks wait for each other, so a rank's time says little about its own threads.
         if threads > 1 and self.batch_invariant:
             self._threads = ThreadChoice(threads)
 
     def _adopt(self, model: PreTrainedModel, per_block: int) -> None:
-        """Take a loaded model and memory for its KV, `per_block` bytes a block."""
+        """Take a loaded model, and allocate its KV of `per_block` bytes per block."""
         config = model.config
         self._window = sliding_window_of(config)
         self._num_query_heads = int(config.num_attention_heads)
         sizes = kv_sizes_of(config)
         self._num_kv_heads = sizes["num_heads"]
         least = blocks_for(self.max_model_len, BLOCK_SIZE) * per_block
-        # Asked before the weights were loaded too; others may have taken memory meanwhile.
+        # This was checked before the weights were loaded too; others may have taken memory since.
         check_room(
             self._num_blocks * per_block,
             "beside the weights, target.kv_memory asks for",
@@ -112,7 +113,7 @@ class Engine(RankedEngine):
 
     @property
     def dtype(self) -> str:
-        """The form of the weights, which decides what is computed in."""
+        """The form of the weights, which determines the dtype of the computation."""
         return self._weights
 
     @property
@@ -129,7 +130,7 @@ class Engine(RankedEngine):
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but with this rank's columns alone."""
+        """As `step`, but returns this rank's columns only."""
         for piece in slices:
             check_tree(piece)
         if begun := blocks_begun(slices, BLOCK_SIZE):
@@ -157,8 +158,8 @@ class Engine(RankedEngine):
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
         """Copy KV of slot `from` to slot `to` of a sequence, pair by pair in order, in all layers.
 
-        A key keeps the rotary position it was computed for: move a tree's node to the slot that is
-        its position.
+        A key keeps the rotary position for which it was computed, so a tree's node must be moved to
+        the slot that is its position.
         """
         origin = origins_of(moves)
         table = torch.tensor(block_table, dtype=torch.int64)

@@ -1,8 +1,8 @@
 """The two ways to run a step's tokens through a model: Hugging Face's code, and a lean equivalent.
 
-The lean one computes what Llama, Mistral, Qwen2 and Qwen3 layers compute, out of the modules of the
-loaded model, with a third of the operations. It is not a port: a model whose parts look otherwise,
-or whose logits come out otherwise on a probe, runs through its own code.
+The lean one computes what Llama, Mistral, Qwen2 and Qwen3 layers compute, from the modules of the
+loaded model, with a third of the operations. It is not a port: a model with other parts, or with
+other logits on a probe, runs through its own code.
 
 Shapes: T tokens, N features, D head size, V vocabulary.
 """
@@ -31,22 +31,23 @@ from workers.engine.slices import Slice
 from workers.engine.step_plan import make_plan
 
 Forward = Callable[[Step], Tensor]
-"""A planned step in, its logits [T, V] out, in the model's dtype."""
+"""Maps a planned step to its logits [T, V], in the model's dtype."""
 
 _UNUSED_MASK = torch.empty(1, 1, 1, 1)
 _PROBE_LENGTH = 9
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.004, torch.bfloat16: 0.03}
-"""Largest difference on the probe, as a share of the largest logit: some units of rounding."""
+"""Largest difference on the probe, as a share of the largest logit: a few units of rounding."""
 
 
 def hugging_face_forward(model: PreTrainedModel) -> Forward:
-    """The model's own code."""
+    """A forward pass by the model's own code."""
 
     def forward(step: Step) -> Tensor:
         result = model(
             input_ids=step.token_ids_T[None],
             position_ids=step.position_ids_T[None],
-            # Four dimensions: then transformers makes no mask, nor looks at positions for it.
+            # With four dimensions, transformers neither makes a mask nor examines positions for
+            # one.
             attention_mask=_UNUSED_MASK,
             use_cache=False,
             logits_to_keep=step.logit_rows,
@@ -71,13 +72,13 @@ def choose_forward(model: PreTrainedModel, cache: KVCache) -> Forward:
 
 
 def probe_slice(vocab_size: int) -> Slice:
-    """What choose_by_probe is to be given as a step: a few tokens in block 0."""
+    """The slice for the step that choose_by_probe takes: a few tokens in block 0."""
     token_ids = [token % vocab_size for token in range(3, 3 + _PROBE_LENGTH)]
     return Slice([0], 0, token_ids, _PROBE_LENGTH)
 
 
 def choose_by_probe(model: PreTrainedModel, step: Step) -> Forward:
-    """The lean way where it gives the logits that the model's own code gives, else that code."""
+    """The lean way if it gives the logits of the model's own code, else that code."""
     own = hugging_face_forward(model)
     try:
         lean = LeanForward(model)
@@ -91,7 +92,7 @@ def choose_by_probe(model: PreTrainedModel, step: Step) -> Forward:
 
 
 class _OtherLayoutError(Exception):
-    """The model's parts are not those that the lean forward knows."""
+    """The model's parts are not those that the lean forward supports."""
 
 
 class LeanForward:
@@ -100,7 +101,7 @@ class LeanForward:
     def __init__(self, model: PreTrainedModel, operations: LayerOperations | None = None) -> None:
         """`operations` None: those for the model's device. Raises _OtherLayoutError."""
         if sliding_window_of(model.config) is not None:
-            raise _OtherLayoutError("sliding_window")  # The probe is too short to tell.
+            raise _OtherLayoutError("sliding_window")  # the probe is too short to detect a window
         self._operations = operations or operations_for(model.device)
         base = _part(model, model.base_model_prefix)
         self._embed = _part(base, "embed_tokens")
@@ -143,9 +144,10 @@ class _LeanLayer:
     def run(
         self, hidden_TN: Tensor, delta_TN: Tensor | None, rotation: Rotation, step: Step
     ) -> Tensor:
-        """Add what is left of the layer before to `hidden_TN`, and this layer's attention.
+        """Add `delta_TN`, the previous layer's last result, to `hidden_TN`, and this layer's
+        attention.
 
-        Returns what its feed-forward adds, which is left to the next norm.
+        Returns the result of this layer's feed-forward, which the next norm adds.
         """
         rows = self._project(self._input_norm(hidden_TN, delta_TN))
         attended_TN = self._output(self._attend(rows, rotation, step))
@@ -190,7 +192,7 @@ def _part(owner: nn.Module, name: str) -> Any:
 
 
 def _joined(owner: nn.Module, *names: str) -> Any:
-    """The one product that stands behind these linears of `owner` (fusing.py)."""
+    """The single product that replaces these linears of `owner` (fusing.py)."""
     parts = [_part(owner, name) for name in names]
     first = parts[0]
     if not all(isinstance(p, ProjectionPart) and p.shared is first.shared for p in parts):

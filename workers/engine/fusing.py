@@ -1,7 +1,7 @@
 """Fewer and larger operations where Hugging Face's modules allow it, with the same bits.
 
 Projections that read the same input (query, key and value; gate and up) become one matrix product.
-Norms go through torch's own rms_norm where that gives the very bits of the module it replaces.
+A norm is replaced by torch's own rms_norm if that gives the same bits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedProjection(nn.Module):
-    """One product in the place of several linears that are called with the same input.
+    """One product in place of several linears that are called with the same input.
 
-    The first part computes it for all; the others, called later with the same tensor, take theirs.
+    The first part computes it for all. The others, called later with the same tensor, take theirs.
     """
 
     def __init__(self, joined: nn.Module, widths: list[int]) -> None:
@@ -26,7 +26,7 @@ class SharedProjection(nn.Module):
         self._left: list[Tensor] = []
 
     def part(self, index: int, rows_TN: Tensor) -> Tensor:
-        """The result of linear `index`; 0 must be asked for first."""
+        """The result of linear `index`. Index 0 must be called first."""
         if index == 0:
             self._left = list(torch.split(self.joined(rows_TN), self._widths, dim=-1))
         result = self._left[index]
@@ -36,7 +36,7 @@ class SharedProjection(nn.Module):
 
 
 class ProjectionPart(nn.Module):
-    """Stands where one of the joined linears stood."""
+    """Replaces one of the joined linears in its module."""
 
     def __init__(self, shared: SharedProjection, index: int, width: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ProjectionPart(nn.Module):
 
 
 def join_projections(module: nn.Module) -> None:
-    """Join such plain linears of one module."""
+    """Join the linears of `module` that are called with the same input, if they are plain."""
     for names in _PROJECTIONS:
         _join(module, names)
 
@@ -85,7 +85,7 @@ def _concatenate(linears: list[nn.Linear]) -> nn.Linear:
 
 
 class NativeNorm(nn.Module):
-    """torch's rms_norm with the weight and epsilon of a module that computes the same."""
+    """torch's rms_norm with the weight and epsilon of an equivalent module."""
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class NativeNorm(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What the rows are multiplied by."""
+        """The weight by which rows are multiplied."""
         return self._weight
 
     @property
     def epsilon(self) -> float:
-        """What is added to the mean square."""
+        """The number that is added to the mean square."""
         return self._epsilon
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class NativeNorm(nn.Module):
 
 
 def replace_norms(model: nn.Module) -> None:
-    """Replace the RMS norms of `model` whose results a NativeNorm gives bit for bit."""
+    """Replace the RMS norms of `model` for which a NativeNorm gives the same bits."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = getattr(child, "weight", None)

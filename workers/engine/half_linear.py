@@ -1,7 +1,7 @@
-"""Linear layers whose weights have 16 bits and whose arithmetic is float32, by FBGEMM's kernel.
+"""Linear layers with 16-bit weights and float32 arithmetic, by FBGEMM's kernel.
 
-Half of the memory to read, and no rounding but that of the weights. A processor needs F16C for it,
-which those with AVX2 have, where bfloat16 wants AVX-512 instructions of its own.
+They read half as much memory, and only the weights are rounded. The processor needs F16C, which all
+those with AVX2 have, whereas bfloat16 needs special AVX-512 instructions.
 
 Shapes: T rows, N input features, M output features.
 """
@@ -15,24 +15,24 @@ from paceline.errors import ConfigError
 
 _LARGEST = torch.finfo(torch.float16).max
 _ROWS_A_BLOCK = 6
-"""FBGEMM's AVX2 kernel takes blocks of at most 6 rows. In blocks of 1 or 2 it sums in another
-order. Its AVX-512 kernels sum all alike."""
+"""FBGEMM's AVX2 kernel takes blocks of at most 6 rows. In blocks of 1 or 2 rows it sums in another
+order. Its AVX-512 kernels always sum in the same order.
+"""
 
 
 class HalfLinear(nn.Module):
-    """A linear layer of float16 weights; activations, sums and results are float32.
+    """A linear layer with float16 weights; activations, sums and results are float32.
 
-    A row's bits do not depend on the other rows: where there is no AVX-512, rows are padded to
-    whole blocks.
+    A row's bits do not depend on the other rows: without AVX-512, rows are padded to whole blocks.
     """
 
     def __init__(self, source: nn.Linear) -> None:
-        """Raises ConfigError where torch has no such kernel, or a weight is beyond float16."""
+        """Raises ConfigError if torch lacks this kernel, or a weight is too large for float16."""
         super().__init__()
         if "fbgemm" not in torch.backends.quantized.supported_engines:
             raise ConfigError(
                 "target.dtype float16 on a CPU needs FBGEMM, which this torch lacks (it has it for "
-                "x86 alone); use float32 or bfloat16"
+                "x86 only); use float32 or bfloat16"
             )
         self.in_features = source.in_features
         self.out_features = source.out_features

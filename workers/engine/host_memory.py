@@ -1,4 +1,4 @@
-"""Whether a host has the memory that is about to be taken, asked before it is."""
+"""Checks that a host has enough memory, before the memory is allocated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_room(needed: int, what: str, remedy: str) -> None:
-    """Raise ConfigError with the numbers where the host has fewer than `needed` bytes left."""
+    """Raise ConfigError, with the numbers, if the host has fewer than `needed` bytes left."""
     available = available_bytes()
     if available is not None and needed > available:
         raise ConfigError(
@@ -22,9 +22,9 @@ def check_room(needed: int, what: str, remedy: str) -> None:
 
 
 def available_bytes() -> int | None:
-    """Memory that may still be taken, by the host and by the limit of our container.
+    """Bytes that may still be allocated, within the host's memory and our container's limit.
 
-    None where the system does not tell. Other processes may take of it at the same time.
+    None if the system does not say. Other processes may allocate memory at the same time.
     """
     found = [one for one in (_of_host(), _of_container()) if one is not None]
     return min(found, default=None)
@@ -36,7 +36,7 @@ def _of_host() -> int | None:
 
 
 def _of_container() -> int | None:
-    """Files that were read count as used there, but give way."""
+    """Bytes left in our container. File caches count as used there, but they can be reclaimed."""
     limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
     if not limit.isdecimal() or not used.isdecimal():
         return None

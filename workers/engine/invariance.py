@@ -1,8 +1,9 @@
-"""Making the elementwise parts of a model independent of what else is in the batch.
+"""Makes the elementwise parts of a model independent of what else is in the batch.
 
-torch's vectorised kernels compute the last elements of an array, and of each thread's share, with
-scalar code that rounds otherwise (silu, gelu). Where those lie depends on batch and thread count.
-So activations run over slabs that one thread computes and that the vector width divides.
+torch's vectorized kernels compute the last elements of an array, and of each thread's share, with
+scalar code that rounds differently (silu, gelu). Which elements these are depends on the batch and
+the number of threads. So activations run over slabs that one thread computes and whose size is a
+multiple of the vector width.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class SlabActivation(nn.Module):
-    """An elementwise activation whose result for an element depends on that element alone."""
+    """An elementwise activation whose result for an element depends on that element only."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -26,7 +27,7 @@ class SlabActivation(nn.Module):
     def forward(self, values: Tensor) -> Tensor:
         """The activation of each element, in the shape of `values`."""
         count = values.numel()
-        # Where rows lie apart, torch goes row by row.
+        # If rows are not contiguous, torch goes row by row.
         piece = count if values.is_contiguous() else values.shape[-1]
         if count <= _SLAB and piece % _ALIGNMENT == 0:
             result: Tensor = self.activation(values)

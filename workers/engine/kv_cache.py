@@ -17,7 +17,7 @@ BLOCK_SIZE = 128
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values: the same memory seen by slot and by block."""
+    """One layer's keys and values: the same memory by slot and by block."""
 
     slots_2HSD: Tensor
     """[2 x H, S, D]: all heads' keys, then all heads' values."""
@@ -26,10 +26,11 @@ class LayerCache:
 
 
 class KVCache:
-    """Buffers for `num_blocks` blocks, allocated once. Zeroed: masked slots must hold numbers.
+    """Buffers for `num_blocks` blocks, allocated once and zeroed, since masked slots must be
+    finite.
 
     A masked slot has weight 0, and 0 times NaN is NaN. So a block is cleared when a sequence begins
-    it (`clear`): what the one before left there may be the NaN that ended it.
+    to use it (`clear`): the sequence before it may have left the NaN that ended it.
     """
 
     def __init__(
@@ -50,25 +51,25 @@ class KVCache:
         return LayerCache(slots, blocks[0], blocks[1])
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zero blocks, in all layers."""
+        """Zero these blocks in all layers."""
         for layer in self.layers:
             for block in blocks:
                 layer.keys_NHBD[block].zero_()
                 layer.values_NHBD[block].zero_()
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values of slots to others, in all layers; all are read before any write."""
+        """Copy keys and values between slots in all layers. All are read before any is written."""
         for layer in self.layers:
             slots = layer.slots_2HSD
             slots.index_copy_(1, targets, slots.index_select(1, sources))
 
 
 def slots_in(block_table: Tensor, slots: list[int]) -> Tensor:
-    """Where a sequence's slots lie in the buffers of a cache."""
+    """The indices of a sequence's slots in the buffers of a cache."""
     slots_T = torch.tensor(slots, dtype=torch.int64)
     return block_table[slots_T // BLOCK_SIZE] * BLOCK_SIZE + slots_T % BLOCK_SIZE
 
 
 def block_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one block takes over all layers, keys and values."""
+    """Bytes of one block over all layers, keys and values."""
     return 2 * num_layers * num_heads * head_size * BLOCK_SIZE * dtype.itemsize

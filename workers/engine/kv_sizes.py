@@ -1,4 +1,4 @@
-"""What a model keeps of each token, by its configuration, and how much of it a memory holds."""
+"""How much a model keeps of each token, and how many blocks fit into a memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.engine.block_pool import blocks_for
 
 
 class KvSizes(TypedDict):
-    """Of a token, `num_heads` keys and values of `head_size` elements in each layer."""
+    """The KV of a token: `num_heads` keys and values of `head_size` elements in each layer."""
 
     num_layers: int
     num_heads: int
@@ -19,7 +19,7 @@ class KvSizes(TypedDict):
 
 
 def kv_sizes_of(config: PreTrainedConfig) -> KvSizes:
-    """Of the whole model, or with a rank's configuration of its part."""
+    """The sizes for the whole model, or for a rank's part if `config` is the rank's."""
     return {
         "num_layers": int(config.num_hidden_layers),
         "num_heads": num_kv_heads_of(config),
@@ -34,16 +34,16 @@ def head_size_of(config: PreTrainedConfig) -> int:
 
 
 def num_kv_heads_of(config: PreTrainedConfig) -> int:
-    """Heads of keys and values."""
+    """Number of key/value heads."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
 def num_blocks_in(
     kv_memory_bytes: int, *, per_block: int, block_size: int, max_model_len: int
 ) -> int:
-    """KV blocks of `per_block` bytes that the memory holds.
+    """The number of KV blocks of `per_block` bytes that the memory holds.
 
-    Raises ConfigError with the numbers where that is too few for one sequence.
+    Raises ConfigError, with the numbers, if they do not suffice for one sequence.
     """
     num_blocks, needed = kv_memory_bytes // per_block, blocks_for(max_model_len, block_size)
     if num_blocks < needed:

@@ -1,7 +1,8 @@
-"""What lies between the products of a Llama-like layer, as a lean forward asks for it.
+"""The operations between the products of a Llama-like layer, as a lean forward calls them.
 
-The operations are bound to a layer's modules once, when the forward is made. torch's are here, for
-any device; workers/engine/cuda/kernel_operations.py has kernels that do the work of several.
+An operation is bound to a layer's modules once, when the forward is made. This file has torch's
+operations, for any device; workers/engine/cuda/kernel_operations.py has kernels, each of which
+replaces several.
 
 Shapes: T tokens, N features, F features of the feed-forward, A heads of a token (queries, keys,
 values), D head size.
@@ -20,21 +21,21 @@ from workers.engine.attention import Step
 from workers.kernels import can_run_kernels
 
 Rotation = tuple[Tensor, Tensor]
-"""The rotary factors of a step, in the form that the operations which made it want."""
+"""The rotary factors of a step, in a form for the operations that made it."""
 AddAndNorm = Callable[[Tensor, Tensor | None], Tensor]
-"""Adds the second to the first [T, N], in place, where there is one; returns the sum's norm."""
+"""Adds the second tensor, if any, to the first [T, N] in place; returns the norm of the sum."""
 Attend = Callable[[Tensor, Rotation, Step], Tensor]
-"""Of the joined product [T, A x D]: norms and rotates heads, stores keys and values, attends.
+"""Takes the joined product [T, A x D]: norms and rotates heads, stores keys and values, attends.
 
-Returns [T, query heads x D]. May write into the product.
+Returns [T, query heads x D]. It may write into the product.
 """
 Gate = Callable[[Tensor], Tensor]
-"""[T, 2 x F] in, activated gates and, after them, ups; their product [T, F] out."""
+"""Takes [T, 2 x F], gates before ups; returns activated gates times ups, [T, F]."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """What is to be known of a layer's attention. `head_norms`: of queries and keys, or none."""
+    """A layer's attention, as the operations see it. `head_norms`: of queries and of keys."""
 
     index: int
     num_queries: int
@@ -45,12 +46,12 @@ class AttentionLayer:
 
     @property
     def num_rotated(self) -> int:
-        """Queries and keys."""
+        """The number of queries and keys."""
         return self.num_queries + self.num_keys
 
     @property
     def num_heads(self) -> int:
-        """Values too, which are as many as keys."""
+        """The number of queries, keys and values. There are as many values as keys."""
         return self.num_rotated + self.num_keys
 
 
@@ -58,7 +59,7 @@ class LayerOperations:
     """torch's operations."""
 
     def add_and_norm(self, norm: nn.Module) -> AddAndNorm:
-        """With this norm."""
+        """The operation with this norm."""
         normed = _forward_of(norm)
 
         def run(hidden_TN: Tensor, delta_TN: Tensor | None) -> Tensor:
@@ -69,7 +70,7 @@ class LayerOperations:
         return run
 
     def rotation(self, cos_TD: Tensor, sin_TD: Tensor, layer: AttentionLayer) -> Rotation:
-        """Factors [T, A, D] of heads and of their swapped halves; values are not rotated."""
+        """Factors [T, A, D] for heads and for their swapped halves; values are not rotated."""
         half = cos_TD.shape[1] // 2
         signed_TD = torch.cat([-sin_TD[:, :half], sin_TD[:, half:]], dim=1)
         shape = (cos_TD.shape[0], layer.num_heads, cos_TD.shape[1])
@@ -79,7 +80,7 @@ class LayerOperations:
         return cos_TAD, sin_TAD
 
     def attend(self, layer: AttentionLayer) -> Attend:
-        """As that layer does."""
+        """The attention of this layer."""
 
         def run(rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
             cos_TAD, sin_TAD = rotation
@@ -95,7 +96,7 @@ class LayerOperations:
         return run
 
     def gate(self, activation: nn.Module) -> Gate:
-        """With this activation."""
+        """The operation with this activation."""
         activated = _forward_of(activation)
 
         def run(gate_and_up: Tensor) -> Tensor:
@@ -115,14 +116,14 @@ def operations_for(device: torch.device) -> LayerOperations:
 
 
 def norm_heads(heads_TAD: Tensor, layer: AttentionLayer) -> Tensor:
-    """Queries and keys normed head by head, as Qwen3 does."""
+    """Queries and keys normed head by head, as Qwen3 does. Values are unchanged."""
     parts = heads_TAD.split([layer.num_queries, layer.num_keys, layer.num_keys], dim=1)
     queries, keys = (norm(part) for norm, part in zip(layer.head_norms, parts, strict=False))
     return torch.cat([queries, keys, parts[2]], dim=1)
 
 
 def _forward_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Without the hooks, which nobody has set and which take their time."""
+    """The module's forward without torch's hooks, which are unused here but take time."""
     forward: Any = module.forward
     result: Callable[[Tensor], Tensor] = forward
     return result

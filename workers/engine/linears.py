@@ -1,7 +1,7 @@
-"""The linear layers that the engine puts in the place of nn.Linear on a CPU, by form of weights.
+"""The linear layers that replace nn.Linear on a CPU, by form of weights.
 
-float32, bfloat16  PackedLinear: laid out once for oneDNN's kernels, over twice as fast as nn.Linear
-                   for few rows; with two rows or more a row's bits do not depend on the other rows.
+float32, bfloat16  PackedLinear: packed once for oneDNN's kernels, over twice as fast as nn.Linear
+                   for few rows. With two rows or more, a row's bits do not depend on other rows.
 float16            half of the memory with float32 arithmetic (half_linear.py).
 int8, int4         fewer bits for drafters, bfloat16 activations (quantised_linears.py).
 
@@ -25,23 +25,24 @@ MIN_ROWS: dict[WeightForm, int] = {
     "int8": 1,
     "int4": 1,
 }
-"""Rows that a step's linears should get at least. For a single row oneDNN takes another kernel,
-with other rounding."""
+"""Minimum number of rows in a step's linears. For a single row oneDNN takes another kernel, which
+rounds differently.
+"""
 _PACKED_ROWS = 2
 
 _NO_SCALARS: list[float] = []
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's own layout, in float32 or bfloat16."""
+    """A linear layer whose weight is in oneDNN's own layout, in float32 or bfloat16."""
 
     def __init__(self, source: nn.Linear, dtype: torch.dtype = torch.float32) -> None:
-        """Raises ConfigError for bfloat16 where the processor has not the instructions for it."""
+        """Raises ConfigError for bfloat16 if the processor lacks the instructions for it."""
         super().__init__()
         if dtype == torch.bfloat16 and not multiplies_bfloat16():
             raise ConfigError(
                 "bfloat16 weights need a processor with AVX-512 (or AVX-NE-CONVERT), which this "
-                'one has not: set target.dtype = "float16", "int8" or "float32"'
+                'one lacks: set target.dtype = "float16", "int8" or "float32"'
             )
         self.in_features = source.in_features
         self.out_features = source.out_features
@@ -72,29 +73,29 @@ def multiplies_bfloat16() -> bool:
 
 
 def activation_dtype(form: WeightForm) -> torch.dtype:
-    """Of everything but the weights of linears."""
+    """The dtype of everything but the weights of linears."""
     return torch.float32 if form in ("float32", "float16") else torch.bfloat16
 
 
 def replace_linears(model: nn.Module, form: WeightForm) -> None:
-    """Put the engine's linear layers in the place of every nn.Linear of `model`, LM head included.
+    """Replace every nn.Linear of `model`, LM head included, by the engine's own layer.
 
-    Originals are dropped one by one. An embedding that shared its weight with the LM head keeps it.
-    With int4 the LM head has 8 bits: its errors go straight into the logits.
+    Originals are dropped one by one. An embedding that shares its weight with the LM head keeps the
+    weight. With int4 the LM head has 8 bits, since its errors go straight into the logits.
     """
     for parent in list(model.modules()):
         replace_linears_of(parent, form, is_head=parent is model)
 
 
 def replace_linears_of(module: nn.Module, form: WeightForm, *, is_head: bool = False) -> None:
-    """The same for the linears that `module` itself holds."""
+    """The same for the direct children of `module` only."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
             setattr(module, name, packed_linear(child, form, is_head=is_head))
 
 
 def packed_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False) -> nn.Module:
-    """What takes the place of `source`."""
+    """The layer that replaces `source`."""
     if form == "int4" and not is_head and fits_int4(source):
         return Int4Linear(source)
     if form in ("int4", "int8"):
@@ -105,9 +106,9 @@ def packed_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False)
 
 
 def convert_weights(model: nn.Module, form: WeightForm) -> None:
-    """Turn a float32 Hugging Face model into `form` in place: its linears, the rest in its type.
+    """Convert a float32 Hugging Face model to `form` in place: linears and other parameters.
 
-    Buffers stay as they are: rotary frequencies in bfloat16 would misplace far tokens.
+    Buffers stay as they are: rotary frequencies in bfloat16 would misplace distant tokens.
     """
     replace_linears(model, form)
     for parameter in model.parameters():

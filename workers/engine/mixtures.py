@@ -1,8 +1,9 @@
-"""Mixtures of experts on a CPU: each expert's matrices are linears of the engine's own.
+"""Mixtures of experts on a CPU: each expert's matrices become linears of the engine.
 
-Hugging Face's experts are one stacked parameter whose products, and those of the router, round by
-how many tokens there are. With the engine's linears and a router that is always given as many rows,
-a token's bits are its own (self_test.py finds out on the machine at hand).
+Hugging Face's experts are one stacked parameter. Their products, and those of the router, round
+differently for different numbers of tokens. With the engine's linears, and a router that always
+gets the same number of rows, a token's bits do not depend on other tokens (self_test.py checks this
+on the machine).
 
 Shapes: T tokens, N features, E experts, K experts chosen for a token, M inner width of an expert.
 """
@@ -21,7 +22,7 @@ _ROUTED_ROWS = 16
 
 
 class PackedExperts(nn.Module):
-    """In the place of a module that holds gate_up_proj [E, 2M, N] and down_proj [E, N, M]."""
+    """Replaces a module that holds gate_up_proj [E, 2M, N] and down_proj [E, N, M]."""
 
     def __init__(self, source: nn.Module, form: WeightForm) -> None:
         super().__init__()
@@ -33,7 +34,7 @@ class PackedExperts(nn.Module):
         self.down = nn.ModuleList(_linear(weight, form) for weight in down_ENM)
 
     def forward(self, rows_TN: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
-        """Each token's experts' results times their shares, added up by number of the expert."""
+        """The results of each token's experts times their shares, added by expert number."""
         total_TN = torch.zeros_like(rows_TN)
         activation: Any = self.act_fn
         for expert in experts_TK.unique().tolist():
@@ -46,14 +47,14 @@ class PackedExperts(nn.Module):
 
 
 class EvenRouter(nn.Module):
-    """A router that is always given 16 rows."""
+    """A router that always gets 16 rows."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
         self.router = router
 
     def forward(self, rows: Tensor) -> tuple[Tensor, ...]:
-        """What the router gives for all rows."""
+        """The router's results for all rows."""
         rows_TN = rows.reshape(-1, rows.shape[-1])
         padded = nn.functional.pad(rows_TN, (0, 0, 0, -rows_TN.shape[0] % _ROUTED_ROWS))
         parts = [self.router(piece) for piece in padded.split(_ROUTED_ROWS)]
@@ -67,7 +68,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def replace_experts_of(module: nn.Module, form: WeightForm) -> None:
-    """Put ours in the place of the experts and the router that `module` itself holds."""
+    """Replace the experts and the router among the direct children of `module`."""
     for name, child in list(module.named_children()):
         if holds_experts(child):
             setattr(module, name, PackedExperts(child, form))

@@ -1,7 +1,8 @@
-"""Loading a rank's part of a checkpoint into Hugging Face's own model code.
+"""Loads a rank's part of a checkpoint into Hugging Face's own model code.
 
-The model is built without memory (on torch's meta device); then its linears are read one by one,
-each brought into the engine's form before the next is read, so that no copy of the whole exists.
+The model is built without memory (on torch's meta device). Then its linears are read one by one,
+and each is converted to the engine's form before the next is read, so that no copy of the whole
+model exists.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def load_model(
 ) -> PreTrainedModel:
     """The rank's part of the model, with paged attention and our own modules.
 
-    `kv_bytes`: what its KV will take, for which there must be room too. Raises CheckpointError;
-    ConfigError for more ranks than heads, or too little memory.
+    `kv_bytes`: the size of its KV, for which there must be room too. Raises CheckpointError; raises
+    ConfigError if there are more ranks than heads, or too little memory.
     """
-    # Weights of few bits are made from the most exact ones.
+    # Quantized forms are made from the most precise weights.
     dtype = torch.bfloat16 if weights == "bfloat16" else torch.float32
     model, parts, sharding = empty_part(folder, group, dtype)
     parts.tell(progress, activation_dtype(weights))
@@ -65,10 +66,10 @@ def empty_part(
     *,
     device: torch.device | None = None,
 ) -> tuple[PreTrainedModel, RankParts, Sharding]:
-    """A rank's model without weights, and what fills it, on `device` (None: the CPU).
+    """A rank's model without weights, and what fills it on `device` (None: the CPU).
 
-    `dtype`: into which quantised weights are turned. Raises CheckpointError, and ConfigError for
-    more ranks than heads, or too little memory.
+    `dtype`: the dtype to which quantized weights are converted. Raises CheckpointError; raises
+    ConfigError if there are more ranks than heads, or too little memory.
     """
     config = read_config(folder)
     stored = StoredTensors(folder)
@@ -83,10 +84,10 @@ def empty_part(
 
 
 def part_config(folder: Path, place: Place) -> PreTrainedConfig:
-    """The configuration of a rank's part, of which nothing is loaded.
+    """The configuration of a rank's part. Loads no weights.
 
-    Raises CheckpointError where the architecture cannot be cut, ConfigError for more ranks than
-    heads.
+    Raises CheckpointError if the architecture cannot be cut, ConfigError if there are more ranks
+    than heads.
     """
     config = read_config(folder)
     return Sharding(config, _base_prefix(config), place).local_config()
@@ -102,7 +103,7 @@ class _Loading:
         weights: WeightForm,
         dtype: torch.dtype,
     ) -> None:
-        """`dtype`: of the weights from which linears are made."""
+        """`dtype`: the dtype of the weights from which linears are made."""
         self._model = model
         self._parts = parts
         self._weights = weights
@@ -110,7 +111,7 @@ class _Loading:
         self._linear_dtype = dtype
 
     def run(self, kv_bytes: int) -> None:
-        """Fill all. Raises CheckpointError; ConfigError where the host has too little memory."""
+        """Fill the model. Raises CheckpointError; raises ConfigError if memory is too small."""
         weight_bytes = self._parts.num_weights * BITS_OF_A_WEIGHT[self._weights] // 8
         check_room(
             weight_bytes,
@@ -122,7 +123,7 @@ class _Loading:
             weight_bytes + kv_bytes,
             f"this shard's weights as {self._weights} ({weight_bytes} bytes) and its KV together "
             "take",
-            "give less target.kv_memory",
+            "lower target.kv_memory",
         )
         # Linears and experts are filled with their parents, and must be freed once replaced.
         for module in [one for one in self._model.modules() if not _is_replaced(one)]:
@@ -151,7 +152,7 @@ def _base_prefix(config: PreTrainedConfig) -> str:
 
 
 def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """The model without weights, but with the tables that it computes for itself."""
+    """The model without weights, but with the buffers that it computes for itself."""
     attention.register()
     try:
         with torch.device("meta"):
@@ -174,7 +175,7 @@ def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def join_ranks(model: PreTrainedModel, sharding: Sharding, group: Group) -> None:
-    """Put in the modules in which the ranks' results come together."""
+    """Insert the modules that combine the ranks' results."""
     place = group.place
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):

@@ -1,4 +1,4 @@
-"""Opening a checkpoint as an engine, on a CPU or on a GPU. The one place that chooses."""
+"""Opens a checkpoint as an engine, on a CPU or on a GPU. The one place that chooses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from workers.engine.weight_form import Dtype, WeightForm, form_on_cpu
 AnyEngine = Engine | CudaEngine
 
 CPU_KV_BYTES = 1 << 30
-"""KV memory on a CPU where none is said."""
+"""KV memory on a CPU if none is given."""
 
 
 def open_engine(
@@ -35,14 +35,15 @@ def open_engine(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> AnyEngine:
-    """Load a checkpoint. "auto": on a GPU where this process sees one.
+    """Load a checkpoint. Device "auto": a GPU if this process sees one.
 
-    `weights`: the form on a CPU where `dtype` is "auto"; a GPU then takes the checkpoint's type.
-    `threads` are a CPU's; `batch_invariant` is a GPU's (a CPU is always invariant).
-    `group` and `progress` are those of Engine. `kv_memory_bytes` None: 1 GiB on
-    a CPU, what a profile run leaves on a GPU. Raises what Engine raises; ConfigError also where a
-    GPU is asked for and none is seen, where its memory does not suffice, and for a `dtype` that
-    the device has no kernels for.
+    `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
+    `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant). `group` and
+    `progress` are those of Engine. `kv_memory_bytes` None: 1 GiB on a CPU, and on a GPU what a
+    profile run leaves.
+
+    Raises what Engine raises. Raises ConfigError also if a GPU is requested but none is seen, if
+    its memory does not suffice, and for a `dtype` that the device has no kernels for.
     """
     where = device_of(device)
     if where == "cpu":
@@ -74,14 +75,14 @@ def open_engine(
 
 
 def device_of(device: Device) -> str:
-    """As torch names it: "cpu", or the first GPU that this process sees.
+    """torch's name of the device: "cpu", or the first GPU that this process sees.
 
-    Raises ConfigError where a GPU is asked for and none is seen.
+    Raises ConfigError if a GPU is requested but none is seen.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError(
-            "a GPU was asked for, and this process sees none: check the driver, torch's build "
+            "a GPU was requested, but this process sees none: check the driver, torch's build "
             f"({torch.__version__}) and CUDA_VISIBLE_DEVICES, or use the device cpu"
         )
     return "cuda:0" if available and device != "cpu" else "cpu"

@@ -1,10 +1,10 @@
-"""Checkpoints with quantised weights: read through transformers' own quantisers, or refused.
+"""Checkpoints with quantized weights: read through transformers' own quantizers, or refused.
 
-Read are the kinds whose quantiser turns weights back into numbers while it loads them. What the
-engine then has is a model of plain weights, which it brings into its own form like any other: rows
-of logits stay bit-equal in any batch, and each rank cuts its part. The price is memory: every rank
-makes the whole model before it takes its part. Activations are not quantised, though the checkpoint
-may ask for it.
+A kind can be read if its quantizer converts the weights back to numbers while loading. The engine
+then has a model of plain weights, and converts it to its own form like any other: rows of logits
+stay bit-equal in any batch, and each rank cuts its part. The price is memory: every rank makes the
+whole model before it takes its part. Activations are not quantized, even if the checkpoint asks for
+it.
 """
 
 from __future__ import annotations
@@ -28,38 +28,39 @@ from workers.engine.stored_tensors import StoredTensors
 
 _KEY = "quantization_config"
 _one_at_a_time = threading.Lock()
-"""transformers' loader is not for several threads: beside another it finds tied weights missing."""
+"""transformers' loader is not thread-safe: run concurrently, it reports tied weights as missing."""
 
 
 READABLE: Mapping[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
-"""What can be read, by transformers' `quant_method`, and the package needed besides, if any."""
+"""The readable kinds, by transformers' `quant_method`, and the extra package that each needs."""
 
 REFUSED: Mapping[str, str] = {
     "bitsandbytes": "its weights are unpacked in its own modules at each step",
-    "torchao": "its quantiser does not turn weights back into numbers while it loads",
+    "torchao": "its quantizer does not turn weights back into numbers while it loads",
     "gptq": "its weights are unpacked by kernels for GPUs at each step",
     "awq": "its weights are unpacked by kernels for GPUs at each step",
-    "mxfp4": "the models that come so attend in a way that is not supported here",
+    "mxfp4": "its models attend in a way that is not supported here",
 }
-"""Why these kinds are not read; the reason of others is that nobody has looked at them."""
+"""Why these kinds are refused. For other kinds the reason is that they were not examined."""
 
 
 def check_quantisation(folder: Path, raw: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where `raw`, a config.json, tells of a kind that is not read."""
+    """Raise CheckpointError if `raw`, a config.json, names a kind that cannot be read."""
     if _KEY not in raw:
         return
     kind = str(dict(raw[_KEY] or {}).get("quant_method", "of an unknown kind"))
     if kind not in READABLE:
         reason = REFUSED.get(kind, "a kind that is not known here")
         raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantised ({kind}), which is not read: "
-            f"{reason}. Use the checkpoint in float32, bfloat16 or float16 (target.dtype = "
-            f'"int8" makes it small on a CPU), or quantised as one of {", ".join(READABLE)}'
+            f"{folder / 'config.json'}: the weights are quantized ({kind}), which is not "
+            f"supported: {reason}. Use the checkpoint in float32, bfloat16 or float16 "
+            f'(target.dtype = "int8" makes it small on a CPU), or quantized as '
+            f"one of {', '.join(READABLE)}"
         )
     package = READABLE[kind]
     if package is not None and importlib.util.find_spec(package) is None:
         raise CheckpointError(
-            f"{folder / 'config.json'}: the weights are quantised ({kind}), for which transformers "
+            f"{folder / 'config.json'}: the weights are quantized ({kind}), for which transformers "
             f"needs the package {package}: pip install 'paceline[quantised]'"
         )
 
@@ -78,7 +79,7 @@ def plain_config(folder: Path) -> PreTrainedConfig:
 
 
 def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration of the model of plain weights; `config` stays as it is."""
+    """The configuration of the model with plain weights; `config` is not changed."""
     plain = deepcopy(config)
     if hasattr(plain, _KEY):
         delattr(plain, _KEY)
@@ -86,15 +87,15 @@ def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def is_quantised(config: PreTrainedConfig) -> bool:
-    """Whether the files hold quantised weights."""
+    """Whether the files hold quantized weights."""
     return getattr(config, _KEY, None) is not None
 
 
 class DequantisedTensors(StoredTensors):
-    """The plain weights of a quantised checkpoint, all in memory until it is closed."""
+    """The plain weights of a quantized checkpoint, all in memory until `close`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Raises CheckpointError; ConfigError where the host has too little memory."""
+        """Raises CheckpointError, and ConfigError if the host has too little memory."""
         super().__init__(folder)
         self._tensors: dict[str, Tensor] = dict(_load(folder, dtype))
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
@@ -115,10 +116,10 @@ def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
     count = sum(parameter.numel() for parameter in model.parameters())
     check_room(
         count * dtype.itemsize,
-        f"the quantised weights, turned into {dtype}, take",
-        "take a larger host, or a checkpoint that is not quantised",
+        f"the quantized weights, turned into {dtype}, take",
+        "take a larger host, or a checkpoint that is not quantized",
     )
-    transformers_logging.disable_progress_bar()  # Workers have no terminal.
+    transformers_logging.disable_progress_bar()  # workers have no terminal
     loader: Any = AutoModelForCausalLM
     try:
         with _one_at_a_time:

@@ -1,7 +1,7 @@
 """Linear layers with weights of 8 or 4 bits and bfloat16 activations.
 
-A step with few rows is as fast as its weights can be read, and beside a target that reads its own
-from the same memory even more so.
+A step with few rows is as fast as its weights can be read. This matters even more beside a target
+that reads its weights from the same memory.
 
 Shapes: T rows, N input features, M output features, G groups of a row's weights.
 """
@@ -12,19 +12,20 @@ import torch
 from torch import Tensor, nn
 
 GROUP_SIZE = 32
-"""Input features that share a scale and a minimum: as in the Q4_0 and Q4_1 formats of GGUF, so that
-weights that came from those are recovered."""
+"""Input features that share a scale and a minimum, as in the formats Q4_0 and Q4_1 of GGUF: weights
+that came from these are recovered.
+"""
 _INT4_MULTIPLE = 16
-"""Of output features, for torch's 4-bit kernel."""
+"""torch's 4-bit kernel needs a multiple of this number of output features."""
 _UNPACK_ROWS_INT4 = 128
-"""From so many rows on it is faster to unpack 4-bit weights to bfloat16 and multiply those."""
+"""From this number of rows on, unpacking 4-bit weights to bfloat16 and multiplying is faster."""
 
 
 class Int8Linear(nn.Module):
-    """A linear layer of 8-bit weights; activations and results are bfloat16.
+    """A linear layer with 8-bit weights; activations and results are bfloat16.
 
-    One kernel for any number of rows, so that a row's bits do not depend on the others. With
-    hundreds of rows it would take less than half the time to unpack the weights, with other bits.
+    One kernel serves any number of rows, so that a row's bits do not depend on the others. With
+    hundreds of rows, unpacking the weights would take less than half the time, but give other bits.
     """
 
     weight_MN: Tensor
@@ -49,9 +50,9 @@ class Int8Linear(nn.Module):
 
 
 class Int4Linear(nn.Module):
-    """A linear layer of 4-bit weights, each a number of steps above its group's minimum.
+    """A linear layer with 4-bit weights, each a number of steps above its group's minimum.
 
-    Activations and results are bfloat16, as are steps and minima.
+    Activations, results, steps and minima are bfloat16.
     """
 
     packed: Tensor
@@ -59,7 +60,7 @@ class Int4Linear(nn.Module):
     scale_and_middle_GM2: Tensor
 
     def __init__(self, source: nn.Linear) -> None:
-        """Raises ValueError where the kernel cannot take the layer's shape."""
+        """Raises ValueError if the kernel does not support the layer's shape."""
         super().__init__()
         self.in_features = source.in_features
         self.out_features = source.out_features
@@ -68,10 +69,10 @@ class Int4Linear(nn.Module):
         steps_MN, scale_MG, minimum_MG = quantise_groups(source.weight.detach())
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps_MN.to(torch.int32), 1)
         self.register_buffer("packed", packed, persistent=False)
-        # Two to a byte, for many rows: the kernel's own layout is its own affair.
+        # Two weights per byte, for many rows: the layout of the kernel's `packed` is undocumented.
         pairs = steps_MN[:, ::2] | (steps_MN[:, 1::2] << 4)
         self.register_buffer("pairs", pairs, persistent=False)
-        # The kernel counts its steps from the middle of the 16.
+        # The kernel counts steps from the middle of the 16.
         middle_MG = (minimum_MG.float() + 8 * scale_MG.float()).to(torch.bfloat16)
         both_GM2 = torch.stack([scale_MG.t(), middle_MG.t()], dim=2).contiguous()
         self.register_buffer("scale_and_middle_GM2", both_GM2, persistent=False)
@@ -99,15 +100,15 @@ class Int4Linear(nn.Module):
 
 
 def fits_int4(source: nn.Linear) -> bool:
-    """Whether torch's 4-bit kernel takes a layer of this shape."""
+    """Whether torch's 4-bit kernel supports a layer of this shape."""
     return source.in_features % GROUP_SIZE == 0 and source.out_features % _INT4_MULTIPLE == 0
 
 
 def quantise_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
-    """8-bit weights [M, N] and bfloat16 scales [M]; weight is nearly int8 x scale.
+    """8-bit weights [M, N] and bfloat16 scales [M]; a weight is nearly int8 x scale.
 
-    The scale is rounded to bfloat16 first and the weights are divided by the rounded one, so that
-    rounding it costs no accuracy.
+    The scale is rounded to bfloat16 first, and the weights are divided by the rounded scale, so
+    that rounding the scale costs no accuracy.
     """
     weight_MN = weight_MN.to(torch.float32)
     scale_M = (weight_MN.abs().amax(dim=1) / 127).clamp_min(1e-12).to(torch.bfloat16)
@@ -118,8 +119,8 @@ def quantise_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
 def quantise_groups(weight_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """4-bit steps [M, N] (uint8), bfloat16 scales [M, G] and minima [M, G], G = N / 32.
 
-    A weight is nearly step x scale + minimum. Weights that are so already, as those from a 4-bit
-    GGUF file, keep their steps.
+    A weight is nearly step x scale + minimum. Weights that have this form already, such as those
+    from a 4-bit GGUF file, keep their steps.
     """
     weight_MGS = weight_MN.to(torch.float32).unflatten(1, (-1, GROUP_SIZE))
     minimum_MG1 = weight_MGS.amin(dim=2, keepdim=True).to(torch.bfloat16)

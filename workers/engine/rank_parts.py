@@ -1,4 +1,4 @@
-"""Filling a model that was built without memory with a rank's part of a checkpoint's tensors."""
+"""Fills a model that was built without memory with a rank's part of a checkpoint's tensors."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from workers.engine.stored_tensors import StoredTensors
 from workers.engine.tensor_parallel.sharding import Sharding
 
 Progress = Callable[[int, int], None]
-"""Told the bytes that are loaded, and those of the whole share."""
+"""Called with the number of bytes loaded, and with that of the rank's whole share."""
 
 
 class RankParts:
-    """Reads one module's parameters after the other. `shapes`: of the whole parameters, by name.
+    """Reads one module's parameters after the other.
 
-    `num_weights`: elements of the rank's share.
+    `shapes`: the whole parameters' shapes by name. `num_weights`: the elements in the rank's share.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class RankParts:
         self._sharding = sharding
         self._device = device
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # What may be another module's parameter, too.
+        # Weights of embeddings may be shared with another module.
         self._kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
         self._shared: dict[tuple[int, torch.dtype], nn.Parameter] = {}
         self.num_weights = sum(self._numel(name) for name in self._names.values())
@@ -44,7 +44,7 @@ class RankParts:
         self._done_bytes = self._all_bytes = 0
 
     def tell(self, progress: Progress | None, dtype: torch.dtype) -> None:
-        """Tell `progress` of what is read from now on; `dtype`: of most of it."""
+        """Report to `progress` what is read from now on. `dtype`: the dtype of most of it."""
         self._progress = progress
         self._all_bytes = self.num_weights * dtype.itemsize
 
@@ -58,7 +58,7 @@ class RankParts:
                 if id(empty) in self._kept:
                     self._shared[id(empty), dtype] = filled
             setattr(module, leaf, filled)
-        # The vocabulary's parts are cut here, all else by the local configuration.
+        # Vocabulary parts are cut here; everything else is cut by the local configuration.
         if isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
         elif isinstance(module, nn.Embedding):
@@ -69,7 +69,7 @@ class RankParts:
         self._stored.close()
 
     def _numel(self, name: str) -> int:
-        """Elements of this rank's part of a parameter."""
+        """The number of elements in this rank's part of a parameter."""
         whole = self._shapes[name]
         cut = self._sharding.cut(name, whole)
         numel = math.prod(whole)
@@ -83,7 +83,7 @@ class RankParts:
         vocabulary = cut is not None and tensor.shape[1:] == empty.shape[1:] and cut.dim == 0
         if tensor.shape != empty.shape and not (vocabulary and _is_vocabulary(name)):
             raise CheckpointError(
-                f"tensor {name} {whole} cannot be shared out: the model's part has shape "
+                f"tensor {name} {whole} cannot be divided: the model's part has shape "
                 f"{tuple(empty.shape)}, the plan gives {tuple(tensor.shape)}; use "
                 "tensor_parallel = 1"
             )

@@ -1,7 +1,7 @@
-"""The start-up self-test: is a row of logits bit-equal in whatever company it is computed?
+"""The start-up self-test: is a row of logits bit-equal whatever it is computed with?
 
-It proves on the machine at hand, with its kernels and thread count, what DESIGN.md section 3
-promises. It uses the engine's own blocks, before any sequence exists.
+It proves this promise on the machine at hand, with its kernels and thread count. It uses the
+engine's own blocks, before any sequence exists.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Steppable(Protocol):
 _LENGTH = 140
 """Tokens of the longer sequence: two chunks of attention."""
 _TAIL = 20
-"""Last rows that are compared; they lie in both chunks."""
+"""The number of last rows that are compared; they lie in both chunks."""
 _WINDOWS = (1, 2, 3, 5, 9)
-"""How the tail is cut when it is fed in pieces; sums to _TAIL."""
+"""The sizes in which the tail is fed in pieces. Their sum is _TAIL."""
 
 
 def rows_are_invariant(engine: Steppable) -> bool:
-    """Whether several ways to compute the same rows give the same bits. Some 10 steps.
+    """Whether several ways to compute the same rows give the same bits. Takes some 10 steps.
 
-    Ways: the prompt at once, in two parts into blocks that are no neighbours, the tail in windows,
-    the tail beside another sequence of another length and, where torch has several threads, all of
-    it with one thread. Blocks are overwritten: call it before any sequence exists.
+    The ways: the prompt at once; the tail in windows; the prompt in two parts in blocks that are
+    not neighbors, beside another sequence of another length; and, if torch has several threads,
+    with one thread. Blocks are overwritten, so call it before any sequence exists.
     """
     length = min(_LENGTH, engine.max_model_len, engine.num_blocks * engine.block_size // 2)
     tail = min(_TAIL, length - 2)
@@ -58,7 +58,7 @@ def rows_are_invariant(engine: Steppable) -> bool:
     second = list(range(needed, engine.num_blocks))[::-1][:needed]
     trial = _Trial(engine, token_ids, length - tail)
     expected = trial.at_once(first)
-    # All of them, whatever comes out: the ranks of a group must run the same steps.
+    # All ways run, whatever the results: the ranks of a group must run the same steps.
     others = [trial.in_windows(first)]
     if len(second) == needed:
         others.append(trial.in_company(first, second))
@@ -83,7 +83,7 @@ class _Trial:
         return self.engine.step([self.piece(table, 0, end, end - self.tail_start)])
 
     def in_windows(self, table: Sequence[int]) -> Tensor:
-        """Over the KV that `at_once` left before the tail."""
+        """The tail in windows, over the KV that `at_once` left before it."""
         rows: list[Tensor] = []
         start = self.tail_start
         for width in _WINDOWS:
@@ -94,14 +94,14 @@ class _Trial:
         return torch.cat(rows)
 
     def in_company(self, first: Sequence[int], second: Sequence[int]) -> Tensor:
-        """The prompt in two parts in other blocks, each step shared with a slice of the first."""
+        """The prompt in two parts in other blocks, each beside a slice of the first sequence."""
         middle, end = self.tail_start // 2, len(self.token_ids)
         self.engine.step([self.piece(second, 0, middle, 0), self.piece(first, 0, 1, 1)])
         step = [self.piece(first, 1, 8, 3), self.piece(second, middle, end, end - self.tail_start)]
         return self.engine.step(step)[3:]
 
     def on_one_thread(self, table: Sequence[int]) -> Tensor:
-        """In two steps with one thread; the number of threads is put back."""
+        """The prompt in two steps with one thread. The number of threads is restored."""
         threads, half = torch.get_num_threads(), (self.tail_start + len(self.token_ids)) // 2
         torch.set_num_threads(1)
         try:

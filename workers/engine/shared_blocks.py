@@ -1,10 +1,10 @@
-"""A pool of KV blocks that knows what is in some of them: equal prefixes are computed once.
+"""A pool of KV blocks that knows the content of some: equal prefixes are computed once.
 
-A block is known by a hash of all tokens up to its end, of the tenant whose they are and of the
-kind of KV, so equal prefixes are found and those of other tenants or kinds are not. A known block
-that no sequence holds stays until its room is needed. Then the tenant that keeps most gives room
-first, of its blocks the one that was not used for the longest time: nobody can push out what all
-others keep. Who offers a block promises that nobody will write it again.
+A block's key is a hash of all tokens up to its end, of its tenant and of the kind of KV. So equal
+prefixes are found, but not those of other tenants or kinds. A known block that no sequence holds
+stays until its room is needed. Then the tenant that keeps most such blocks loses the one that was
+unused for the longest time, so no tenant can push out what all others keep. Whoever offers a block
+promises that nobody will write to it again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from workers.engine.block_pool import BlockPool
 
 
 class SharedBlocks:
-    """The blocks 0 to num_blocks - 1, free, held, or kept for whoever needs what they hold."""
+    """The blocks 0 to num_blocks - 1: free, held, or kept for their content."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -28,24 +28,24 @@ class SharedBlocks:
         self._block_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
         self._tenant_of: dict[int, str] = {}
-        # Blocks that nobody but the cache holds, by tenant, the longest unused first.
+        # Blocks that only the cache holds, by tenant, the longest unused first.
         self._idle: dict[str, OrderedDict[int, None]] = {}
         self._num_idle = 0
 
     @property
     def num_available(self) -> int:
-        """How many blocks can be had: the free ones and those kept for nobody in particular."""
+        """The number of blocks that can be allocated: free, or held by the cache only."""
         return self._pool.num_free + self._num_idle
 
     def check_room(self, count: int) -> None:
-        """Raise OverloadedError unless so many blocks are available. Takes none."""
+        """Raise OverloadedError if fewer than `count` blocks are available. Takes none."""
         if count > self.num_available:
             raise OverloadedError(f"{count} KV blocks wanted, {self.num_available} free")
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks to write to, evicting what must go.
+        """Take `count` blocks to write to, evicting known blocks if necessary.
 
-        Raises OverloadedError, evicting and taking none, when fewer are available.
+        If fewer are available, raises OverloadedError, and evicts and takes none.
         """
         self.check_room(count)
         for _ in range(count - self._pool.num_free):
@@ -57,8 +57,8 @@ class SharedBlocks:
         return self._pool.allocate(count)
 
     def let_go(self, blocks: Sequence[int]) -> None:
-        """One holder less of each block of a sequence, given in the order of its table."""
-        # A prefix is of use without what follows it, not the reverse: so it is the last to be idle.
+        """Remove one holder from each block of a sequence, given in the order of its table."""
+        # A prefix is useful without what follows it, but not the reverse. So it becomes idle last.
         for block in reversed(blocks):
             self._pool.free([block])
             if block in self._key_of and self._pool.holders(block) == 1:
@@ -70,7 +70,7 @@ class SharedBlocks:
         return key in self._block_of
 
     def hold(self, key: bytes) -> int | None:
-        """The block known by a key, with one holder more; None: there is none."""
+        """The block known by `key`, with one more holder, or None."""
         block = self._block_of.get(key)
         if block is not None:
             if self._is_idle(block):
@@ -79,15 +79,15 @@ class SharedBlocks:
         return block
 
     def offer(self, key: bytes, block: int, *, tenant: str) -> None:
-        """Let a block, which its holder will not write again, be known by a key."""
-        if key not in self._block_of:  # else another sequence computed the same meanwhile
+        """Make a block known by a key. Its holder must not write to it again."""
+        if key not in self._block_of:  # otherwise another sequence has computed the same block
             self._pool.share(block)
             self._block_of[key] = block
             self._key_of[block] = key
             self._tenant_of[block] = tenant
 
     def take_back(self, blocks: Iterable[int]) -> None:
-        """Let blocks that are held be known by no key any more."""
+        """Make these blocks, which are held, unknown."""
         for block in blocks:
             key = self._key_of.pop(block, None)
             if key is not None:
@@ -95,7 +95,7 @@ class SharedBlocks:
                 self._pool.free([block])
 
     def is_idle(self, key: bytes) -> bool:
-        """Whether the known block of this key is held by no sequence."""
+        """Whether no sequence holds the known block of this key."""
         return self._is_idle(self._block_of[key])
 
     def _is_idle(self, block: int) -> bool:
@@ -109,10 +109,10 @@ class SharedBlocks:
         self._num_idle -= 1
 
     def check_tables(self, tables: Iterable[tuple[Sequence[int], int, Sequence[bytes]]]) -> None:
-        """Assert that blocks are neither leaked nor written by one while others read them.
+        """Assert that no block is leaked, or written by one sequence while others read it.
 
-        Of each sequence that holds blocks: its table, how many blocks of it are full, and their
-        keys as far as they are known.
+        `tables` has for each sequence its block table, its number of full blocks, and its known
+        keys.
         """
         running = list(tables)
         self._pool.check_integrity([*(table for table, _, _ in running), list(self._key_of)])
@@ -130,10 +130,10 @@ class SharedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class KvKind:
-    """What decides, beside the tokens, what a KV block holds. Blocks of two kinds are never equal.
+    """What determines a KV block's content besides the tokens. Blocks of two kinds never match.
 
-    `block_size`: positions of a block. `dtype`: what the model computes in. `checkpoint_digest`: of
-    its files (target.proto).
+    `block_size`: positions of a block. `dtype`: the dtype of the computation. `checkpoint_digest`:
+    the digest of the files (target.proto).
     """
 
     block_size: int
@@ -142,8 +142,7 @@ class KvKind:
 
 
 class BlockKeys:
-    """SHA-256 keys of the full blocks of one text, for one kind of KV, as far as they were asked
-    for."""
+    """SHA-256 keys of the full blocks of one text, for one kind of KV. Computed on demand."""
 
     __slots__ = ("_keys", "_parent", "kind", "tenant")
 
@@ -155,7 +154,7 @@ class BlockKeys:
         self._parent = hashlib.sha256(repr(made_of).encode()).digest()
 
     def first(self, count: int, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """The keys of the first `count` blocks of `token_ids`, and of later ones that are known."""
+        """The keys of the first `count` blocks of `token_ids`, and of any computed before."""
         keys, size, parent = self._keys, self.kind.block_size, self._parent
         for index in range(len(keys), count):
             tokens = array("Q", token_ids[index * size : (index + 1) * size])
@@ -166,5 +165,5 @@ class BlockKeys:
 
     @property
     def known(self) -> Sequence[bytes]:
-        """The keys that were asked for so far."""
+        """The keys that have been computed."""
         return self._keys

@@ -1,4 +1,4 @@
-"""What a step is asked to feed of one sequence: a run of tokens, or nodes of a tree above it."""
+"""What a step feeds of one sequence: a run of tokens, or nodes of a tree after it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from paceline.value import value_class
 class Slice:
     """Tokens of one sequence to feed in a step.
 
-    `token_ids` go to slots `start`, `start` + 1, ... of the sequence; KV of all slots before
-    `start` is in the blocks of `block_table`, which also has room for the fed ones. Logits are
-    wanted for the last `num_logits` fed tokens. A token's position is its slot, unless it is a node
-    of a tree.
+    `token_ids` go to slots `start`, `start` + 1, ... of the sequence. KV of all slots before
+    `start` is in the blocks of `block_table`, which also has room for the fed tokens. Logits are
+    returned for the last `num_logits` fed tokens. A token's position is its slot, unless it is a
+    node of a tree.
 
-    Slots from `tree_start` on, if given, hold a tree's nodes, slot `tree_start` + i node i.
-    `parents` names the parent of every node up to the last fed one, those fed by earlier steps
-    included, so that a tree may grow over several steps: 0 is the token in slot `tree_start` - 1,
-    j + 1 is node j. A node's position is `tree_start` - 1 + its depth (1 for a child of that
-    token); it sees the slots before `tree_start`, its ancestors and itself.
+    Slots from `tree_start` on, if given, hold a tree's nodes: slot `tree_start` + i holds node i.
+    `parents` has the parent of every node up to the last fed one, including those fed by earlier
+    steps, so that a tree may grow over several steps. Parent 0 is the token in slot `tree_start` -
+    1, parent j + 1 is node j. A node's position is `tree_start` - 1 + its depth (1 for a child of
+    that token). It sees the slots before `tree_start`, its ancestors and itself.
 
-    Bits: a chain (parents 0, 1, 2, ...) is computed as if it were no tree, and so are the nodes of
-    a tree whose ancestors all lie, and have lain, in the slots of their positions. Other nodes'
-    sums are made in another order: in float32 their logits differ from plain ones by less than 1e-5
-    of the largest.
+    Bits: a chain (parents 0, 1, 2, ...) is computed as if it were no tree. So are the nodes of a
+    tree whose ancestors are, and always were, in the slots of their positions. The sums of other
+    nodes are made in another order: in float32 their logits differ from plain ones by less than
+    1e-5 of the largest.
     """
 
     block_table: Sequence[int]
@@ -42,7 +42,7 @@ class Slice:
 
 
 def blocks_begun(slices: Sequence[Slice], block_size: int) -> list[int]:
-    """The blocks whose first slot these slices write: nothing in them is of use to anybody."""
+    """The blocks whose first slot these slices write: their old content is of no use to anybody."""
     begun: list[int] = []
     for piece in slices:
         end = piece.start + len(piece.token_ids)
@@ -51,12 +51,12 @@ def blocks_begun(slices: Sequence[Slice], block_size: int) -> list[int]:
 
 
 def is_tree(piece: Slice) -> bool:
-    """Whether the slice holds a tree that is no chain."""
+    """Whether the slice holds a tree that is not a chain."""
     return piece.tree_start is not None and piece.parents != tuple(range(len(piece.parents)))
 
 
 def check_tree(piece: Slice) -> None:
-    """Assert that `parents` names an earlier node or the root for each node, and all of them."""
+    """Assert that `parents` names the root or an earlier node for each node."""
     if piece.tree_start is None:
         assert not piece.parents, "parents without tree_start"
         return
@@ -70,7 +70,7 @@ def check_tree(piece: Slice) -> None:
 
 
 def origins_of(moves: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Where what each target slot holds after these moves, (from, to) in order, was before them."""
+    """Maps each target slot to the slot of its content before these moves, (from, to) in order."""
     origin: dict[int, int] = {}
     for source, target in moves:
         origin[target] = origin.get(source, source)
@@ -88,7 +88,7 @@ def positions_of(piece: Slice) -> list[int]:
 
 
 def node_positions(piece: Slice) -> list[int]:
-    """The position of each node of the slice's tree, those fed by earlier steps included."""
+    """The position of each node of the slice's tree, including those fed by earlier steps."""
     assert piece.tree_start is not None
     depths = [0]
     for parent in piece.parents:
@@ -97,9 +97,9 @@ def node_positions(piece: Slice) -> list[int]:
 
 
 def unrelated_slots(piece: Slice, num_slots: int) -> Tensor:
-    """[fed tokens, `num_slots`]: which tree slots before a fed token are none of its ancestors.
+    """[fed tokens, `num_slots`]: which tree slots before a fed token are not its ancestors.
 
-    Slots after a token's own are left out: those are hidden in any case.
+    Slots after a token's own are left out, since they are hidden in any case.
     """
     assert piece.tree_start is not None
     num_nodes = len(piece.parents)
@@ -115,7 +115,7 @@ def unrelated_slots(piece: Slice, num_slots: int) -> Tensor:
 
 def paths_of(parents: Sequence[int]) -> NDArray[np.bool_]:
     """[nodes, nodes]: which nodes are on the path to each node of a tree, itself included."""
-    paths = [0]  # As the bits of a number, for a row of an array takes longer to write.
+    paths = [0]  # as the bits of a number, since writing a row of an array takes longer
     for node, parent in enumerate(parents):
         paths.append(paths[parent] | 1 << node)
     width = -(-len(parents) // 8)

@@ -1,9 +1,9 @@
-"""What a step needs to know besides weights and KV, computed once and used by every layer.
+"""What a step needs besides weights and KV, computed once and used by every layer.
 
-The slices of a step are packed as one row of T tokens. For attention they are sorted into groups of
-equal width, so that a group's queries are one tensor [B, H, R, D]: B slices, H key/value heads,
-R query rows (tokens x query heads that share a key head, padded to a multiple of 4), D head size.
-A token's A heads lie one after another: its queries, its keys, its values.
+The slices of a step are packed into one row of T tokens. For attention they are sorted into groups
+of equal width, so that a group's queries are one tensor [B, H, R, D]: B slices, H key/value heads,
+R query rows (tokens x query heads that share a key head, padded to a multiple of 4), D head size. A
+token's A heads come one after another: its queries, its keys, its values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from workers.engine.kv_cache import BLOCK_SIZE
 from workers.engine.slices import Slice, is_tree, node_positions, positions_of, unrelated_slots
 
 _ROW_MULTIPLE = 4
-"""The attention kernel rounds otherwise in tiles of fewer than 4 query rows."""
+"""The attention kernel rounds differently in tiles of fewer than 4 query rows."""
 _WIDE = 16
-"""Slices up to this width are padded to a common width, those that decode and those that prefill
-apart; wider ones make groups of their own."""
+"""Slices up to this width are padded to a common width, separately for those that decode and those
+that prefill. A wider slice is a group of its own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +35,15 @@ class Group:
     num_rows: int
     max_chunks: int
     gather: Tensor
-    """[B x H x R] rows of the group's queries among all heads, seen as [T x A, D]."""
+    """[B x H x R] rows of the group's queries among all heads, viewed as [T x A, D]."""
     runs: tuple[Run, ...]
     spread: Tensor | None
-    """For each of B x max_chunks the computed chunk, any where a slice has no such chunk.
+    """For each of B x max_chunks its computed chunk; any chunk where a slice has no such chunk.
 
-    None where chunks are computed in that very order."""
+    None if chunks are computed in this order already.
+    """
     absent_BC: Tensor | None
-    """HIDDEN for chunks that a slice does not have, else 0. None: all have as many."""
+    """HIDDEN for chunks that a slice does not have, else 0. None: all slices have equally many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +53,20 @@ class StepPlan:
     token_ids_T: Tensor
     position_ids_T: Tensor
     num_tokens: int
-    """Tokens fed; the tensors may hold padding after them."""
+    """Number of tokens fed; the tensors may hold padding after them."""
     first_slot: int
     slots_T: Tensor | None
-    """The slot of each token, or None where they follow the first one by one."""
+    """The slot of each token, or None if they follow the first one by one."""
     groups: tuple[Group, ...]
     scatter: Tensor
-    """For each row of the result, seen as [T x query heads, D], its row in the groups' outputs."""
+    """For each row of the result, viewed as [T x query heads, D], its row among the groups'."""
     logit_rows: Tensor
     window: int | None
     windowed_groups: tuple[Group, ...]
-    """As `groups`, for layers whose rows see a window; empty where no layer does."""
+    """As `groups`, for layers with a sliding window; empty if there are none."""
 
     def groups_of(self, window: int | None) -> tuple[Group, ...]:
-        """For a layer with that window; one that was not planned for is as good as none."""
+        """The groups for a layer with this window. A window that was not planned has no effect."""
         return self.groups if window is None or self.window != window else self.windowed_groups
 
 
@@ -76,9 +78,9 @@ def make_plan(
     min_tokens: int,
     window: int | None = None,
 ) -> StepPlan:
-    """Plan a step over `slices`, none of them empty; padded to `min_tokens` tokens.
+    """Plan a step over `slices`, none of them empty, padded to `min_tokens` tokens.
 
-    `window`: of the model's sliding-window layers, where sequences may outgrow it.
+    `window`: that of the model's sliding-window layers, if sequences may outgrow it.
     """
     packed = _pack(slices)
     num_tokens, slots = len(packed.token_ids), packed.slots
@@ -107,7 +109,7 @@ def make_plan(
 class _Packed:
     """The tokens of all slices one after another, with the KV slot of each.
 
-    `logit_rows`: which of them logits are wanted of. `offsets`: where each slice begins.
+    `logit_rows`: the tokens whose logits are requested. `offsets`: where each slice begins.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -139,7 +141,7 @@ def _batches(
     slices: Sequence[Slice], offsets: Sequence[int], num_query_heads: int, num_kv_heads: int
 ) -> list[_Batch]:
     narrow = [i for i, piece in enumerate(slices) if len(piece.token_ids) <= _WIDE]
-    # A few tokens of a prompt beside others that decode must not make queries of those as wide.
+    # A piece of a prompt must not widen the queries of the sequences that decode beside it.
     decoding = [i for i in narrow if slices[i].num_logits == len(slices[i].token_ids)]
     prefilling = [i for i in narrow if slices[i].num_logits < len(slices[i].token_ids)]
     wide = [[i] for i, piece in enumerate(slices) if len(piece.token_ids) > _WIDE]
@@ -161,8 +163,10 @@ def _scatter(batches: Sequence[_Batch], num_fed: int, num_query_heads: int) -> T
 
 
 class _Rows:
-    """The query rows of a group. With S query heads to a key head, row r of key head h is token
-    r // S of its slice and query head h * S + r % S.
+    """The query rows of a group.
+
+    With S query heads per key head, row r of key head h is token r // S of its slice and query head
+    h * S + r % S.
     """
 
     def __init__(
@@ -186,7 +190,7 @@ class _Rows:
         self.gather = (token_B1R * heads_per_token + head_HR).reshape(-1)
 
     def scatter_into(self, target_TH: Tensor, index: int, first_row: int) -> None:
-        """Tell each (token, query head) of the group's slice `index` where its result lies."""
+        """Write, for each (token, query head) of slice `index`, the row of its result."""
         heads = torch.arange(self.num_query_heads)
         tokens_T1 = torch.arange(target_TH.shape[0])[:, None]
         base = first_row + (index * self.num_kv_heads + heads // self.share) * self.count
@@ -224,7 +228,7 @@ def _make_group(pieces: Sequence[Slice], rows: _Rows, window: int | None = None)
 
 
 def _before_window(piece: Slice, token_R: Tensor, num_chunks: int, window: int) -> Tensor:
-    """[chunks, 1, R, 128]: the slots whose positions lie before the window of each row."""
+    """[chunks, 1, R, 128]: the slots whose positions are before the window of each row."""
     position_S = torch.arange(num_chunks * BLOCK_SIZE)
     fed_T = torch.tensor(positions_of(piece))
     if is_tree(piece):

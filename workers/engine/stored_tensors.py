@@ -1,8 +1,8 @@
-"""The tensors of a checkpoint as its safetensors files hold them, and reading parts of them.
+"""The tensors of a checkpoint as its safetensors files hold them. Parts of them can be read.
 
-Files are mapped into memory and only what is asked for is read. Most parameters of a model are a
-stored tensor of the same name; the experts of a mixture are one parameter but a stored tensor an
-expert and projection.
+Files are mapped into memory, and only what is needed is read. Most parameters of a model are a
+stored tensor of the same name. The experts of a mixture are one parameter, but one stored tensor
+per expert and projection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAPPED_BYTES = 16 * 1024 * 1024
-"""After so many bytes a file is mapped anew: pages that were read count as our memory."""
+"""After this many bytes a file is mapped again, since pages read count as our memory."""
 _EXPERT_NAMES = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -35,10 +35,11 @@ _EXPERT_NAMES = {
 """Stored names of an expert's projections, by the parameter that holds those of all experts."""
 _RENAMED = (".mlp.", ".block_sparse_moe.")
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
-"""Of stored weights that are not quantised, as safetensors calls them."""
+"""The dtypes, by safetensors' names, of stored weights that are not quantized."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""So many pieces of each file are compared between ranks: the files of two trainings of one model
-differ nearly everywhere, and in nothing else."""
+"""The number and size of pieces of each file that ranks compare. The files of two trainings of one
+model differ nearly everywhere, but only in their bytes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ class _Stored:
 
 
 class StoredTensors:
-    """What a checkpoint folder holds."""
+    """The stored tensors of a checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads headers alone. Raises CheckpointError for absent or broken files.
+        """Read the headers only. Raises CheckpointError for absent or broken files.
 
-        Of a tensor that is in several files the one in the file that the index names counts.
+        If several files hold a tensor, the file that the index names counts.
         """
         self._folder = folder
         self.files = _find_files(folder)
@@ -74,17 +75,17 @@ class StoredTensors:
         self._mapped_bytes = 0
 
     def has(self, name: str) -> bool:
-        """Whether there is a stored tensor for the parameter, or some for its experts."""
+        """Whether there is a stored tensor for the parameter, or there are some for its experts."""
         return bool(self._parts(name, num_experts=1))
 
     def summary(self) -> str:
-        """Names and shapes of the tensors, and the sizes of their files with samples of each."""
+        """Names and shapes of the tensors, and sizes and samples of their files."""
         tensors = [f"{name} {shape}" for name, shape in sorted(self._shapes.items())]
         files = [_sample(path) for path in sorted(set(self.files.values()))]
         return "\n".join([*tensors, *files])
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError unless the parameter is there in this shape."""
+        """Raise CheckpointError if the parameter is missing or has another shape."""
         parts = self._parts(name, num_experts=shape[0])
         if not parts:
             where = self._folder / (INDEX if (self._folder / INDEX).is_file() else WEIGHTS)
@@ -111,14 +112,14 @@ class StoredTensors:
             if (dtype := self._dtypes[part.name]) not in _PLAIN_DTYPES:
                 raise CheckpointError(
                     f"tensor {part.name} in {where} holds {dtype}, expected one of "
-                    f"{', '.join(_PLAIN_DTYPES)}: its config.json tells of no quantisation; fetch "
+                    f"{', '.join(_PLAIN_DTYPES)}: its config.json names no quantization; fetch "
                     "it again, or take the checkpoint from which it was made"
                 )
 
     def read(
         self, name: str, shape: tuple[int, ...], cut: Cut | None, dtype: torch.dtype
     ) -> Tensor:
-        """A rank's part of the parameter, whose whole shape is `shape`, in memory of its own."""
+        """A rank's part of the parameter as a copy. `shape`: the whole parameter's shape."""
         local = list(shape)
         if cut is not None:
             local[cut.dim] = cut.size
@@ -141,12 +142,12 @@ class StoredTensors:
         return target
 
     def close(self) -> None:
-        """Unmap."""
+        """Unmap the open file."""
         self._open_path = self._open_file = None
         self._mapped_bytes = 0
 
     def _copy(self, name: str, target: Tensor, cut: Cut | None) -> None:
-        """Copy a stored tensor, or the spans of it, to `target`."""
+        """Copy a stored tensor, or the spans of `cut`, to `target`."""
         spans: Sequence[Span] = [Span(0, 0, target.shape[0])] if cut is None else cut.spans
         dim = 0 if cut is None else cut.dim
         for span in spans:
@@ -154,7 +155,7 @@ class StoredTensors:
             index = [slice(None)] * dim + [slice(span.start, span.start + span.count)]
             piece: Tensor = stored[tuple(index)] if target.dim() else stored[:]
             target.narrow(dim, span.at, span.count).copy_(piece)
-            # Columns of a matrix lie in all of its pages.
+            # The columns of a matrix are spread over all of its pages.
             numel = piece.numel() if dim == 0 else math.prod(self._shapes[name])
             self._mapped_bytes += numel * piece.element_size()
 
@@ -195,7 +196,7 @@ def _fills(cut: Cut) -> bool:
 
 
 def _cut_of_expert(cut: Cut | None, start: int, rows: int) -> Cut | None:
-    """What a cut of all experts' weights [experts, rows, columns] is for one stored matrix."""
+    """For one stored matrix, the cut of all experts' weights [experts, rows, columns]."""
     if cut is None:
         return None
     if cut.dim == 2:
@@ -243,7 +244,7 @@ def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _sample(path: Path) -> str:
-    """A file's name and size, and a hash of pieces from its begin to its end."""
+    """A file's name and size, and a hash of pieces from its beginning to its end."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:
         for number in range(_SAMPLES):

@@ -1,9 +1,9 @@
-"""How many threads the next step computes with: as many as help at this moment.
+"""How many threads the next step computes with: as many as help at the moment.
 
-Threads that share a step meet some two hundred times in it. Where another process takes one of
-their cores, each meeting waits for a turn of the scheduler, milliseconds: two threads that take
-18 ms a step alone took 1,190 ms beside one busy process, where one thread took 36. So a step
-may have fewer threads than there are; its rows have the same bits with any number of them.
+Threads that share a step synchronize some two hundred times in it. If another process takes one of
+their cores, each synchronization waits for the scheduler for milliseconds. Two threads that take 18
+ms a step alone took 1,190 ms beside one busy process, where one thread took 36 ms. So a step may
+use fewer threads than there are; its rows have the same bits with any number of threads.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from collections import defaultdict, deque
 from statistics import median
 
 MORE_SHARE = 0.04
-"""Of the time, what trials of more threads than now may cost: others take a core for a while."""
+"""Maximum share of time for trials of more threads: others take a core only for a while."""
 FEWER_SHARE = 0.005
-"""Of the time, what trials of fewer may cost."""
+"""Maximum share of time for trials of fewer threads."""
 DISTURBED = 1.25
-"""How slow a step must be for fewer to be tried: a trial delays the tokens of all."""
+"""Slowness from which on fewer threads are tried. A trial delays the tokens of all sequences."""
 
 _RECENT = 3
-"""Steps whose median says how disturbed a number of threads is: one slow step says nothing."""
+"""Number of steps whose median slowness counts, since one slow step says nothing."""
 _DRIFT = 1.005
-"""What a kind's quickest step is taken to grow by with every step: contexts get longer."""
+"""Assumed growth per step of the quickest step of a kind, since contexts get longer."""
 
 
 class ThreadChoice:
-    """Expects of a number of threads its quickest step of the kind times its recent slowness.
+    """Chooses the number of threads with the least expected time.
 
-    Kinds of steps are the powers of two of their rows. What was not tried with a kind is taken to
-    be to what was as it is with the kind that last was tried with all.
+    The expected time is the quickest step of its kind, times the recent slowness of that number of
+    threads. The kinds of steps are the powers of two of their rows. For a number that was not tried
+    with a kind, times are scaled from the kind that was last tried with all numbers.
     """
 
     def __init__(self, most: int) -> None:
-        """`most` threads, at least 1; beside it one less, half as many and one are tried."""
+        """`most`: at least 1. Also tried are one less, half as many, and one."""
         self._counts = sorted({most, max(most - 1, 1), max(most // 2, 1), 1}, reverse=True)
         self._now = most
         self._quickest: dict[int, dict[int, float]] = defaultdict(dict)
@@ -41,7 +42,7 @@ class ThreadChoice:
         self._since_tried = dict.fromkeys(self._counts, 0.0)
 
     def choose(self, rows: int) -> int:
-        """Threads for a step of so many rows; now and then another number, to see how it does."""
+        """The number of threads for a step of `rows` rows. Sometimes another number, as a trial."""
         times = self._quickest_times(self._quickest[rows.bit_length()])
         if not times:
             return self._now
@@ -50,7 +51,8 @@ class ThreadChoice:
         for count in self._counts:
             if count not in times:
                 return count
-            # Steps may be slow for what they feed, too: then another number is as slow.
+            # A step may be slow because of what it feeds. Then another number of threads is as
+            # slow.
             loss = max(
                 times[count] * self._slowness[count][-1] - expected[self._now],
                 times[count] - times[self._now],
@@ -60,7 +62,7 @@ class ThreadChoice:
         return self._now
 
     def record(self, rows: int, threads: int, seconds: float) -> None:
-        """A step of so many rows took `seconds` with so many threads."""
+        """Note that a step of `rows` rows took `seconds` with `threads` threads."""
         quickest = self._quickest[rows.bit_length()]
         quickest[threads] = min(seconds, quickest.get(threads, seconds) * _DRIFT)
         if len(quickest) == len(self._counts):
@@ -71,16 +73,17 @@ class ThreadChoice:
         self._since_tried[threads] = 0.0
 
     def _share(self, count: int) -> float:
-        """Of the time, what trials of so many threads may cost."""
+        """The maximum share of time for trials of `count` threads."""
         if count > self._now:
             return MORE_SHARE
         return FEWER_SHARE if self._slowness[self._now][-1] >= DISTURBED else 0.0
 
     def _quickest_times(self, own: dict[int, float]) -> dict[int, float]:
-        """Those of a kind of steps, and what the reference says of numbers not tried with it.
+        """The quickest times of a kind of steps, with estimates from the reference for untried
+        numbers.
 
-        Fewer threads are taken to do no better than their share: wide steps are bound by arithmetic
-        where narrow ones are by memory.
+        Fewer threads are assumed to do no better than their share, since wide steps are bound by
+        arithmetic where narrow ones are bound by memory.
         """
         if not own or not self._reference:
             return own

@@ -1,12 +1,13 @@
-"""In which form the weights of linears are held in memory. Light: commands import it."""
+"""The forms in which the weights of linears are held. Commands import it, so it imports little."""
 
 from __future__ import annotations
 
 from typing import Literal, get_args
 
 WeightForm = Literal["float32", "bfloat16", "float16", "int8", "int4"]
-"""float32 and bfloat16 as they are; float16 with float32 activations; int8 and int4 with scales and
-bfloat16 activations."""
+"""float32 and bfloat16 unchanged; float16 with float32 activations; int8 and int4 with scales and
+bfloat16 activations.
+"""
 
 BITS_OF_A_WEIGHT: dict[WeightForm, int] = {
     "float32": 32,
@@ -15,13 +16,13 @@ BITS_OF_A_WEIGHT: dict[WeightForm, int] = {
     "int8": 8,
     "int4": 4,
 }
-"""Without scales, and though some layers keep more: at least so many."""
+"""Minimum bits per weight: scales are not counted, and some layers keep more bits."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
-"""What a model may be asked to be held in (target.dtype); "auto": by the device."""
+"""The dtypes that may be requested for a model (target.dtype); "auto": by the device."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 
 
 def form_on_cpu(dtype: Dtype, own: WeightForm) -> WeightForm:
-    """The form that a CPU holds a model in; "auto" is its `own`."""
+    """The form in which a CPU holds a model; "auto" means `own`."""
     return own if dtype == "auto" else dtype

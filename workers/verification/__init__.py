@@ -1,10 +1,11 @@
 """Pure arithmetic that decides which candidates are accepted. Logits in, a Verdict out.
 
 Nothing here reads a clock or draws a random number: the noise is a function of the request's seed
-and of the position. Begin with `verify.verify`; `rules.FACTS` says what each rule asks for, and
-docs/rules.md shows it. Shapes in names: T rows of a chain, R rows of a tree (row n follows node n),
-V vocabulary, N some of the vocabulary's tokens, M tokens of a draft distribution, P tokens of a
-prefix, D depths.
+and of the position. Begin with `verify.verify`. `rules.FACTS` says what each rule requires, and
+docs/rules.md explains it.
+
+Shapes in names: T rows of a chain, R rows of a tree (row n follows node n), V vocabulary, N some
+of the vocabulary's tokens, M tokens of a draft distribution, P tokens of a prefix, D depths.
 
 A drafter's chain of two tokens after the prompt [3], verified by rejection:
 
@@ -30,8 +31,7 @@ A drafter's chain of two tokens after the prompt [3], verified by rejection:
 ... )
 >>> committed = [*chain[: verdict.num_accepted], verdict.token_id]
 
-The coupled rule needs no draft probabilities, and gives the tokens that it gives without
-candidates, one after another:
+The coupled rule needs no draft probabilities. It gives the same tokens as without candidates:
 
 >>> from workers.verification.coupled import choose_token
 >>> first = choose_token(target_logits_RV[0], spec, [3])

@@ -1,4 +1,4 @@
-"""The candidates of one window: a tree of token ids, of which a chain is the simplest.
+"""The candidates of one window: a tree of token ids. A chain is the simplest tree.
 
 Nodes are numbered as on the wire: node 0 is the last committed token, node i + 1 is candidate i.
 Row n of a window's logits follows node n, so a node's number is also that of its row.
@@ -17,14 +17,14 @@ from paceline.errors import ProtocolError
 class CandidateTree:
     """Candidate i is `token_ids[i]`, a child of node `parents[i]`; parents precede children.
 
-    `multiplicities[i]` says how many independently drawn paths run through candidate i (k-SEQ);
-    left out, one through each. Raises ProtocolError where the three do not make a tree.
+    `multiplicities[i]`: the number of independently drawn paths through candidate i (k-SEQ). If
+    omitted, each has one. Raises ProtocolError if the three do not make a tree.
     """
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
     multiplicities: tuple[int, ...] = ()
-    # Made when they are first asked for: what is checked and never verified needs none.
+    # Made on first use: trees that are checked but never verified do not need them.
     _children: tuple[tuple[int, ...], ...] | None = field(
         init=False, repr=False, compare=False, default=None
     )
@@ -36,7 +36,7 @@ class CandidateTree:
         for name, values in (("parents", self.parents), ("multiplicities", self.multiplicities)):
             if len(values) != size:
                 raise ProtocolError(
-                    f"expected {size} {name}, one a candidate, got {len(values)}: send as many "
+                    f"expected {size} {name}, one per candidate, got {len(values)}: send as many "
                     f"{name} as token ids"
                 )
         if size and not (min(self.parents) >= 0 and all(map(le, self.parents, range(size)))):
@@ -53,7 +53,7 @@ class CandidateTree:
 
     @classmethod
     def chain(cls, token_ids: Sequence[int]) -> CandidateTree:
-        """Each candidate continues the one before."""
+        """A chain: each candidate continues the one before."""
         return cls(tuple(token_ids), tuple(range(len(token_ids))))
 
     def __len__(self) -> int:
@@ -96,11 +96,11 @@ class CandidateTree:
         return tuple([tuple(one) for one in children])
 
     def copies(self, node: int) -> tuple[int, ...]:
-        """The candidates under a node, each as often as paths run through it."""
+        """The candidates under a node, each repeated for every path through it."""
         return tuple(i for i in self.children(node) for _ in range(self.multiplicities[i]))
 
     def child_with(self, node: int, token_id: int) -> int | None:
-        """The first candidate under a node that is this token."""
+        """The first candidate under a node with this token, or None."""
         return next((i for i in self.children(node) if self.token_ids[i] == token_id), None)
 
     def tokens_of(self, accepted: Sequence[int]) -> list[int]:
@@ -108,7 +108,7 @@ class CandidateTree:
         return [self.token_ids[i] for i in accepted]
 
     def check(self, *, vocab_size: int, max_nodes: int, equal_siblings: bool = False) -> None:
-        """Raise ProtocolError where a proposal with these candidates is not acceptable.
+        """Raise ProtocolError if a proposal with these candidates is not acceptable.
 
         `equal_siblings` allows two children of one node to be the same token.
         """
@@ -125,7 +125,7 @@ class CandidateTree:
                 f"expected token ids below {vocab_size}, got {wrong} for candidate {index}: "
                 "drafter and target must share one vocabulary"
             )
-        # A step checks each tree that it verifies, most of which have no equal siblings.
+        # A step checks each tree that it verifies, and most trees have no equal siblings.
         if not equal_siblings and len(set(zip(self.parents, self.token_ids, strict=True))) < len(
             self
         ):
@@ -167,9 +167,9 @@ class CandidateTree:
 
 
 def merge_paths(paths: Sequence[Sequence[int]]) -> CandidateTree:
-    """The tree of paths that were drawn independently, equal beginnings merged and counted.
+    """The tree of independently drawn paths, with equal prefixes merged and counted.
 
-    Its children stand in the order in which paths first reach them, level by level.
+    Candidates are in the order in which the paths first reach them, level by level.
     """
     node_of: dict[tuple[int, ...], int] = {(): 0}
     token_ids: list[int] = []

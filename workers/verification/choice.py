@@ -1,4 +1,4 @@
-"""Drawing a token with the noise of a position: argmax(log probabilities + Gumbel noise)."""
+"""Draws a token with the noise of a position: argmax(log probabilities + Gumbel noise)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from workers.verification.noise import (
 from workers.verification.philox import LANES
 
 _FEW = 4096
-"""Of so few tokens all scores are computed; of more, those that a cheap bound leaves."""
+"""Up to this number of tokens all scores are computed; above it, a cheap bound selects some."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What a token is drawn from, and with which noise; `kept` are tokens of V."""
+    """A draw: its distribution and its noise. `kept`: the tokens that can be chosen."""
 
     kept: Distribution
     vocab_size: int
@@ -35,9 +35,9 @@ class Draw:
 
 
 def choose_all(draws: Sequence[Draw]) -> list[int]:
-    """A token of each distribution: exact samples, each a pure function of its draw alone.
+    """A token of each distribution: exact samples, each a pure function of its own draw.
 
-    The noise of draws from large parts of one vocabulary is computed at once.
+    The noise of all draws that need large parts of one vocabulary is computed at once.
     """
     draws = [replace(one, kept=_that_can_win(one.kept)) for one in draws]
     together: dict[int, list[int]] = {}
@@ -60,7 +60,7 @@ def choose_from(
     purpose: Purpose = Purpose.COUPLED,
     candidate: int = 0,
 ) -> int:
-    """A token of one distribution: choose_all of one draw."""
+    """A token of one distribution: choose_all with a single draw."""
     stream = Stream(spec.seed, position, spec.sample_index, purpose, candidate)
     return choose_all([Draw(kept, vocab_size, stream)])[0]
 
@@ -82,7 +82,7 @@ def draw(
     purpose: Purpose,
     candidate: int = 0,
 ) -> int:
-    """A token of float64 probabilities [V], known up to a factor."""
+    """A token drawn from float64 probabilities [V], which need not be normalized."""
     token_ids = np.flatnonzero(probs_V > 0)
     weights_N = probs_V[token_ids]
     log_weights_N = np.log(weights_N / weights_N.max()).astype(np.float32)
@@ -111,7 +111,7 @@ def noise_of(
 
 
 def _words(one: Draw, words_V: NDArray[np.uint32] | None = None) -> NDArray[np.uint32]:
-    """The words of the kept tokens: theirs alone, or cut from the whole vocabulary's."""
+    """The random words of the kept tokens, computed for these only or for the whole vocabulary."""
     ids_N = one.kept.token_ids
     if ids_N is not None and _takes_few(one.kept, one.vocab_size):
         return words_of(one.stream, ids_N)
@@ -121,12 +121,12 @@ def _words(one: Draw, words_V: NDArray[np.uint32] | None = None) -> NDArray[np.u
 
 
 def _takes_few(kept: Distribution, vocab_size: int) -> bool:
-    """Whether the words of the kept tokens alone cost less than all."""
+    """Whether the words of the kept tokens cost less than those of the whole vocabulary."""
     return kept.token_ids is not None and LANES * kept.token_ids.size < vocab_size
 
 
 def _that_can_win(kept: Distribution) -> Distribution:
-    """Without the tokens that no noise can lift above the likeliest, where that spares noise."""
+    """Drop the tokens that no noise can lift above the likeliest, if that saves noise."""
     reachable_N = kept.log_weights >= -GUMBEL_SPAN
     if LANES * int(np.count_nonzero(reachable_N)) < kept.log_weights.size:
         return kept.where(reachable_N)

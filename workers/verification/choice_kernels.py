@@ -1,9 +1,10 @@
-"""The kernels that choose tokens: kernel_choice.py launches them, and says in what order.
+"""The kernels that choose tokens; kernel_choice.py launches them in order.
 
-A program computes for a block of a row's vocabulary (or of its ranks, sorted by log weight), and
-leaves its best as one integer, a key that orders values first and ids second.
+A program processes one block of a row's vocabulary (or of its ranks, sorted by log weight). It
+stores its best token as one integer, a key that orders by value first and id second.
 
-Suffixes: B the tokens of a block. Of a row: V vocabulary; `words` are the two of its seed's key.
+Suffixes: B the tokens of a block. V is the vocabulary size; `words` are the two words of the key of
+a row's seed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from triton.language.extra import libdevice
 from workers.verification.noise_kernel import gumbel, philox
 from workers.verification.philox import LANES
 
-# Rows of a few small tensors: compiled once, not again where one happens to lie at 16 bytes.
+# The rows of a few small tensors. Not specialized, so that kernels are compiled once, and not again
+# if one is aligned to 16 bytes.
 _UNALIGNED = ["words", "positions", "sample_indices", "temperatures", "greedy", "top_k"]
 _UNALIGNED += ["top_p", "log_min_p", "num_below"]
 
@@ -27,7 +29,7 @@ _NAN_BITS = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def likeliest_kernel(logits, stride, keys, V: tl.constexpr, BLOCK: tl.constexpr):
-    """The key of a block's largest logit."""
+    """Stores the key of a block's largest logit."""
     row, ids = _place(V, BLOCK)
     logits_B = tl.load(logits + row * stride + ids, mask=ids < V, other=-float("inf"))
     tl.store(keys + tl.program_id(0), tl.max(_key(logits_B, ids), axis=0))
@@ -50,13 +52,13 @@ def draw_kernel(
     PADDED: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The key of a block's best score; of greedy rows nothing."""
+    """Stores the key of a block's best score. For greedy rows it stores nothing."""
     row, ids = _place(V, BLOCK)
     if tl.load(greedy + row) == 0:
         logits_B = tl.load(logits + row * stride + ids, mask=ids < V, other=-float("inf"))
         largest = _value(_best(likeliest, row, tl.cdiv(V, BLOCK), PADDED))
         log_weights_B = tl.div_rn(logits_B - largest, tl.load(temperatures + row))
-        # A counter has words for four tokens.
+        # A counter yields the words of four tokens.
         counters = tl.program_id(0) % tl.cdiv(V, BLOCK) * (BLOCK // _LANES)
         counters += tl.arange(0, BLOCK // _LANES)
         first, second, third, fourth = philox(
@@ -78,7 +80,7 @@ def log_weights_kernel(
     BLOCK: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Logits less the row's largest, over its temperature."""
+    """Logits minus the row's largest, divided by the row's temperature."""
     row, ids = _place(V, BLOCK)
     logits_B = tl.load(logits + row * stride + ids, mask=ids < V, other=0.0)
     largest = _value(_best(likeliest, row, tl.cdiv(V, BLOCK), PADDED))
@@ -95,7 +97,7 @@ def weights_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Probabilities, up to a factor, of the tokens that top-k leaves, by rank."""
+    """Unnormalized probabilities of the tokens that top-k keeps, by rank."""
     row, ranks = _place(V, BLOCK)
     log_weights_B = tl.load(log_weights + row * V + ranks, mask=ranks < V, other=0.0)
     weights_B = tl.exp(log_weights_B) if INTERPRETED else libdevice.exp(log_weights_B)
@@ -121,14 +123,14 @@ def draw_sorted_kernel(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The key of the best score of a block of ranks that are kept; of none, the lowest."""
+    """Stores the key of the best score among the kept ranks of a block; if none, the lowest key."""
     row, ranks = _place(V, BLOCK)
     log_weights_B = tl.load(log_weights + row * V + ranks, mask=ranks < V, other=-float("inf"))
     kept_B = (ranks < V) & (log_weights_B >= _kth(log_weights, top_k, row, V))
     kept_B &= ranks <= tl.where(tl.load(top_p + row) < 1.0, tl.load(num_below + row), V)
     kept_B &= log_weights_B >= tl.load(log_min_p + row)
     best = tl.full((), _LOWEST_KEY, tl.int64)
-    # What is kept are the first ranks: most blocks have none.
+    # The kept tokens have the first ranks, so most blocks have none.
     if tl.max(kept_B.to(tl.int32), axis=0) > 0:
         ids = tl.load(sorted_ids + row * V + ranks, mask=kept_B, other=0).to(tl.int32)
         first, second, third, fourth = philox(
@@ -157,7 +159,7 @@ def finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     likeliest_key = _best(likeliest, row, num_blocks, PADDED)
     value = _value(likeliest_key)
-    # Of a row that has no token, the NaN or infinity that is the reason.
+    # If a row has no token, report the NaN or infinity that is the reason.
     is_likeliest = (tl.load(greedy + row) != 0) | (value - value != 0.0)
     key = tl.where(is_likeliest, likeliest_key, _best(drawn, row, num_blocks, PADDED))
     tl.store(token_ids + row, (key & _LARGEST_ID).to(tl.int32) ^ _LARGEST_ID)
@@ -174,11 +176,11 @@ def _place(V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key(values, ids):
-    """The int64 keys of float32 values: the largest value's is the largest, NaN above all.
+    """The int64 keys of float32 values. A larger value has a larger key; NaN is above all.
 
-    Of equal values the lowest id has the largest key.
+    Among equal values the lowest id has the largest key.
     """
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 equals 0.
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0 equals 0
     bits = tl.where(values != values, _NAN_BITS, bits)
     order = bits ^ ((bits >> 31) & _LARGEST_ID)
     return (order.to(tl.int64) << 32) | (ids ^ _LARGEST_ID).to(tl.int64)
@@ -201,5 +203,5 @@ def _best(keys, row, num_blocks, PADDED: tl.constexpr):
 
 @triton.jit
 def _kth(log_weights, top_k, row, V: tl.constexpr):
-    """The log weight of the last token that top-k leaves, from sorted ones."""
+    """The log weight of the last token that top-k keeps, from sorted log weights."""
     return tl.load(log_weights + row * V + tl.minimum(tl.load(top_k + row), V) - 1)

@@ -1,8 +1,9 @@
-"""Coupled verification (ALGORITHMS.md section 3): target and drafter share the noise of a position.
+"""Coupled verification: target and drafter share the noise of a position.
 
-The token at a position is argmax(log target_probs + noise): an exact sample of the target's
-distribution that depends on nothing but the tokens before it and the request's seed. A candidate
-is accepted while it is that token. So the text is that of plain decoding, whatever was proposed.
+This is Gumbel coupling (Daliri et al. 2024). The token at a position is argmax(log target_probs +
+noise): an exact sample of the target's distribution that depends only on the tokens before it and
+on the request's seed. A candidate is accepted while it equals that token. So the text is that of
+plain decoding, whatever was proposed.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from workers.verification.rows import WindowRows
 from workers.verification.verdict import Verdict
 
 _LOGITS_AT_ONCE = 100_000
-"""Of more in one call, what is computed leaves the caches, and saves nothing."""
+"""Maximum number of logits in one call. With more, intermediate results leave the caches."""
 
 
 def choose_token(logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int]) -> int:
-    """The token after `prefix`, which is all token ids so far, prompt included.
+    """The token after `prefix`, which is all token ids before it, prompt included.
 
     `logits_V` is a float32 CPU tensor [V], the target's or a drafter's own; it is not changed.
-    Raises InternalError where a logit is NaN or +inf, or where every token is masked.
+    Raises InternalError if a logit is NaN or +inf, or if every token is masked.
     """
     return verify_chain(logits_V[None], (), spec, prefix).token_id
 
@@ -40,8 +41,8 @@ def verify_chain(
 ) -> Verdict:
     """Accept candidates while they are the target's tokens, and add the target's next one.
 
-    `logits_TV` is a float32 CPU tensor [1 + window, V]; row i follows prefix + candidates[:i].
-    Rows after the first mismatch are not looked at. Raises as choose_token does.
+    `logits_TV` is a float32 CPU tensor [1 + window, V]; row i follows prefix + candidates[:i]. Rows
+    after the first mismatch are not read. Raises as choose_token does.
     """
     return verify_tree(logits_TV, CandidateTree.chain(candidates), spec, prefix)
 
@@ -55,14 +56,14 @@ def verify_tree(
     """Follow the children that are the target's tokens, and add the target's next one.
 
     `logits_RV` is a float32 CPU tensor [1 + candidates, V]; row 0 follows the prefix, row i + 1
-    candidate i and its ancestors. Rows off the accepted path are not looked at. Raises as
+    follows candidate i and its ancestors. Rows off the accepted path are not read. Raises as
     choose_token does.
     """
     return verify_trees([WindowRows(logits_RV, tree, spec, prefix)])[0]
 
 
 def verify_trees(windows: Sequence[WindowRows]) -> list[Verdict]:
-    """verify_tree of many windows. A verdict depends on its own window alone."""
+    """verify_tree for several windows. A verdict depends on its own window only."""
     return follow(
         [window.tree for window in windows],
         lambda places: choose_tokens([(windows[index], path) for index, path in places]),
@@ -78,7 +79,7 @@ def follow(
 ) -> list[Verdict]:
     """Accept candidates of each tree while they are the target's own tokens.
 
-    `tokens_after` gives the target's tokens after places of different trees, depth by depth.
+    `tokens_after` returns the target's tokens after places of different trees, depth by depth.
     """
     verdicts: dict[int, Verdict] = {}
     paths: dict[int, list[int]] = {index: [] for index in range(len(trees))}

@@ -1,11 +1,11 @@
-"""The target's own tokens for many rows at once, on the device where their logits are.
+"""The target's own tokens for many rows at once, on the device that has their logits.
 
-The same arithmetic as distribution.py and choice.py, in the same order, over tensors: no step of
-it depends on a value, so the host never waits. Ids are equal to theirs but where two scores differ
-by a rounding of exp or log. torch does it; where our kernels run, they do (kernel_choice.py).
+The arithmetic and its order are those of distribution.py and choice.py, on tensors. No step depends
+on a value, so the host never waits. The ids are equal to theirs, unless two scores differ only by
+the rounding of exp or log. torch computes it, or our kernels where they run (kernel_choice.py).
 
-Shapes: R rows, V vocabulary, E entries of sparse changes, S of those that texts share, M tokens
-that are ruled out.
+Shapes: R rows, V vocabulary, E entries of sparse changes, S entries that texts share, M tokens that
+are ruled out.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ _FLOAT32 = torch.finfo(torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What is done to logits of E tokens, in order: the bias is added, the logit is divided by the
-    repetition penalty (multiplied if negative), and `subtracted_E` is subtracted."""
+    """The changes to the logits of E tokens, in order: the bias is added, the logit is divided by
+    the repetition penalty (multiplied if negative), and `subtracted_E` is subtracted.
+    """
 
     bias_E: Tensor
     repetition_E: Tensor
     subtracted_E: Tensor
 
     def at(self, places: Tensor) -> Changes:
-        """Those at these places, in their order."""
+        """The changes at these places, in order."""
         return Changes(self.bias_E[places], self.repetition_E[places], self.subtracted_E[places])
 
 
@@ -39,9 +40,9 @@ class Changes:
 class Adjustments:
     """Bias and penalties of single tokens, and tokens that are ruled out.
 
-    The rows of a text share its changes: row r has those from `first_R[r]` on, `count_R[r]` of
-    `text_ids_S`, all rows together `num_shared`. Of tokens on a row's own path those of `own_2E`
-    hold instead. `own_2E` and `masked_2M` are (row, token id). No token twice in a row.
+    The rows of a text share its changes: row r has `count_R[r]` of `text_ids_S`, from `first_R[r]`
+    on; all rows together have `num_shared`. For tokens on a row's own path, the changes in `own`
+    apply instead. `own_2E` and `masked_2M` are (row, token id). No token comes twice in a row.
     """
 
     text_ids_S: Tensor
@@ -56,11 +57,11 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """What each row's distribution and noise are made with; all tensors on the logits' device.
+    """The parameters of each row's distribution and noise; all tensors are on the logits' device.
 
-    Switched off: `top_k_R` V or more, `top_p_R` (float64) 1, `log_min_p_R` -inf. `greedy_R` rows
-    have a temperature of 1. `draws`: some row is not greedy; `filters`: some row has top-k, top-p
-    or min-p. They are known to the host, and spare work.
+    A filter is off if `top_k_R` is V or more, `top_p_R` (float64) is 1, `log_min_p_R` is -inf.
+    Greedy rows have a temperature of 1. `draws`: some row is not greedy; `filters`: some row has
+    top-k, top-p or min-p. The host knows both and uses them to skip work.
     """
 
     greedy_R: Tensor
@@ -79,7 +80,7 @@ class RowParams:
 def choose_rows(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
     """The token of each row (int32 [R]), and the largest adjusted logit (float32 [R]).
 
-    A row whose largest logit is not finite has no token: the caller checks it with
+    A row whose largest logit is not finite has no token: the caller must check it with
     distribution.check_likeliest. `logits_RV` is float32 and is not changed.
     """
     if rows.adjustments is not None:
@@ -92,7 +93,7 @@ def choose_rows(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
 
 
 def choose_by_torch(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
-    """What choose_rows gives for adjusted logits, on any device; takes noise and scores [R, V]."""
+    """choose_rows for adjusted logits, on any device. Allocates noise and scores [R, V]."""
     largest_R, likeliest_R = logits_RV.max(dim=1)
     if not rows.draws:
         return likeliest_R.to(torch.int32), largest_R
@@ -114,7 +115,7 @@ def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
         count_R = changes.count_R
         rows = torch.arange(count_R.numel(), device=count_R.device)
         row_E = torch.repeat_interleave(rows, count_R, output_size=changes.num_shared)
-        # How far a row's first entry here lies before its first among the texts' changes.
+        # The distance from a row's first entry here to its first one among the texts' changes.
         shift_R = changes.first_R - (count_R.cumsum(0) - count_R)
         place_E = torch.arange(changes.num_shared, device=count_R.device) + shift_R[row_E]
         id_E = changes.text_ids_S[place_E]
@@ -129,7 +130,7 @@ def _adjust(logits_RV: Tensor, changes: Adjustments) -> Tensor:
 
 
 def _changed(values_E: Tensor, changes: Changes) -> Tensor:
-    """Each step capped at the largest float32: a huge bias must not become an infinity."""
+    """Each step is capped at the largest float32: a huge bias must not become infinite."""
     values_E = (values_E + changes.bias_E).clamp_max(_FLOAT32.max)
     penalty_E = changes.repetition_E
     values_E = torch.where(values_E < 0, values_E * penalty_E, values_E / penalty_E)
@@ -138,9 +139,9 @@ def _changed(values_E: Tensor, changes: Changes) -> Tensor:
 
 
 def _kept(log_weights_RV: Tensor, rows: RowParams) -> Tensor:
-    """Which tokens top-k, top-p and min-p leave, in this order: bool [R, V]."""
+    """The tokens that top-k, top-p and min-p keep, in this order: bool [R, V]."""
     vocab_size = log_weights_RV.shape[1]
-    # Stable: of tokens that tie, the lowest ids come first.
+    # Stable: among tokens that tie, the lowest ids come first.
     sorted_RV, ids_RV = log_weights_RV.sort(dim=1, descending=True, stable=True)
     kth_R1 = sorted_RV.gather(1, (rows.top_k_R.clamp_max(vocab_size) - 1)[:, None])
     kept_RV = sorted_RV >= kth_R1

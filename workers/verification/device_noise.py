@@ -1,7 +1,7 @@
 """The noise of noise.py in torch, for tensors on any device: the same integers, bit for bit.
 
-torch has no unsigned 64-bit arithmetic on GPUs. Words live in the low halves of int64; a product
-wraps like an unsigned one, and what is above a word is masked away before it can matter.
+torch has no unsigned 64-bit arithmetic on GPUs. Words are in the low halves of int64. A product
+wraps like an unsigned one, and bits above a word are masked before they matter.
 
 Shapes: R rows, N counters, V vocabulary; the leading 2 is a pair of Philox words.
 """
@@ -41,10 +41,10 @@ def gumbel_noise_RV(
     vocab_size: int,
     purpose: Purpose = Purpose.COUPLED,
 ) -> Tensor:
-    """Float32 Gumbel noise [R, V]: row r is gumbel_noise_V of that row's seed and position.
+    """Float32 Gumbel noise [R, V]: row r is gumbel_noise_V for that row's seed and position.
 
-    All arguments are int64 and on one device, where the noise is made. The integers are those of
-    noise.py; the logarithms are the device's, and may differ from numpy's in the last bit.
+    All arguments are int64 and on one device, where the noise is computed. The integers are those
+    of noise.py; the logarithms are the device's, and may differ from numpy's in the last bit.
     """
     num_rows = positions_R.shape[0]
     counters_N = torch.arange(-(-vocab_size // LANES), device=positions_R.device)
@@ -60,7 +60,7 @@ def gumbel_noise_RV(
 def _constants(device: torch.device) -> tuple[Tensor, Tensor]:
     """Multipliers [2, 1, 1], and what each round adds to the key, [rounds, 2, 1, 1].
 
-    Made on the device, once: data of the host would be copied to it while the host waits.
+    Made on the device, once: host data would be copied to it while the host waits.
     """
     steps_21, multipliers_21 = (
         torch.stack([torch.full((1,), word, dtype=torch.int64, device=device) for word in words])

@@ -1,6 +1,7 @@
-"""From logits to the distribution at one position, in the order of ALGORITHMS.md section 1.
+"""From logits to the distribution at one position.
 
-Everything here is a function of one row: the same row gives the same bits in any window or batch.
+The order is: logit bias, penalties, min_tokens, then temperature, top-k, top-p, min-p. Each
+function here depends on one row only: the same row gives the same bits in any window or batch.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from workers.verification.prefix import Prefix
 
 _FLOAT32 = np.finfo(np.float32)
 
-# Top-k and top-p look at tokens within so many nats of the likeliest first, and widen the reach
-# only when those cannot hold the answer. Any list that ends in infinity gives the same result.
+# Top-k and top-p first look at tokens within this distance in nats of the likeliest, and widen it
+# only if these cannot hold the answer. Any list that ends in infinity gives the same result.
 _REACHES = (3.0, 6.0, 10.0, 15.0, math.inf)
 
-# A sum that exceeds what top-p asks for by this factor does so in any order of summation
-# (rounding in float64 is below V * 2^-53 = 1e-11 for any V below 90,000, 1e-10 below 900,000).
+# A sum that exceeds top-p's target by this factor exceeds it in any order of summation: rounding in
+# float64 is below V * 2^-53 = 1e-11 for any V below 90,000, and 1e-10 below 900,000.
 _CLEAR_MARGIN = 1 + 1e-9
 
 
@@ -48,16 +49,16 @@ class Distribution:
 
 
 def depends_on_tokens(sampling: SamplingParams) -> bool:
-    """Whether adjusted_logits reads the prefix's token ids, not just their number."""
+    """Whether adjusted_logits reads the prefix's token ids, not only their number."""
     return sampling.has_penalties
 
 
 def adjusted_logits(
     logits_V: NDArray[np.float32], spec: SequenceSpec, prefix: Prefix
 ) -> NDArray[np.float32]:
-    """Logits after bias, penalties and min_tokens; the very array where none of them applies.
+    """Logits after bias, penalties and min_tokens; the same array if none of them applies.
 
-    `prefix` is all tokens before. Its counts are asked for where depends_on_tokens is true.
+    `prefix` is all tokens before. Its counts are read only if depends_on_tokens is true.
     """
     sampling = spec.sampling
     num_output = len(prefix) - spec.prompt_length
@@ -65,7 +66,7 @@ def adjusted_logits(
     if not (sampling.logit_bias or sampling.has_penalties or too_short):
         return logits_V
     adjusted_V = logits_V.copy()
-    with np.errstate(over="ignore"):  # what leaves float32 is capped by _put, or is a mask
+    with np.errstate(over="ignore"):  # _put caps overflow, or it is a mask
         if sampling.logit_bias:
             ids = np.fromiter(sampling.logit_bias.keys(), dtype=np.int64)
             bias = np.fromiter(sampling.logit_bias.values(), dtype=np.float64)
@@ -79,7 +80,7 @@ def adjusted_logits(
 
 
 def _penalise(logits_V: NDArray[np.float32], sampling: SamplingParams, prefix: Prefix) -> None:
-    """Penalties in place: those of the text, then anew those of tokens on the row's own path."""
+    """Apply penalties in place: those of the text, then again for tokens on the row's own path."""
     counts = prefix.counts
     on_path = np.array(list(dict.fromkeys(prefix.path)), dtype=np.int64)
     before = logits_V[on_path]
@@ -106,9 +107,9 @@ def _penalise_at(
     outputs_N: NDArray[np.int64],
     sampling: SamplingParams,
 ) -> None:
-    """Repetition for tokens that occur, then presence and frequency for those in the output.
+    """Apply repetition to tokens that occur, then presence and frequency to those in the output.
 
-    `ids_N`: each once; `outputs_N`: how often it occurs in the output.
+    `ids_N`: different token ids; `outputs_N`: how often each occurs in the output.
     """
     if sampling.repetition_penalty != 1.0:
         penalty = np.float32(sampling.repetition_penalty)
@@ -124,21 +125,22 @@ def _penalise_at(
 def _put(
     logits_V: NDArray[np.float32], ids: NDArray[np.int64], values: NDArray[np.float32]
 ) -> None:
-    """Write values, capped at the largest float32: a huge bias must not become an infinity."""
+    """Write values, capped at the largest float32: a huge bias must not become infinite."""
     logits_V[ids] = np.minimum(values, _FLOAT32.max)
 
 
 def likeliest_token(logits_V: NDArray[np.float32]) -> int:
-    """The argmax, the lowest id where several tie. Raises InternalError where there is none."""
+    """The argmax; the lowest id wins a tie. Raises InternalError if there is none."""
     token_id = int(logits_V.argmax())
-    # argmax stops at a NaN, so one check sees every case.
+    # argmax stops at a NaN, so one check covers every case.
     check_likeliest(token_id, float(logits_V[token_id]), logits_V.size)
     return token_id
 
 
 def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
-    """Raise InternalError where the largest logit of a row, that of `token_id`, is not finite, or
-    where that is no token.
+    """Raise InternalError if `largest`, the logit of `token_id`, is not finite.
+
+    Also raise it if `token_id` is not in the vocabulary.
     """
     if math.isfinite(largest):
         if 0 <= token_id < vocab_size:
@@ -161,9 +163,9 @@ def check_likeliest(token_id: int, largest: float, vocab_size: int) -> None:
 def log_weights_of(
     logits_N: NDArray[np.float32], largest: np.float32, sampling: SamplingParams
 ) -> NDArray[np.float32]:
-    """Logs of probabilities up to a constant, of all tokens or some; `largest` is of all."""
-    # Less the largest first: then no temperature, however small, overflows, and the sums with the
-    # noise keep its digits however large the logits are.
+    """Logs of probabilities up to a constant, of all tokens or some. `largest` is of all."""
+    # The largest is subtracted first. Then no temperature, however small, causes overflow, and the
+    # sums with the noise keep the noise's digits, however large the logits are.
     with np.errstate(over="ignore"):  # to -inf: such a token cannot win
         log_weights_N = logits_N - largest
         if sampling.temperature != 1.0:
@@ -172,9 +174,9 @@ def log_weights_of(
 
 
 def distribution_of(logits_V: NDArray[np.float32], sampling: SamplingParams) -> Distribution:
-    """Temperature (above 0), top-k, top-p and min-p of adjusted logits.
+    """Apply temperature (above 0), top-k, top-p and min-p to adjusted logits.
 
-    Raises InternalError where a logit is NaN or +inf, or all are -inf.
+    Raises InternalError if a logit is NaN or +inf, or all are -inf.
     """
     log_weights_V = log_weights_of(logits_V, logits_V[likeliest_token(logits_V)], sampling)
     kept = Distribution(None, log_weights_V)
@@ -188,7 +190,7 @@ def distribution_of(logits_V: NDArray[np.float32], sampling: SamplingParams) -> 
 
 
 def _top_k(before: Distribution, top_k: int) -> Distribution:
-    """The tokens at least as likely as the k-th: more than k where several tie with it."""
+    """The tokens at least as likely as the k-th: more than k if several tie with it."""
     weights_N = before.log_weights
     for reach in _REACHES:
         near = weights_N[weights_N >= -reach]
@@ -199,7 +201,7 @@ def _top_k(before: Distribution, top_k: int) -> Distribution:
 
 
 def _top_p(before: Distribution, top_p: float) -> Distribution:
-    """The fewest likeliest tokens whose probabilities sum to top_p; of tied ones the lowest ids."""
+    """The fewest likeliest tokens whose probabilities sum to top_p; among ties, the lowest ids."""
     weights_N = np.exp(before.log_weights)
     wanted = top_p * float(weights_N.sum(dtype=np.float64))
     for reach in _REACHES:
@@ -220,7 +222,8 @@ def _top_p(before: Distribution, top_p: float) -> Distribution:
 def probabilities_of(
     adjusted_V: NDArray[np.float32], sampling: SamplingParams
 ) -> NDArray[np.float64]:
-    """The float64 probabilities [V] of adjusted logits; at temperature 0 all on the likeliest.
+    """The float64 probabilities [V] of adjusted logits; at temperature 0 all on the likeliest
+    token.
 
     Raises as distribution_of does.
     """

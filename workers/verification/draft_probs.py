@@ -1,7 +1,7 @@
-"""The distributions that candidates were drawn from, as few pairs of token id and probability.
+"""The distributions that candidates were drawn from, as a few pairs of token id and probability.
 
-A drafter cuts its distribution to the likeliest tokens and samples from what is left, so the
-pairs are not an approximation of what it sampled from: they are it.
+A drafter cuts its distribution to the likeliest tokens and samples from the rest, so the pairs are
+exactly what it sampled from, and not an approximation.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from paceline.errors import ProtocolError
 from workers.verification.candidates import CandidateTree
 
 SUM_TOLERANCE = 1e-5
-"""So far may the float32 probabilities of a node sum from 1."""
+"""Largest difference from 1 that the sum of a node's float32 probabilities may have."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseProbs:
-    """M pairs: ascending token ids, and float32 probabilities of a drafter's draw."""
+    """M pairs that a drafter draws from: ascending token ids, and float32 probabilities."""
 
     token_ids_M: NDArray[np.int64]
     probs_M: NDArray[np.float32]
 
     def exact(self) -> DraftDistribution:
-        """What a draw from these pairs follows: float64, divided by their sum.
+        """The exact distribution of a draw from these pairs: float64, divided by their sum.
 
-        A Gumbel argmax over their logs knows no common factor, so the law of the draw is the
-        normalised one, however the float32 values were rounded.
+        A Gumbel argmax over their logs ignores a common factor, so the draw follows the normalized
+        distribution, however the float32 values were rounded.
         """
         probs_M = self.probs_M.astype(np.float64)
         return DraftDistribution(self.token_ids_M, probs_M / probs_M.sum())
@@ -43,7 +43,7 @@ class SparseProbs:
         )
 
     def check(self, *, vocab_size: int, node: int) -> None:
-        """Raise ProtocolError where these are not the probabilities of some tokens."""
+        """Raise ProtocolError if these are not the probabilities of some tokens."""
         ids, probs = self.token_ids_M, self.probs_M
         if ids.ndim != 1 or ids.shape != probs.shape or ids.size == 0:
             raise ProtocolError(
@@ -64,13 +64,13 @@ class SparseProbs:
         if abs(total - 1) > SUM_TOLERANCE:
             raise ProtocolError(
                 f"expected draft probabilities that sum to 1 under node {node}, got {total}: "
-                "normalise them after the cut"
+                "normalize them after the cut"
             )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftDistribution:
-    """Ascending token ids [M] and their float64 probabilities, which sum to 1. Others have none."""
+    """Ascending token ids [M] and their float64 probabilities, which sum to 1. Others have 0."""
 
     token_ids_M: NDArray[np.int64]
     probs_M: NDArray[np.float64]
@@ -83,7 +83,7 @@ class DraftDistribution:
         return float(self.probs_M[index])
 
     def without(self, token_id: int) -> DraftDistribution:
-        """The distribution of the next draw where this token may not come again."""
+        """The distribution of the next draw if this token may not come again."""
         probs_M = np.where(self.token_ids_M == token_id, 0.0, self.probs_M)
         total = float(probs_M.sum())
         return DraftDistribution(self.token_ids_M, probs_M / total if total > 0 else probs_M)
@@ -91,14 +91,14 @@ class DraftDistribution:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftProbs:
-    """For each node that has children, what they were drawn from (nodes: see CandidateTree)."""
+    """For each node that has children, the pairs that they were drawn from (see CandidateTree)."""
 
     of_node: Mapping[int, SparseProbs]
 
     def check(self, tree: CandidateTree, *, vocab_size: int) -> None:
-        """Raise ProtocolError where a node's pairs are absent, wrong, or miss one of its children.
+        """Raise ProtocolError if a node's pairs are absent, wrong, or lack one of its children.
 
-        Pairs of nodes without children are an error too: nothing could use them.
+        Pairs of nodes without children are an error too, since nothing could use them.
         """
         expected = {node for node in range(len(tree) + 1) if tree.children(node)}
         if expected != set(self.of_node):

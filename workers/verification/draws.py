@@ -1,13 +1,13 @@
 """What a drafter draws from its distribution, for each kind of candidates (see CandidateKind).
 
-For the rules that toss coins it draws with noise of its own (Purpose.DRAFTING), from its
-distribution cut to its likeliest tokens: `cut_draft_probs` gives the pairs that it draws from and
-sends. For the coupled rule it takes the target's noise, and sends nothing but tokens.
+For the rules that toss coins, it draws with noise of its own (Purpose.DRAFTING), from its
+distribution cut to the likeliest tokens: `cut_draft_probs` returns the pairs that it draws from and
+sends. For the coupled rule it uses the target's noise, and sends only tokens.
 
-Under the coupled rule all candidates of a position share its noise, as they must. Under one that
-tosses coins each prefix needs noise of its own (`of_node`): where a draft goes on, and where it
-stops, depends on what was drawn before, also at the same position after another prefix. If that
-told anything of what is drawn next, the law would be another one.
+Under the coupled rule all candidates of a position must share its noise. Under a rule that tosses
+coins, each prefix needs noise of its own (`of_node`). Where a draft continues and where it stops
+depends on earlier draws, including those at the same position after another prefix. If these told
+anything about the next draws, the law would change.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from workers.verification.noise import Purpose
 from workers.verification.rows import WindowRows
 
 NUM_KEPT = 64
-"""Pairs of a draft distribution that are kept and sent."""
+"""Number of pairs of a draft distribution that are kept and sent."""
 
 
 def cut_draft_probs(
     logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], *, num_kept: int = NUM_KEPT
 ) -> SparseProbs:
-    """A drafter's distribution after `prefix`, cut to its likeliest tokens and renormalised.
+    """A drafter's distribution after `prefix`, cut to its likeliest tokens and renormalized.
 
-    `logits_V` is its float32 CPU logits [V]; the request's sampling parameters apply to them as to
-    the target's. Tokens whose float32 probability is 0 are left out. Raises as choose_token does.
+    `logits_V` is a float32 CPU tensor [V]; the request's sampling parameters apply to it as to the
+    target's. Tokens whose float32 probability is 0 are left out. Raises as choose_token does.
     """
     adjusted_V = _adjusted(logits_V, spec, prefix)
     if spec.sampling.greedy:
@@ -53,9 +53,9 @@ def cut_draft_probs(
 
 
 def of_node(spec: SequenceSpec, prefix_hash: int) -> SequenceSpec:
-    """With a seed for the draws after one prefix, which its 64-bit hash names.
+    """The spec with a seed for the draws after one prefix, which its 64-bit hash identifies.
 
-    So a draft is a function of the request's seed and of the tokens before it, whoever repeats it.
+    So a draft is a function of the request's seed and the tokens before it, whoever repeats it.
     """
     return replace(spec, seed=spec.seed ^ prefix_hash)
 
@@ -68,13 +68,14 @@ def draw_chain_token(draft: SparseProbs, spec: SequenceSpec, position: int) -> i
 def draw_independent(
     draft: SparseProbs, spec: SequenceSpec, position: int, numbers: Sequence[int]
 ) -> tuple[int, ...]:
-    """A draw for each number, independent of each other: children, or continuations of paths.
+    """One draw per number, independent of each other: children, or continuations of paths.
 
-    A path has one number at all its positions, and no two paths have the same.
+    A path has the same number at all its positions, and different paths have different numbers.
     """
     kept = _logs(draft)
     return tuple(
-        # The bound on the vocabulary only says where noise is computed; its values are the same.
+        # The bound on the vocabulary only says where noise is computed; it does not change its
+        # values.
         choose_from(kept, _bound(draft), spec, position, purpose=Purpose.DRAFTING, candidate=number)
         for number in numbers
     )
@@ -85,8 +86,8 @@ def draw_without_replacement(
 ) -> tuple[int, ...]:
     """Draws one after another, none twice, in that order: the largest of log draft_probs + noise.
 
-    Fewer where the distribution has fewer tokens. (Kool et al. 2019: this is sampling without
-    replacement.)
+    This is sampling without replacement (Kool et al. 2019). There are fewer draws if the
+    distribution has fewer tokens.
     """
     kept = _logs(draft)
     scores_M = kept.log_weights + noise_of(
@@ -100,12 +101,13 @@ def top_children(
 ) -> tuple[int, ...]:
     """Candidates for the coupled rule: the largest of log draft_probs + the target's noise.
 
-    The likeliest to be the target's token first; the first is what choose_token gives. Fewer where
-    the sampling parameters leave fewer tokens; at temperature 0 the tokens of the largest logits.
+    The one likeliest to be the target's token comes first; it equals what choose_token gives. There
+    are fewer if the sampling parameters leave fewer tokens. At temperature 0 they are the tokens
+    with the largest logits.
     """
     adjusted_V = _adjusted(logits_V, spec, prefix)
     if spec.sampling.greedy:
-        likeliest_token(adjusted_V)  # raises for what has no likeliest
+        likeliest_token(adjusted_V)  # raises if there is none
         best = _largest(adjusted_V, num_children)
         return tuple(best[adjusted_V[best] > -np.inf].tolist())
     kept = distribution_of(adjusted_V, spec.sampling)
@@ -123,7 +125,7 @@ def _adjusted(
 
 
 def _logs(draft: SparseProbs) -> Distribution:
-    with np.errstate(divide="ignore"):  # a pair may have probability 0: it is never drawn
+    with np.errstate(divide="ignore"):  # a pair may have probability 0 and is then never drawn
         log_weights_M = np.log(draft.probs_M.astype(np.float64))
     log_weights_M -= log_weights_M.max()
     return Distribution(draft.token_ids_M, log_weights_M.astype(np.float32))
@@ -134,7 +136,7 @@ def _bound(draft: SparseProbs) -> int:
 
 
 def _largest(values_N: NDArray[np.float32], num: int) -> NDArray[np.int64]:
-    """The indices of the largest values, largest first; of equal ones the lowest indices."""
+    """The indices of the largest values, largest first; among equal values the lowest indices."""
     num = min(num, values_N.size)
     if num == 0:
         return np.empty(0, dtype=np.int64)

@@ -1,7 +1,7 @@
 """The target's own tokens by Triton kernels: device_choice.py's arithmetic without its tensors.
 
 Neither noise nor scores are written to memory (choice_kernels.py). Blocks of the vocabulary have
-one size whatever the number of rows, so that a row's bits depend on that row alone. Imported only
+one size, whatever the number of rows, so that a row's bits depend on that row only. Import it only
 where kernels can run.
 
 Shapes: R rows, V vocabulary, P blocks of the vocabulary; the leading 2 is a pair of Philox words.
@@ -26,15 +26,15 @@ from workers.verification.device_choice import RowParams
 from workers.verification.noise_kernel import INTERPRETED
 
 BLOCK = 2048
-"""Tokens of a program."""
+"""Number of tokens that one program processes."""
 
 _OPTIONS = {"INTERPRETED": INTERPRETED, "num_warps": 4}
 
 
 def choose_by_kernels(logits_RV: Tensor, rows: RowParams) -> tuple[Tensor, Tensor]:
-    """What choose_rows gives for logits that are adjusted already: int32 and float32 [R].
+    """choose_rows for adjusted logits: int32 and float32 [R].
 
-    Takes 16 bytes a block of the vocabulary and row; with filters also a sort of each row.
+    Takes 16 bytes per row and block of the vocabulary; with filters it also sorts each row.
     """
     with on_device(logits_RV.device):
         likeliest_RP = _likeliest(logits_RV)
@@ -56,7 +56,7 @@ def _likeliest(logits_RV: Tensor) -> Tensor:
 
 
 def _draw(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> Tensor:
-    """The key [R, P] of the best score in each block; of greedy rows nothing is written."""
+    """The key [R, P] of the best score in each block; for greedy rows nothing is written."""
     keys_RP = _new_keys(logits_RV)
     draw_kernel[(keys_RP.numel(),)](
         logits_RV,
@@ -78,7 +78,7 @@ def _draw(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> Tensor:
 
 
 def _draw_filtered(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> Tensor:
-    """What _draw gives, of the tokens that top-k, top-p and min-p leave, in blocks of ranks."""
+    """As _draw, over the tokens that top-k, top-p and min-p keep, in blocks of ranks."""
     keys_RP = _new_keys(logits_RV)
     grid = (keys_RP.numel(),)
     padded = triton.next_power_of_2(keys_RP.shape[1])
@@ -95,7 +95,7 @@ def _draw_filtered(logits_RV: Tensor, likeliest_RP: Tensor, rows: RowParams) -> 
         padded,
         num_warps=4,
     )
-    # Stable: of tokens that tie, the lowest ids come first.
+    # Stable: among tokens that tie, the lowest ids come first.
     sorted_RV, ids_RV = log_weights_RV.sort(dim=1, descending=True, stable=True)
     weights_RV = torch.empty_like(sorted_RV, dtype=torch.float64)
     weights_kernel[grid](sorted_RV, rows.top_k_R, weights_RV, vocab_size, BLOCK, **_OPTIONS)
@@ -141,7 +141,7 @@ def _finish(
 
 
 def _new_keys(logits_RV: Tensor) -> Tensor:
-    """Int64 [R, P], not written yet."""
+    """Uninitialized int64 [R, P]."""
     num_rows, vocab_size = logits_RV.shape
     assert logits_RV.dtype == torch.float32, logits_RV.dtype
     assert logits_RV.stride(1) == 1, logits_RV.stride()

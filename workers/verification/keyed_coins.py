@@ -1,4 +1,4 @@
-"""Coins that are a pure function of the request's seed and the position: no retry redraws them."""
+"""Coins that are a pure function of the request's seed and the position; retries keep them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from workers.verification.choice import draw
 from workers.verification.noise import Purpose, uniforms_N
 
 _FIRST_ORDER_NUMBER = 1 << 16
-"""Candidate numbers from here on order the tests of a node; those below are the tests' own."""
+"""Candidate numbers from here on order the tests of a node; lower ones are for the tests."""
 
 
 class KeyedCoins:
-    """Coins for one window. `first_position` is that of the token after the prefix."""
+    """The coins of one window. `first_position` is the position of the token after the prefix."""
 
     def __init__(self, tree: CandidateTree, spec: SequenceSpec, first_position: int) -> None:
         self._spec = spec
@@ -25,7 +25,7 @@ class KeyedCoins:
         most_tests = max((len(tree.copies(node)) for node in range(len(tree) + 1)), default=0)
         depths = np.arange(tree.height, dtype=np.int64)
         numbers = np.arange(most_tests, dtype=np.int64)
-        # All tests of the window at once: a call costs more than the numbers it makes.
+        # All tests of the window at once, since a call costs more than the numbers that it makes.
         self._uniforms_DN = self._uniforms(
             np.repeat(depths, most_tests), np.tile(numbers, tree.height)
         ).reshape(tree.height, most_tests)

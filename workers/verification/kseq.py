@@ -1,8 +1,8 @@
 """k-SEQ (SpecTr, Sun et al. 2023): several independent draws from one draft distribution.
 
-Each is accepted with min(1, target / (ratio * draft)); the first that is accepted wins. The ratio
-between 1 and the number of draws is the smallest for which a residual exists that makes up the
-target's law. Valid for independent draws only.
+Each draw is accepted with probability min(1, target / (ratio * draft)); the first accepted one
+wins. The ratio is the smallest one, between 1 and the number of draws, for which a residual exists
+that completes the target's law. Valid only for independent draws.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def some_accepted(one_accepted: float, num_draws: int) -> float:
 def accepted_mass(
     target_probs_M: NDArray[np.float64], draft_probs_M: NDArray[np.float64], ratio: float
 ) -> NDArray[np.float64]:
-    """The probability that one draw is each of the tokens and is accepted: min(draft, target / r).
+    """For each token, the probability that one draw is this token and is accepted.
 
-    Its sum is the b of `some_accepted`.
+    This is min(draft, target / ratio). Its sum is the b of `some_accepted`.
     """
     return np.minimum(draft_probs_M, target_probs_M / ratio)
 
@@ -40,11 +40,11 @@ def accepted_mass(
 def smallest_ratio(
     target_probs_M: NDArray[np.float64], draft_probs_M: NDArray[np.float64], num_draws: int
 ) -> float:
-    """The r in [1, K] that solves 1 - (1 - b(r))^K = r b(r), from above.
+    """The r in [1, K] that solves 1 - (1 - b(r))^K = r b(r), approached from above.
 
-    Both arrays are of the draft's tokens only: b has no other terms. Left less right falls with r,
-    and the law is exact for every r where it is not above 0; so the upper end of the bisection is
-    the answer, and its tolerance costs acceptance, never the law.
+    Both arrays have the draft's tokens only, since b has no other terms. Left side minus right side
+    decreases in r, and the law is exact for every r where this difference is not above 0. So the
+    upper end of the bisection is the answer, and the tolerance costs acceptance but never the law.
     """
     low, high = 1.0, float(num_draws)
     for _ in range(_BISECTIONS):
@@ -61,7 +61,7 @@ def smallest_ratio(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KSeqNode:
-    """The children of one node, drawn independently, an equal one as often as it was drawn."""
+    """The children of one node, drawn independently; equal draws are counted."""
 
     target_probs_V: NDArray[np.float64]
     draft: DraftDistribution
@@ -72,7 +72,7 @@ class KSeqNode:
     def of(
         cls, target_probs_V: NDArray[np.float64], draft: DraftDistribution, num_draws: int
     ) -> KSeqNode:
-        """A node with its best ratio."""
+        """A node with its smallest ratio."""
         target_probs_M = target_probs_V[draft.token_ids_M]
         ratio = smallest_ratio(target_probs_M, draft.probs_M, num_draws)
         return cls(target_probs_V, draft, num_draws, ratio)
@@ -83,14 +83,14 @@ class KSeqNode:
         return acceptance_of(target_prob / self.ratio, self.draft.prob_of(token_id))
 
     def refused(self, token_id: int) -> KSeqNode:
-        """The same: the tests of the draws are independent of each other."""
+        """The same node, since the tests of the draws are independent of each other."""
         return self
 
     def residual_V(self) -> NDArray[np.float64]:
-        """What the token follows when all draws were refused.
+        """The distribution of the token after all draws were refused.
 
-        The target's law less what the accepted draws gave: the winner follows their mass divided
-        by its sum. Clipped at 0 against rounding.
+        It is the target's law minus what accepted draws contributed: the winner follows their mass
+        divided by its sum. Clipped at 0 against rounding.
         """
         ids_M = self.draft.token_ids_M
         mass_M = accepted_mass(self.target_probs_V[ids_M], self.draft.probs_M, self.ratio)

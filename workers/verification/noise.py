@@ -1,6 +1,6 @@
 """Gumbel noise as a pure function of (seed, position, token id), from Philox words.
 
-In numpy: on a CPU it takes a third of the time that torch takes for the same logarithms.
+It uses numpy, which takes a third of torch's time for the same logarithms on a CPU.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from workers.verification.philox import LANES, key_of_seed, words_of_counters, w
 
 
 class Purpose(enum.IntEnum):
-    """What noise is for: each purpose has numbers of its own."""
+    """What noise is used for. Each purpose has random numbers of its own."""
 
     COUPLED = 0
-    """The target's own token, also at a position that had no candidate; a coupled draft."""
+    """The target's own token, also at a position without candidates; a coupled draft."""
     ACCEPTANCE = 1
     """Whether a candidate is accepted."""
     RESIDUAL = 2
@@ -32,9 +32,9 @@ class Purpose(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """All that numbers depend on, besides the token id.
+    """All that the random numbers depend on, besides the token id.
 
-    `purpose` is a Purpose (ALGORITHMS.md section 2); `candidate` keeps several draws apart.
+    `purpose` is a Purpose; `candidate` distinguishes several draws for one position.
     """
 
     seed: int
@@ -49,12 +49,12 @@ class Stream:
         return self.position, _purpose_word(self.purpose, self.candidate), self.sample_index
 
 
-# x is a 32-bit word; v = (x + 0.5) / 2^32 lies in (0, 1). In float32 the largest x would round up
-# to v = 1, whose exponential is infinite: the cap keeps v below 1 and all noise finite.
+# x is a 32-bit word; v = (x + 0.5) / 2^32 is in (0, 1). In float32 the largest x would be rounded
+# to v = 1, whose exponential is infinite. The cap keeps v below 1 and all noise finite.
 _LARGEST_V = np.float32(1 - 2.0**-24)
 
 GUMBEL_SPAN = 26.0
-"""More than the largest noise less the smallest: -log(2^-33) + log(24 log 2) = 25.7."""
+"""Above the largest noise minus the smallest: -log(2^-33) + log(24 log 2) = 25.7."""
 
 
 def gumbel(words_N: NDArray[np.uint32]) -> NDArray[np.float32]:
@@ -70,22 +70,22 @@ def gumbel(words_N: NDArray[np.uint32]) -> NDArray[np.float32]:
     return np.negative(noise_N, out=noise_N)
 
 
-# Adding this multiple of float32(x)'s bits, read as an integer, to a logit gives no less than its
-# score less _CEILING: the bits are 2^23 (127 + an interpolation of log2 x, which lies below it),
+# If this multiple of float32(x)'s bits, read as an integer, is added to a logit, the sum is at
+# least its score minus _CEILING: the bits are 2^23 (127 + an interpolation of log2 x from below),
 # and E = -log1p(-v) is at least v.
 _NATS_PER_BIT = np.float32(-math.log(2) * 2.0**-23)
 _CEILING = math.log(2) * (127 + 32)
 _SLACK = 0.01
-"""More than all rounding in float32 of such a sum, of noise and of scores."""
+"""Above all float32 rounding in such a sum, in the noise and in scores."""
 
 
 def best_scores(
     log_weights_N: NDArray[np.float32], words_N: NDArray[np.uint32]
 ) -> NDArray[np.int64]:
-    """Ascending indices, among them every largest one of log weights + gumbel(words).
+    """Ascending indices that include every maximum of log weights + gumbel(words).
 
-    Few of many, found without a logarithm: above them is a bound of every score, below them the
-    score of the token with the largest bound.
+    They are a few of many, found without logarithms: those whose bound on the score is not below
+    the score of the token with the largest bound.
     """
     bounds_N = words_N.astype(np.float32).view(np.int32).astype(np.float32)
     bounds_N *= _NATS_PER_BIT
@@ -96,7 +96,7 @@ def best_scores(
 
 
 def words_of_all(streams: Sequence[Stream], vocab_size: int) -> NDArray[np.uint32]:
-    """The words [A, V] of every token, a row for each stream: bit-equal whenever that is."""
+    """The words [A, V] of every token, one row per stream; bit-equal in every call."""
     keys = [key_of_seed(stream.seed) for stream in streams]
     rests = [stream.counter for stream in streams]
     words_AN4 = words_of_ranges(-(-vocab_size // LANES), rests, keys)
@@ -104,12 +104,12 @@ def words_of_all(streams: Sequence[Stream], vocab_size: int) -> NDArray[np.uint3
 
 
 def words_V(stream: Stream, vocab_size: int) -> NDArray[np.uint32]:
-    """The words of one stream."""
+    """The words [V] of one stream."""
     return words_of_all([stream], vocab_size).reshape(-1)
 
 
 def words_of(stream: Stream, token_ids_N: NDArray[np.int64]) -> NDArray[np.uint32]:
-    """The words [N] that words_V has at these token ids; cheaper where N is below V / 4."""
+    """The words [N] that words_V has at these token ids; cheaper if N is below V / 4."""
     counters_4N = np.empty((LANES, token_ids_N.size), dtype=np.uint64)
     counters_4N[0] = token_ids_N // LANES
     counters_4N[1:] = np.array(stream.counter, dtype=np.uint64)[:, None]
@@ -138,7 +138,7 @@ def gumbel_noise_V(
     purpose: int = 0,
     candidate: int = 0,
 ) -> NDArray[np.float32]:
-    """Gumbel noise [V] of every token at one position: bit-equal whenever the arguments are."""
+    """Gumbel noise [V] of every token at one position; bit-equal for equal arguments."""
     stream = Stream(seed, position, sample_index, purpose, candidate)
     return gumbel(words_V(stream, vocab_size))
 
@@ -152,7 +152,7 @@ def gumbel_noise_of(
     purpose: int = 0,
     candidate: int = 0,
 ) -> NDArray[np.float32]:
-    """The values [N] that gumbel_noise_V has at these token ids; cheaper where N is below V / 4."""
+    """The values [N] that gumbel_noise_V has at these token ids; cheaper if N is below V / 4."""
     return gumbel(words_of(Stream(seed, position, sample_index, purpose, candidate), token_ids_N))
 
 
@@ -164,7 +164,7 @@ def uniforms_N(
     purpose: int,
     sample_index: int = 0,
 ) -> NDArray[np.float64]:
-    """A number in (0, 1) for each pair of position and candidate number: token id 0's v."""
+    """A number in (0, 1) for each pair of position and candidate number: the v of token id 0."""
     counters_4N = np.zeros((LANES, positions_N.size), dtype=np.uint64)
     counters_4N[1] = positions_N
     counters_4N[2] = _purpose_word(purpose, candidates_N)

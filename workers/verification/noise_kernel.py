@@ -1,7 +1,7 @@
 """noise.py's Philox words and Gumbel noise in Triton, for kernels to call.
 
-Rounds and constants are those of philox.py: the integers are the same, bit for bit. Logarithms are
-the device's.
+Rounds and constants are those of philox.py, so the integers are the same, bit for bit. Logarithms
+are the device's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from workers.verification.noise import Purpose
 from workers.verification.philox import KEY_STEPS, MULTIPLIERS, ROUNDS
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on CPU tensors: it has no libdevice."""
+"""Whether kernels run in Triton's interpreter, on CPU tensors. It has no libdevice."""
 
 _PURPOSE = tl.constexpr(int(Purpose.COUPLED))
 _LARGEST_V = tl.constexpr(1 - 2.0**-24)
@@ -46,10 +46,10 @@ def philox(counters, row, words, words_stride, positions, sample_indices):
 
 @triton.jit
 def gumbel(words, INTERPRETED: tl.constexpr):
-    """noise.py's Gumbel noise of uint32 words, each step of it rounded to float32."""
+    """noise.py's Gumbel noise of uint32 words, with each step rounded to float32."""
     v = tl.minimum((words.to(tl.float32) + 0.5) * _WORD_STEP, _LARGEST_V)
     if INTERPRETED:
-        # log1p by way of the rounding that 1 - v has in float64.
+        # log1p, computed with the rounding error of 1 - v in float64.
         rest = 1.0 - v.to(tl.float64)
         exponential = -(tl.log(rest) * (v / (1.0 - rest))).to(tl.float32)
         return -tl.log(exponential)

@@ -1,7 +1,8 @@
-"""Candidates that nothing was drawn for: n-grams, tables, greedy trees. No draft probabilities.
+"""Candidates that were not drawn: n-grams, tables, greedy trees. They have no draft probabilities.
 
-A candidate is accepted with the target's own probability of it; refused, it can no longer come,
-and the next one is tested on what is left.
+The rule is rejection sampling (Leviathan et al. 2023) with a draft distribution of one token. A
+candidate is accepted with the target's own probability of it. If it is refused, it can no longer
+occur, and the next one is tested on the rest.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ class OneHotNode:
     target_probs_V: NDArray[np.float64]
 
     def acceptance(self, token_id: int) -> float:
-        """The probability that this child is accepted, after the refusals so far."""
+        """The probability that this child is accepted, after the earlier refusals."""
         return float(self.target_probs_V[token_id])
 
     def refused(self, token_id: int) -> OneHotNode:
-        """What is left once this child was refused."""
+        """The node after this child was refused."""
         left_V = self.target_probs_V.copy()
         left_V[token_id] = 0.0
         return OneHotNode(normalised(left_V, otherwise_V=self.target_probs_V))
 
     def residual_V(self) -> NDArray[np.float64]:
-        """What the token follows when no child is left to test."""
+        """The distribution of the token when no child is left to test."""
         return self.target_probs_V

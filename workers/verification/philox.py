@@ -22,10 +22,10 @@ _LOW_WORD_MASK = np.uint64(_LOW_WORD)
 _WORD_BITS = np.uint64(32)
 
 _BLOCK = 24_576
-"""Counters at a time: with fewer, calls cost more than words; with more, a core's cache is left."""
+"""Counters per block. With fewer, calls dominate; with more, data leaves a core's cache."""
 
 LANES = 4
-"""Words that share one counter."""
+"""Number of words that share one counter."""
 
 Key = tuple[int, int]
 """Two 32-bit words."""
@@ -36,7 +36,7 @@ _Pair = tuple[NDArray[np.uint64], NDArray[np.uint64]]
 
 
 def key_of_seed(seed: int) -> Key:
-    """The key of an unsigned 64-bit seed: its low word first."""
+    """The key of an unsigned 64-bit seed, its low word first."""
     assert 0 <= seed < 2**64, f"a seed is an unsigned 64-bit number, got {seed}"
     return seed & _LOW_WORD, seed >> 32
 
@@ -48,7 +48,7 @@ def philox_4x32(counter_N4: NDArray[np.integer], key: Key) -> NDArray[np.uint32]
 
 
 def words_of_counters(counter_4N: NDArray[np.uint64], key: Key) -> NDArray[np.uint32]:
-    """The words [N, 4] of counters whose words stand in rows."""
+    """The words [N, 4] of counters [4, N], whose words are in rows."""
 
     def begin(_rows: slice, block: slice, even: _Pair, odd: _Pair) -> None:
         even[0][0], odd[0][0], even[1][0], odd[1][0] = counter_4N[:, block]
@@ -62,9 +62,9 @@ def words_of_ranges(
 ) -> NDArray[np.uint32]:
     """The words [A, size, 4] of the counters (0, *rest), (1, *rest), ... (size - 1, *rest).
 
-    `rests` and `keys` are one a row. What words_of_counters gives for each, for less: the first
-    round multiplies two constants and what every row has in common, and the second one constant
-    still; and rows of few counters share calls.
+    `rests` and `keys` have one entry per row. The result equals words_of_counters for each row, but
+    costs less: the first round multiplies only what all rows share, the second round still
+    multiplies one constant factor, and rows with few counters share calls.
     """
     high_N, low_N = _first_products(size)
     round_keys = _round_keys(keys)
@@ -102,7 +102,7 @@ def _words(
 ) -> NDArray[np.uint32]:
     """The words [A, N, 4] after the rounds from `first_round` on.
 
-    `begin` writes the even and the odd words of a block of rows and counters as they are before.
+    `begin` writes the even and odd words of a block of rows and counters before these rounds.
     """
     num_rows, size = shape
     words_AN4 = np.empty((num_rows, size, LANES), dtype=np.uint32)
@@ -127,10 +127,10 @@ def _words(
 
 
 def _round(even: _Pair, odd: _Pair, products: _Pair, keys_2A1: NDArray[np.uint64]) -> None:
-    """Overwrite the even words; the odd ones are the products, the second one first.
+    """Overwrite the even words. The new odd words are the products, the second one first.
 
-    Words live in the low halves of uint64, so that one multiplication gives both halves of a
-    product. The odd words keep what is above them (the mask after the xor drops it).
+    Words are in the low halves of uint64, so that one multiplication gives both halves of a
+    product. The odd words keep the high half, which the mask after the xor drops.
     """
     for half in (0, 1):
         np.multiply(even[half], _FACTORS[half], out=products[half])

@@ -1,6 +1,6 @@
 """What comes before a row: a text that grows, and how often each token occurs in it.
 
-Penalties depend on these counts. To count a text of 32,000 tokens takes milliseconds, so a sequence
+Penalties depend on these counts. Counting a text of 32,000 tokens takes milliseconds. So a sequence
 keeps its counts from step to step, and a row adds only its own path of candidates.
 
 Shapes: N different token ids of a text.
@@ -16,34 +16,37 @@ import numpy as np
 from numpy.typing import NDArray
 
 _FIRST_ROOM = 64
-"""Different token ids that there is room for at first; it is doubled when it is full."""
+"""Initial room for different token ids. It is doubled when it is full."""
 
 _ID, _ALL, _OUTPUT = 0, 1, 2
 
 
 class TokenCounts:
-    """How often each token id occurs in the whole text, and in its output, the part after the
-    prompt."""
+    """How often each token id occurs in the whole text, and in its output.
+
+    The output is the part after the prompt.
+    """
 
     __slots__ = ("_place_of", "_table_3N")
 
     def __init__(self) -> None:
         self._place_of: dict[int, int] = {}
-        # Token ids, occurrences in all, occurrences in the output; the first so many are in use.
+        # Token ids, all occurrences, occurrences in the output. The first len(_place_of) columns
+        # are used.
         self._table_3N = np.zeros((3, _FIRST_ROOM), dtype=np.int64)
 
     @property
     def ids_N(self) -> NDArray[np.int64]:
-        """The ids that occur, each once, in no order. A view, good until the next change."""
+        """The different ids that occur, in no order. A view, valid until the next change."""
         return self._table_3N[_ID, : len(self._place_of)]
 
     @property
     def outputs_N(self) -> NDArray[np.int64]:
-        """Of each of them, how often it occurs in the output. A view likewise."""
+        """How often each of `ids_N` occurs in the output. A view, valid until the next change."""
         return self._table_3N[_OUTPUT, : len(self._place_of)]
 
     def place_of(self, token_id: int) -> int | None:
-        """Where among `ids_N` an id is; None: it does not occur."""
+        """The index of an id in `ids_N`, or None if it does not occur."""
         return self._place_of.get(token_id)
 
     def add(self, token_ids: Iterable[int], *, are_output: bool) -> None:
@@ -60,7 +63,7 @@ class TokenCounts:
                 self._table_3N[_OUTPUT, place] += count
 
     def remove(self, token_ids: Iterable[int], *, are_output: bool) -> None:
-        """Take tokens back that were counted as such."""
+        """Uncount tokens that were counted with the same `are_output`."""
         for token_id, count in Counter(token_ids).items():
             place = self._place_of[token_id]
             self._table_3N[_ALL, place] -= count
@@ -74,13 +77,13 @@ class TokenCounts:
 
 
 class CountedText:
-    """The token ids of a sequence. Its counts follow when they are asked for, by what is new."""
+    """The token ids of a sequence. The counts are updated on demand, by what is new."""
 
     __slots__ = ("_counts", "_num_counted", "prompt_length", "token_ids")
 
     def __init__(self, token_ids: Iterable[int], *, prompt_length: int) -> None:
         self.token_ids = list(token_ids)
-        """To be read; the methods change it."""
+        """Read only; the methods change it."""
         self.prompt_length = prompt_length
         self._counts = TokenCounts()
         self._num_counted = 0
@@ -102,12 +105,11 @@ class CountedText:
         self.token_ids[position] = token_id
 
     def prefix(self, length: int) -> Prefix:
-        """The first `length` tokens. A view, good for as long as these stay."""
+        """The first `length` tokens. A view, valid as long as these stay."""
         return Prefix(self, length)
 
     def counts_of(self, length: int) -> TokenCounts:
-        """The counts of the first `length` tokens, good until those of another length are asked
-        for."""
+        """The counts of the first `length` tokens, valid until those of another length are read."""
         if length > self._num_counted:
             change, first, end = self._counts.add, self._num_counted, length
         else:
@@ -133,23 +135,23 @@ class Prefix(Sequence[int]):
 
     @classmethod
     def of(cls, token_ids: Sequence[int], *, prompt_length: int) -> Prefix:
-        """These tokens, which are counted anew unless they are a Prefix already."""
+        """The tokens as a Prefix. They are counted again unless they are a Prefix already."""
         if isinstance(token_ids, Prefix):
             return token_ids
         return CountedText(token_ids, prompt_length=prompt_length).prefix(len(token_ids))
 
     def followed_by(self, path: Sequence[int]) -> Prefix:
-        """These tokens and further candidates."""
+        """The same tokens with further candidates."""
         return Prefix(self.text, self.length, (*self.path, *path)) if path else self
 
     @property
     def counts(self) -> TokenCounts:
-        """Those of the tokens before the path (CountedText.counts_of)."""
+        """The counts of the tokens before the path (CountedText.counts_of)."""
         return self.text.counts_of(self.length)
 
     @property
     def path_outputs(self) -> Counter[int]:
-        """How often each id occurs in that part of the path that is output."""
+        """How often each id occurs in the part of the path that is output."""
         return Counter(self.path[max(0, self.text.prompt_length - self.length) :])
 
     def __len__(self) -> int:

@@ -1,10 +1,10 @@
 """Rejection sampling (Leviathan et al. 2023, Chen et al. 2023), and the recursive rules from it.
 
-One test, two formulas: a candidate is accepted with min(1, target / draft); the token after a
-refusal follows the positive part of target - draft. Tested again and again on what is left, it is
-recursive rejection: without replacement (RSD, Jeon et al. 2024), where a refused token leaves the
-draft distribution too, or with it (MCSD, Yang et al. 2024), where the candidates of a node are
-independent draws and the draft distribution stays.
+A candidate is accepted with probability min(1, target / draft). The token after a refusal follows
+the positive part of target - draft. Applied repeatedly to what is left, this is recursive
+rejection. Without replacement (RSD, Jeon et al. 2024) a refused token leaves the draft distribution
+too. With replacement (MCSD, Yang et al. 2024) the candidates of a node are independent draws, and
+the draft distribution stays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.verification.draft_probs import DraftDistribution
 
 
 def acceptance_of(target_prob: float, draft_prob: float) -> float:
-    """min(1, target / draft) of a candidate that was drawn, so that its draft_prob is above 0."""
+    """min(1, target / draft) for a candidate that was drawn, so that its draft_prob is above 0."""
     assert draft_prob > 0, "a token without draft probability was drawn"
     return min(1.0, target_prob / draft_prob)
 
@@ -26,10 +26,10 @@ def acceptance_of(target_prob: float, draft_prob: float) -> float:
 def residual_of(
     target_probs_V: NDArray[np.float64], draft: DraftDistribution
 ) -> NDArray[np.float64]:
-    """norm((target - draft)+): what the token after a refusal follows.
+    """norm((target - draft)+): the distribution of the token after a refusal.
 
-    Where the two are equal nothing is left; a refusal has probability 0 then, and the target's
-    own distribution is returned for the case that rounding brings one about.
+    If the two are equal, nothing is left, and a refusal has probability 0. The target's own
+    distribution is then returned, in case rounding causes a refusal.
     """
     left_V = target_probs_V.copy()
     ids_M = draft.token_ids_M
@@ -40,7 +40,7 @@ def residual_of(
 def normalised(
     weights_V: NDArray[np.float64], *, otherwise_V: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Weights divided by their sum, in place; `otherwise_V` where the sum is 0."""
+    """The weights divided by their sum, in place; `otherwise_V` if the sum is 0."""
     total = float(weights_V.sum())
     if total <= 0:
         return otherwise_V
@@ -53,7 +53,7 @@ class RecursiveNode:
     """The children of one node under rejection, tested in the order in which they were drawn.
 
     `target_probs_V` is what is left of the target's distribution, `draft` what the next child was
-    drawn from. A single child makes it plain rejection.
+    drawn from. With a single child this is plain rejection.
     """
 
     target_probs_V: NDArray[np.float64]
@@ -61,11 +61,11 @@ class RecursiveNode:
     with_replacement: bool
 
     def acceptance(self, token_id: int) -> float:
-        """The probability that this child is accepted, after the refusals so far."""
+        """The probability that this child is accepted, after the earlier refusals."""
         return acceptance_of(float(self.target_probs_V[token_id]), self.draft.prob_of(token_id))
 
     def refused(self, token_id: int) -> RecursiveNode:
-        """What is left once this child was refused."""
+        """The node after this child was refused."""
         return RecursiveNode(
             residual_of(self.target_probs_V, self.draft),
             self.draft if self.with_replacement else self.draft.without(token_id),
@@ -73,5 +73,5 @@ class RecursiveNode:
         )
 
     def residual_V(self) -> NDArray[np.float64]:
-        """What the token follows when no child is left to test."""
+        """The distribution of the token when no child is left to test."""
         return self.target_probs_V

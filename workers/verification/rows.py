@@ -18,8 +18,8 @@ from workers.verification.prefix import Prefix
 class WindowRows:
     """Rows of a float32 CPU tensor [1 + candidates, V]: row n follows `prefix` and node n's path.
 
-    The tensor is not changed. Raises InternalError where it has another shape or dtype, or where
-    penalties meet a token id that is not in the vocabulary.
+    The tensor is not changed. Raises InternalError if it has another shape or dtype, or if
+    penalties apply and a token id is outside the vocabulary.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class WindowRows:
         return int(self._rows_RV.shape[1])
 
     def position(self, accepted: Sequence[int]) -> int:
-        """That of the token after these candidates."""
+        """The position of the token after these candidates."""
         return len(self._prefix) + len(accepted)
 
     def adjusted_V(self, node: int, accepted: Sequence[int]) -> NDArray[np.float32]:
         """A node's logits after bias, penalties and min_tokens.
 
-        `accepted` are the candidates from the root to the node, the node's own included. A
-        function of this row alone, so equal in every window and batch.
+        `accepted` are the candidates from the root to the node, including the node's own. A
+        function of this row only, so it is equal in every window and batch.
         """
         prefix = self._prefix.followed_by(self.tree.tokens_of(accepted))
         return adjusted_logits(self._rows_RV[node], self.spec, prefix)
@@ -74,7 +74,7 @@ def _as_numpy(logits_RV: torch.Tensor, num_candidates: int) -> NDArray[np.float3
 
 
 def _check_ids(ids: NDArray[np.int64], vocab_size: int) -> None:
-    """Raise InternalError where a token id is outside the vocabulary."""
+    """Raise InternalError if a token id is outside the vocabulary."""
     outside = ids[(ids < 0) | (ids >= vocab_size)]
     if outside.size:
         raise InternalError(

@@ -1,4 +1,4 @@
-"""The rules, and what each of them asks of candidates (docs/rules.md shows the same table)."""
+"""The rules, and what each of them requires of candidates (docs/rules.md shows the same table)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from workers.verification.draft_probs import DraftProbs
 
 
 class CandidateKind(enum.Enum):
-    """How a drafter came by its candidates, given the tokens before them."""
+    """How a drafter makes its candidates, given the tokens before them."""
 
     SHARED_NOISE = "shared noise"
     """The largest of log draft_probs + the coupled noise (purpose 0): chains and trees."""
     DETERMINISTIC = "deterministic"
-    """By no draw at all: n-grams, tables, greedy trees."""
+    """Without a draw: n-grams, tables, greedy trees."""
     SAMPLED_CHAIN = "sampled chain"
-    """One draw a position."""
+    """One draw per position."""
     INDEPENDENT_PATHS = "independent paths"
     """Whole paths drawn independently, merged where equal and counted."""
     WITHOUT_REPLACEMENT = "draws without replacement"
@@ -36,12 +36,12 @@ class Promise(enum.Enum):
     TEXT = "text"
     """The text of plain decoding with the same seed."""
     LAW = "law"
-    """The law of plain decoding; at temperature 0 that is its text."""
+    """The law of plain decoding; at temperature 0 this is its text."""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleFacts:
-    """`candidates` are the kinds that a rule is exact for."""
+    """What a rule requires and promises. `candidates` are the kinds for which it is exact."""
 
     needs_draft_probs: bool
     candidates: frozenset[CandidateKind]
@@ -50,7 +50,7 @@ class RuleFacts:
     equal_siblings: bool = False
 
 
-# A chain of draws is the simplest case of every way to draw.
+# A chain of draws is the simplest case of each way of drawing.
 FACTS: Mapping[Rule, RuleFacts] = MappingProxyType(
     {
         Rule.COUPLED: RuleFacts(False, frozenset(CandidateKind), Promise.TEXT),
@@ -73,7 +73,7 @@ FACTS: Mapping[Rule, RuleFacts] = MappingProxyType(
             Promise.LAW,
             equal_siblings=True,
         ),
-        # Drawn candidates are as good as fixed ones, unless by noise that the target uses too.
+        # Drawn candidates are as good as fixed ones, unless their noise is that of the target.
         Rule.ONE_HOT: RuleFacts(
             False, frozenset(CandidateKind) - {CandidateKind.SHARED_NOISE}, Promise.LAW
         ),
@@ -82,7 +82,7 @@ FACTS: Mapping[Rule, RuleFacts] = MappingProxyType(
 
 
 def check_fits(rule: Rule, kind: CandidateKind, *, drafter: str) -> None:
-    """Raise InvalidRequestError, naming rule and drafter, where the rule would not be exact."""
+    """Raise InvalidRequestError, naming rule and drafter, if the rule would not be exact."""
     facts = FACTS[rule]
     if kind not in facts.candidates:
         kinds = sorted(one.value for one in facts.candidates)
@@ -101,16 +101,16 @@ def check_proposal(
     vocab_size: int,
     max_nodes: int,
 ) -> None:
-    """Raise ProtocolError where candidates are malformed, or not such as the rule can verify.
+    """Raise ProtocolError if candidates are malformed, or the rule cannot verify them.
 
-    Whether they were drawn as their drafter says cannot be seen from here.
+    This cannot check that they were drawn as their drafter says.
     """
     facts = FACTS[rule]
     tree.check(vocab_size=vocab_size, max_nodes=max_nodes, equal_siblings=facts.equal_siblings)
     if facts.chain_only and not tree.is_chain:
         raise ProtocolError(
             f"expected a chain for the rule {rule.value!r}, got the parents {list(tree.parents)}: "
-            "draft one candidate a position"
+            "draft one candidate per position"
         )
     if rule is not Rule.KSEQ and max(tree.multiplicities, default=1) > 1:
         raise ProtocolError(

@@ -1,4 +1,4 @@
-"""What verification answers."""
+"""The result of verification."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The accepted candidates are committed, and `token_id` after them.
+    """The accepted candidates are committed, and after them `token_id`.
 
-    `token_id` is the target's own token: the recovered one where candidates were refused, the
-    bonus where a path was accepted to its end. `accepted` are the indices of the accepted
-    candidates, each the child of the one before; left out, they are the first `num_accepted`.
+    `token_id` is the target's own token: the recovered one if candidates were refused, the bonus
+    token if a path was accepted to its end. `accepted` are the indices of the accepted candidates,
+    each the child of the one before. If omitted, they are the first `num_accepted`.
     """
 
     num_accepted: int

@@ -1,6 +1,6 @@
-"""One entry to every rule: logits and candidates in, a Verdict out; alone or for a whole batch.
+"""The entry to every rule: logits and candidates in, a Verdict out; for one window or a batch.
 
-The arithmetic is numpy's: on a CPU it takes a third of torch's time for the same logarithms.
+The arithmetic is numpy's, which takes a third of torch's time for the same logarithms on a CPU.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ def verify(
 ) -> Verdict:
     """Accept candidates by a rule, and add the target's next token.
 
-    `logits_RV` is a float32 CPU tensor [1 + candidates, V], not changed: row 0 follows the prefix,
-    row i + 1 candidate i and its ancestors. The candidates and their draft probabilities have
-    passed rules.check_proposal. A pure function: a repeated call tosses no coin anew. A position
-    that had no candidate gets the token of plain decoding, whatever the rule. Raises InternalError
-    where logits that decide are NaN or +inf, where every token is masked, or for rows that do not
-    fit the candidates.
+    `logits_RV` is a float32 CPU tensor [1 + candidates, V], which is not changed: row 0 follows the
+    prefix, row i + 1 follows candidate i and its ancestors. The candidates and their draft
+    probabilities must have passed rules.check_proposal. A pure function: a repeated call uses the
+    same coins. A position without candidates gets the token of plain decoding, whatever the rule.
+
+    Raises InternalError if logits that decide are NaN or +inf, if every token is masked, or if rows
+    do not fit the candidates.
     """
     return verify_batch([Window(rule, logits_RV, tree, spec, prefix, draft_probs)])[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What verify takes, of one sequence of a batch."""
+    """The arguments of verify for one sequence of a batch."""
 
     rule: Rule
     logits_RV: torch.Tensor
@@ -64,7 +65,7 @@ class Window:
 def verify_batch(windows: Sequence[Window]) -> list[Verdict]:
     """A verdict for each window: what verify gives for it alone, whatever else is in the batch.
 
-    Raises as verify does, if any window cannot be verified.
+    Raises as verify does if any window cannot be verified.
     """
     verdicts: dict[int, Verdict] = {}
     coupled: dict[int, WindowRows] = {}
@@ -87,7 +88,7 @@ def verify_batch(windows: Sequence[Window]) -> list[Verdict]:
 
 
 def _walk_window(window: Window, rows: WindowRows) -> tuple[tuple[int, ...], int | None]:
-    """The accepted candidates by a rule that tosses coins, and the token after a refusal."""
+    """The candidates that a coin-tossing rule accepts, and the token after a refusal or None."""
     tree, spec = window.tree, window.spec
 
     def begin(node: int, accepted: tuple[int, ...]) -> Node:
@@ -106,7 +107,7 @@ def begin_node(
     node: int,
     num_tests: int,
 ) -> Node:
-    """A rule that tosses coins, at a node whose children it has not tested yet."""
+    """A rule that tosses coins, at a node whose children have not been tested yet."""
     if rule is Rule.ONE_HOT:
         return OneHotNode(target_probs_V)
     if draft_probs is None or node not in draft_probs.of_node:

@@ -1,8 +1,8 @@
-"""The coupled rule's token of a row whose logits lie with several holders, a run of ids each.
+"""The coupled rule's token of a row whose logits are split among holders, a run of ids each.
 
-argmax(log weight + noise) needs no sum over the vocabulary, so that each holder can name its best
-token and its score, and the best of those is the row's. The arithmetic of every token is that of
-distribution.py and choice.py, so that scores are bit-equal to theirs.
+argmax(log weight + noise) needs no sum over the vocabulary. So each holder can name its best token
+and the token's score, and the best of these is the row's token. The arithmetic of every token is
+that of distribution.py and choice.py, so that scores are bit-equal to theirs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workers.verification.philox import LANES
 
 
 def parts_suffice(spec: SequenceSpec) -> bool:
-    """Whether a row's token follows from each part's best: nothing looks at the whole row."""
+    """Whether a row's token follows from each part's best, because nothing needs the whole row."""
     sampling = spec.sampling
     if spec.rule is not Rule.COUPLED or sampling.has_penalties or sampling.logit_bias:
         return False
@@ -35,7 +35,7 @@ def best_score(
     spec: SequenceSpec,
     position: int,
 ) -> tuple[float, int]:
-    """Score and id of a part's best token, at a temperature above 0; `largest` is the row's."""
+    """Score and id of a part's best token, at a temperature above 0. `largest`: of the row."""
     log_weights_N = log_weights_of(logits_N, largest, spec.sampling)
     stream = Stream(spec.seed, position, spec.sample_index)
     indices = np.flatnonzero(log_weights_N >= -GUMBEL_SPAN)

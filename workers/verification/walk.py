@@ -1,7 +1,7 @@
-"""The walk down a candidate tree that the rules share which toss coins. Coins are an argument.
+"""The walk down a candidate tree, shared by the rules that toss coins. Coins are an argument.
 
-Production tosses them from keyed noise; the tests let them fall on every side in turn, and sum
-the probabilities of what comes out.
+Production tosses them from keyed noise. The tests let them fall on every side in turn, and sum the
+probabilities of the outcomes.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ class Node(Protocol):
     """A rule at one node: arithmetic on its target and draft distributions, without coins."""
 
     def acceptance(self, token_id: int) -> float:
-        """The probability that the child tested next is accepted, after the refusals so far."""
+        """The probability that the child tested next is accepted, after the earlier refusals."""
         ...
 
     def refused(self, token_id: int) -> Node:
-        """The node once this child was refused."""
+        """The node after this child was refused."""
         ...
 
     def residual_V(self) -> NDArray[np.float64]:
-        """What the token follows once all children were refused, up to a factor."""
+        """The unnormalized distribution of the token after all children were refused."""
         ...
 
 
 class Coins(Protocol):
-    """All that is random. `depth` counts the accepted candidates; a depth is visited once."""
+    """All that is random. `depth` counts the accepted candidates; each depth is visited once."""
 
     def order(self, depth: int, num_tests: int) -> Sequence[int]:
-        """A permutation of so many tests, each equally likely."""
+        """A uniformly random permutation of `num_tests` tests."""
         ...
 
     def accepts(self, depth: int, number: int, probability: float) -> bool:
-        """True with this probability, independent of all else; `number` counts a node's tests."""
+        """True with this probability, independent of all else. `number` counts a node's tests."""
         ...
 
     def token(self, depth: int, residual_V: NDArray[np.float64]) -> int:
-        """A token that follows these probabilities, known up to a factor."""
+        """A token drawn from these probabilities, which need not be normalized."""
         ...
 
 
 Begin = Callable[[int, tuple[int, ...]], Node]
-"""From a node's number and the accepted candidates up to it to the rule at that node."""
+"""Maps a node's number, and the accepted candidates up to it, to the rule at that node."""
 
 
 def walk(
     tree: CandidateTree, begin: Begin, coins: Coins, *, shuffled: bool
 ) -> tuple[tuple[int, ...], int | None]:
-    """The accepted candidates, and the token after them; None where the last one has no children.
+    """The accepted candidates, and the token after them; None if the last one has no children.
 
-    A node's children are tested in the order of their indices, each once for every path through
-    it. With `shuffled` in random order: of independent draws merged where equal the tree no longer
-    knows the order, and any fixed one would favour the tokens that were drawn twice.
+    A node's children are tested in the order of their indices, once for every path through each.
+    With `shuffled` the order is random: if independent draws were merged where equal, the tree does
+    not know their order, and any fixed order would favor tokens that were drawn twice.
     """
     accepted: list[int] = []
     node = 0

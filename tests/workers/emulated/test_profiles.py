@@ -36,7 +36,7 @@ def test_the_profiles_that_come_with_paceline() -> None:
 def test_refusals_say_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r"70b-4xh100.*did you mean|expected one of .*70b-4xh100"):
         load_profile("70b-4xh10")
-    with pytest.raises(ConfigError, match="that of a drafter, expected one of a target"):
+    with pytest.raises(ConfigError, match="for a drafter, expected one for a target"):
         load_profile("1b-h100", role="target")
     with pytest.raises(ValidationError, match="expected 2 rows of 2"):
         PassTimes(batch=(1, 2), tokens=(1, 2), table=((1.0, 2.0),))

@@ -124,7 +124,7 @@ def config(**changes: object) -> Callable[[Path], None]:
             config(model_type="qwen2", layer_types=["full_attention", "chunked_attention"]),
             ["chunked_attention", "not supported"],
         ),
-        (config(quantization_config={"quant_method": "gptq"}), ["quantised (gptq)", "bfloat16"]),
+        (config(quantization_config={"quant_method": "gptq"}), ["quantized (gptq)", "bfloat16"]),
         (remove(WEIGHTS), ["no weights", WEIGHTS]),
         (cut_weights, [WEIGHTS, "fetch it again"]),
         (write(WEIGHTS, "not tensors at all"), [WEIGHTS, "fetch it again"]),

@@ -140,7 +140,7 @@ def test_other_kinds_are_refused_with_the_reason(tmp_path: Path, kind: str) -> N
     with pytest.raises(CheckpointError) as caught:
         inspect_checkpoint(folder)
     message = str(caught.value)
-    assert f"the weights are quantised ({kind})" in message
+    assert f"the weights are quantized ({kind})" in message
     assert REFUSED.get(kind, "a kind that is not known here") in message
     assert all(readable in message for readable in READABLE)
 

@@ -1,17 +1,17 @@
-"""Attention over pages: a kernel on a GPU, a plain reference where none can run.
+"""Attention over pages: a kernel on a GPU, a plain reference where no kernel can run.
 
-float16 and bfloat16 on CUDA devices from Ampere on are for torch's varlen_attn (FlashAttention 2),
-which is told never to share out one sequence's keys; or, where ours run (workers/kernels.py), for
-our own (paged_attention.py), which does share them out. For float32, and on a CPU, where only tests
-use it, the reference computes the same, sequence by sequence.
+For float16 and bfloat16 on CUDA devices from Ampere on, it uses torch's varlen_attn (FlashAttention
+2), which is told never to divide one sequence's keys. Where our own kernels run
+(workers/kernels.py), it uses paged_attention.py instead, which does divide them. For float32, and
+in tests on a CPU, the reference computes the same, sequence by sequence.
 
-A tree's nodes need a mask, which neither kernel has. So their attention is two parts, merged by
-log-sum-exp: the stem, which all of a slice's tokens see whole, as above; and what they do not all
-see (the tree, and tokens before it that are fed with it) with a mask: by plain products, or by
-another kernel of ours (tree_kernel.py).
+A tree's nodes need a mask, which neither kernel supports. So their attention has two parts, merged
+by log-sum-exp. The first is the stem, which all of a slice's tokens see completely, computed as
+above. The second is what they do not all see: the tree, and tokens before it that are fed with it.
+It has a mask, and is computed by plain products or by another kernel of ours (tree_kernel.py).
 
-Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table,
-W tokens of a tree's slice, K keys beside the stem, S slots.
+Shapes: T tokens, A query heads, H key/value heads, D head size, B sequences, P pages of a table, W
+tokens of a tree's slice, K keys beside the stem, S slots.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from workers.kernels import AMPERE, can_run_kernels
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _ONE_SPLIT = 1
-"""Of varlen_attn: keys of a sequence are not divided among blocks of threads. Where they are, torch
-2.13 leaves the rows of all sequences but the first unwritten (pytorch issue 194167); and how it
-divides them depends on the batch, so that bits would too."""
+"""For varlen_attn: the keys of a sequence are not divided among thread blocks. If they are, torch
+2.13 leaves the rows of all sequences but the first unwritten (pytorch issue 194167). The division
+would also depend on the batch, and so would the bits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
     """Sequences of different lengths, their tokens packed one sequence after another.
 
-    Sequence b's queries are tokens `cu_seq_B[b]` to `cu_seq_B[b + 1]`; it has `used_B[b]` keys in
-    the pages of row b of `table_BP`. All int32. `max_width` tokens at most in one sequence.
-    `lengths`: (queries, keys) of each, on the host; only the reference reads them.
+    Sequence b's queries are tokens `cu_seq_B[b]` to `cu_seq_B[b + 1]`. It has `used_B[b]` keys, in
+    the pages of row b of `table_BP`. All tensors are int32. `max_width`: the most tokens in one
+    sequence. `lengths`: (queries, keys) of each sequence, on the host; only the reference reads
+    them.
     """
 
     cu_seq_B: Tensor
@@ -55,8 +57,8 @@ class Ragged:
 class Trees:
     """Slices of one width whose tokens do not all see each other.
 
-    `stem` says what all of a slice's tokens see. Of the slots `key_slots_BK` token w sees those
-    where `seen_BWK`; at least one.
+    `stem`: what all of a slice's tokens see. Of the slots `key_slots_BK`, token w sees those where
+    `seen_BWK` is True, at least one.
     """
 
     stem: Ragged
@@ -65,7 +67,7 @@ class Trees:
 
 
 def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether such tensors are for a kernel: varlen_attn takes what ours take."""
+    """Whether a kernel takes such tensors. varlen_attn and our own kernels take the same ones."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
@@ -96,8 +98,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Outputs [T, A, D], and float32 log-sum-exps of the scores [A, T].
 
-    `causal`: the last query sees all keys, each before it one less; else all see all. Where there
-    are no keys, both are unspecified. A query's bits depend on its own keys alone.
+    `causal`: a sequence's last query sees all its keys, and each query before it one key less.
+    Otherwise all queries see all keys. For queries without keys, both results are unspecified. A
+    query's bits depend on its own keys only.
     """
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
         return _reference(query_TAD, layer, ragged, scaling, causal=causal)
@@ -118,9 +121,9 @@ def attend(
         layer.keys_NPHD,
         layer.values_NPHD,
         ragged.cu_seq_B,
-        # Must be there, and decides nothing: `seqused_k` says how many keys, the table which.
+        # Required, but without effect: `seqused_k` says how many keys, and the table which ones.
         ragged.cu_seq_B,
-        # Never 1: for a single query the kernel puts the heads of a group in its rows.
+        # Never 1: for a single query the kernel would put the heads of a group into its rows.
         max(2, ragged.max_width),
         ragged.table_BP.shape[1] * PAGE_SIZE,
         return_aux=AuxRequest(lse=True),
@@ -163,7 +166,7 @@ def _reference(
 
 
 def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: float) -> Tensor:
-    """Outputs [T, A, D] of the slices' tokens, packed: [B x W]."""
+    """Outputs [T, A, D] of the slices' packed tokens; T = B x W."""
     num_trees, width, num_keys = trees.seen_BWK.shape
     stem_TAD, stem_lse_AT = attend(query_TAD, layer, trees.stem, scaling, causal=False)
     if _is_for_ours(query_TAD):
@@ -192,7 +195,7 @@ def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: fl
     stem_lse_BWA = stem_lse_AT.T.reshape(own_lse_BWA.shape)
     stem_lse_BWA = torch.where(has_stem_B11, stem_lse_BWA, -torch.inf)
     stem_BWAD = torch.where(has_stem_B11[..., None], stem_TAD.view(query_BWAD.shape), 0.0)
-    # The stem's share of the weights, and the rest.
+    # The stem's share of the weights; the tree's own part has the rest.
     share_BWA1 = torch.sigmoid(stem_lse_BWA - own_lse_BWA)[..., None]
     merged_BWAD = stem_BWAD * share_BWA1 + own_BWAD * (1 - share_BWA1)
     return merged_BWAD.to(query_TAD.dtype).view(query_TAD.shape)
@@ -203,7 +206,7 @@ def masked_attention(
 ) -> tuple[Tensor, Tensor]:
     """Float32 outputs [B, W, A, D] and log-sum-exps [B, W, A], computed in float32.
 
-    `seen_BWK` may lack B: then it is one for all. Query head a uses key head a // (A / H).
+    `seen_BWK` may lack B and then holds for all slices. Query head a uses key head a // (A / H).
     """
     num_slices, width, num_query_heads, head_size = query_BWAD.shape
     num_heads = keys_BKHD.shape[2]

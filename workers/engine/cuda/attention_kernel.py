@@ -1,8 +1,8 @@
-"""The kernels of attention over pages; paged_attention.py launches them, and says how they share.
+"""The kernels of attention over pages; paged_attention.py launches them and explains the division.
 
-The rows of a tile are tokens, times the query heads of one key/value head, so that these read a key
-once. A unit's keys are gone through in blocks; what it gives a row is outputs, the maximum of the
-scores (`top`, in base 2) and the weights' sum relative to it (`total`).
+The rows of a tile are tokens times the query heads of one key/value head, so that these heads read
+a key once. A unit's keys are processed in blocks. For each row a unit gives outputs, the maximum of
+the scores (`top`, in base 2), and the sum of the weights relative to it (`total`).
 
 Suffixes: R rows of a tile, K keys of a block, D head size, padded to a power of two.
 """
@@ -18,25 +18,25 @@ from workers.engine.cuda.attention_units import start_of, units_of
 from workers.engine.cuda.kv_cache import PAGE_SIZE
 
 ROWS = tl.constexpr(64)
-"""Of every tile: of one size, so that a row's products are computed alike in all."""
+"""Rows of a tile. All tiles have one size, so that a row's products are computed alike in all."""
 BLOCK = tl.constexpr(64)
-"""Keys at a time. Units and pages are whole blocks."""
+"""Keys per block. Units and pages are whole blocks."""
 LN_2 = tl.constexpr(math.log(2))
 _PAGE = tl.constexpr(PAGE_SIZE)
 _ENDS = tl.constexpr(128)
-"""Sequences at a time, where a tile or a token looks for its own."""
+"""Number of sequences examined at once when a tile or a token looks for its own."""
 _UNROLLED = tl.constexpr(8)
-"""Stored units that are loaded together."""
+"""Number of stored units that are loaded together."""
 
 
 @triton.jit
 def weigh(scores_RK, top_R, total_R):
-    """A block's scores, in base 2: their weights, what is kept of sums so far, new top and total.
+    """The weights of a block's scores, the factor for earlier sums, and the new top and total.
 
-    Scores of keys that a row does not see are -inf.
+    Scores are in base 2; those of keys that a row does not see are -inf.
     """
     new_top_R = tl.maximum(top_R, tl.max(scores_RK, axis=1))
-    # Of rows that have seen nothing yet: no difference of infinities.
+    # For rows that have seen nothing yet, avoids the difference of two infinities.
     base_R = tl.where(new_top_R > -float("inf"), new_top_R, 0.0)
     weights_RK = tl.exp2(scores_RK - base_R[:, None])
     kept_R = tl.exp2(top_R - base_R)
@@ -45,12 +45,12 @@ def weigh(scores_RK, top_R, total_R):
 
 @triton.jit
 def fold(outputs, top, total, unit_outputs, unit_top, unit_total):
-    """One unit more; `top` is the maximum that sums are relative to, in base 2.
+    """Add one unit to the sums; `top` is the maximum that sums are relative to, in base 2.
 
-    Rows that see nothing of the unit stay as they are: 1 times theirs, and 0 times zeros.
+    Rows that see nothing of the unit stay as they are: they are multiplied by 1, and get 0 added.
     """
     new_top = tl.maximum(top, unit_top)
-    # Of rows that have seen nothing yet: no difference of infinities.
+    # For rows that have seen nothing yet, avoids the difference of two infinities.
     base = tl.where(new_top > -float("inf"), new_top, 0.0)
     kept = tl.exp2(top - base)
     added = tl.exp2(unit_top - base)
@@ -69,8 +69,9 @@ def finish(outputs, top, total):
 
 @triton.jit
 def _sequence_of(ends, num_sequences, place, TILE_TOKENS: tl.constexpr):
-    """The sequence that `place` is of: a tile, where each begins one of its own, or, with 0
-    `TILE_TOKENS`, a token.
+    """The sequence to which `place` belongs.
+
+    `place` is a tile if TILE_TOKENS > 0, where each sequence begins a new tile, else a token.
     """
     count = 0
     for first in range(1, num_sequences, _ENDS):
@@ -116,12 +117,12 @@ def attend_kernel(
     BLOCK_D: tl.constexpr,
     FOLDS: tl.constexpr,
 ):
-    """Program (c, u, i): of column c of the heads and tile i the units u, u + grid, ..."""
+    """Program (c, u, i) computes units u, u + grid, ... of tile i, for column c of the heads."""
     TILE_TOKENS: tl.constexpr = ROWS // TILE_HEADS
     COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     tile = tl.program_id(2)
     if FOLDS:
-        # The last tiles of a causal slice have the most keys: they begin first.
+        # The last tiles of a causal slice have the most keys, so they begin first.
         tile = tl.num_programs(2) - 1 - tile
     sequence = _sequence_of(ends, num_sequences, tile, TILE_TOKENS)
     begin = tl.load(ends + sequence)
@@ -129,7 +130,7 @@ def attend_kernel(
     num_keys = tl.load(used + sequence)
     first_token = begin + (tile - begin // TILE_TOKENS - sequence) * TILE_TOKENS
     last_token = tl.minimum(first_token + TILE_TOKENS, end) - 1
-    # What the tile's last token sees, and with it the tile.
+    # The number of keys that the tile's last token sees, and so the tile.
     tile_keys = num_keys - (end - 1 - last_token) * causal
     units = units_of(tile_keys)
     first_unit = tl.program_id(1)
@@ -220,7 +221,7 @@ def fold_stored_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (t, a): one row's units, as many as it has keys for, in their order."""
+    """Program (t, a) folds the units of one row in order: as many as the row has keys for."""
     token = tl.program_id(0)
     query_head = tl.program_id(1)
     sequence = _sequence_of(ends, num_sequences, token, 0)

@@ -1,7 +1,7 @@
-"""Units that a sequence's keys are cut into, for its attention, and how many programs share them.
+"""The units into which a sequence's keys are cut, and how many programs share them.
 
-Units begin at positions that are the same for every sequence, whoever computes them. They grow with
-their position, which bounds what has to be stored of a long sequence.
+Units begin at the same positions in every sequence, whichever program computes them. Later units
+are larger, which bounds what must be stored for a long sequence.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import triton
 import triton.language as tl
 
 _SMALL, _MIDDLE, _LARGE = tl.constexpr(256), tl.constexpr(1024), tl.constexpr(4096)
-"""Keys of a unit: of each of the first 64, of the next 48, and of those after them."""
+"""Keys per unit: in the first 64 units, in the next 48, and in those after them."""
 _NUM_SMALL, _NUM_MIDDLE = tl.constexpr(64), tl.constexpr(48)
 _SMALL_END, _MIDDLE_END = tl.constexpr(16_384), tl.constexpr(65_536)
 
 _ENOUGH_PROGRAMS = 512
-"""With so many tiles times heads the device is busy without sharing out a tile's units."""
+"""From this number of tiles times heads on, the device is busy without sharing a tile's units."""
 _PROGRAMS = 1024
-"""About so many programs where they are shared out: those of padding end at once."""
+"""Approximate number of programs if units are shared. Programs for padding end at once."""
 
 
 def num_units(num_keys: int) -> int:
-    """Units of so many keys, one that is begun included."""
+    """The number of units of `num_keys` keys, including one that is not full."""
     small: int = math.ceil(min(num_keys, _SMALL_END.value) / _SMALL.value)
     past_small = max(min(num_keys, _MIDDLE_END.value) - _SMALL_END.value, 0)
     middle: int = math.ceil(past_small / _MIDDLE.value)
@@ -32,9 +32,9 @@ def num_units(num_keys: int) -> int:
 
 
 def share_out(units: int, num_tiles: int, *, unit_bytes: int, scratch_bytes: int) -> int:
-    """How many programs a tile's units are shared out among; one folds them as it goes.
+    """How many programs share a tile's units. A single program folds them as it goes.
 
-    `num_tiles` counts each column of the heads; what a unit gives takes `unit_bytes` for all.
+    `num_tiles` counts tiles times columns of heads. `unit_bytes`: storage per unit over all rows.
     """
     if num_tiles >= _ENOUGH_PROGRAMS or units * unit_bytes > scratch_bytes:
         return 1
@@ -43,7 +43,7 @@ def share_out(units: int, num_tiles: int, *, unit_bytes: int, scratch_bytes: int
 
 @triton.jit
 def units_of(num_keys):
-    """As `num_units`."""
+    """As `num_units`, on the device."""
     small = tl.minimum(num_keys, _SMALL_END)
     middle = tl.maximum(tl.minimum(num_keys, _MIDDLE_END) - _SMALL_END, 0)
     large = tl.maximum(num_keys - _MIDDLE_END, 0)

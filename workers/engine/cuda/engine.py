@@ -1,7 +1,8 @@
-"""The engine on a GPU: a model or a rank's part of one, its KV pages, and the step that runs them.
+"""The engine on a GPU: a model or a rank's part of one, its KV pages, and the step that runs it.
 
-Nothing in a step waits for the device: what is sent is pinned, and the logits stay there, where
-device_verdicts.py chooses tokens. A CPU can take the GPU's place, slowly, and does so in tests.
+Nothing in a step waits for the device: inputs are sent from pinned memory, and the logits stay on
+the device, where device_verdicts.py chooses tokens. A CPU can replace the GPU, slowly; tests do
+that.
 """
 
 from __future__ import annotations
@@ -39,10 +40,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CudaOptions:
-    """How the engine runs. `kv_memory_bytes` None: what a profile run leaves free.
+    """How the engine runs.
 
-    `batch_invariant`: products of a fixed number of rows.
-    `max_step_tokens`: the most that a step feeds. `graphs`: whether decoding steps are captured.
+    `kv_memory_bytes` None: what a profile run leaves free. `batch_invariant`: whether products have
+    a fixed number of rows. `max_step_tokens`: the most tokens that a step feeds. `graphs`: whether
+    decoding steps are captured.
     """
 
     kv_memory_bytes: int | None = None
@@ -64,11 +66,11 @@ class CudaEngine(RankedEngine):
         *,
         group: Group | None = None,
     ) -> None:
-        """Adapt the model, which lies on its device already, and allocate.
+        """Adapt the model, which is on its device already, and allocate its KV.
 
         With a `group` the model is this rank's part (load_part_on_device): the ranks load, meet,
-        `agree`, then step with the same slices. Raises ConfigError when memory does not suffice, or
-        for a max_model_len that cannot be.
+        `agree`, then step with the same slices. Raises ConfigError if memory does not suffice or
+        max_model_len is not possible.
         """
         options = options or CudaOptions()
         self.info = info
@@ -124,7 +126,7 @@ class CudaEngine(RankedEngine):
         return PagedKV(**self._sizes, num_blocks=num_blocks, dtype=self._dtype, device=self.device)
 
     def _profile(self) -> MemoryProfile:
-        """Run the largest step there can be, with the most logits that can be asked for."""
+        """Run the largest possible step, with the largest possible number of logits."""
         torch.cuda.empty_cache()
         count = min(self._options.max_step_tokens, self.max_model_len)
         before = torch.cuda.memory_allocated(self.device)
@@ -140,10 +142,11 @@ class CudaEngine(RankedEngine):
         return MemoryProfile(total=total, free=free + own, activations=activations)
 
     def _capture(self) -> None:
-        """Capture what chains need. A model whose code cannot be captured runs without graphs.
+        """Capture the shapes that chains need. A model whose code cannot be captured runs without
+        graphs.
 
-        So do ranks: a graph holds the connections that it was captured with, and these end whenever
-        the group meets anew.
+        So do ranks: a graph holds the connections with which it was captured, and these end
+        whenever the group meets again.
         """
         if self.group is not None:
             _log.warning(
@@ -195,7 +198,7 @@ class CudaEngine(RankedEngine):
 
     @property
     def forward_seconds(self) -> float:
-        """What the last step took on its device. Waits until it is done: ask after the verdicts."""
+        """Device seconds of the last step. Waits for its end, so call it after the verdicts."""
         if self._events is not None:
             begin, end = self._events
             end.synchronize()
@@ -205,12 +208,12 @@ class CudaEngine(RankedEngine):
 
     @property
     def forward_end(self) -> float:
-        """When the last step ended, by time.perf_counter: the device was idle before it began."""
+        """When the last step ended, by time.perf_counter, if the device was idle before it."""
         return self._began + self.forward_seconds
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but with this rank's columns alone."""
+        """As `step`, but returns this rank's columns only."""
         for piece in slices:
             check_tree(piece)
         graphs, shape = self._graphs, None
@@ -258,7 +261,7 @@ class CudaEngine(RankedEngine):
         return self._device_step(to_device(layout.array, self.device), layout, self._rows(layout))
 
     def _run(self, array: Tensor, layout: Layout) -> Tensor:
-        """The logits of the shape's rows: what a graph captures."""
+        """The logits of all rows of the shape; this is what a graph captures."""
         rows = torch.arange(layout.shape.num_rows, device=self.device)
         return self._forward(self._device_step(array, layout, rows))
 

@@ -1,7 +1,7 @@
-"""CUDA graphs of whole forward passes, one for each shape that decoding steps are rounded up to.
+"""CUDA graphs of whole forward passes, one for each shape to which decoding steps are padded.
 
 A small step is padded to the next shape and replayed: one launch instead of a thousand. Steps that
-fit none (prefill, trees beside chains) run as they are.
+fit no shape (prefill, trees beside chains) run without a graph.
 """
 
 from __future__ import annotations
@@ -17,23 +17,26 @@ from workers.engine.cuda.staging import to_device
 from workers.engine.slices import Slice
 
 MAX_TOKENS = 320
-"""Most tokens of a captured step, padding included: trees of 32 nodes for 8 sequences are 264."""
+"""Maximum number of tokens of a captured step, with padding. Trees of 32 nodes for 8 sequences have
+264.
+"""
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
-"""A token and the windows 1, 2, 4, 8, ..."""
+"""One token more than the windows 0, 1, 2, 4, 8, ..."""
 
 SMALLEST_TREE = Shape(0, 0, 0, 1, 2, 2)
-"""Captured at the start, so that what cannot be captured shows there: other shapes of trees are
-captured when they first come."""
+"""Captured at the start, so that a model that cannot be captured is noticed there. Other tree
+shapes are captured when they first occur.
+"""
 
 Run = Callable[[Tensor, Layout], Tensor]
-"""The array of a step on the device and its layout in; logits of the shape's rows out."""
+"""Maps a step's array on the device and its layout to the logits of the shape's rows."""
 
 
 def bucket_of(shape: Shape, *, fixed_rows: int = 1) -> Shape | None:
-    """The shape whose graph a step of the given exact shape takes; None: it runs as it is.
+    """The shape whose graph a step of this exact shape uses; None: it runs without a graph.
 
-    Chains are filled up to a multiple of `fixed_rows` tokens, so that no product has to be.
+    Chains are padded to a multiple of `fixed_rows` tokens, so that no product needs padding.
     """
     if shape.num_chains and shape.num_trees:
         return None
@@ -78,8 +81,8 @@ class _Captured:
 class Graphs:
     """The captured steps of one engine. They share memory, and one buffer of float32 logits.
 
-    What runs a step is an argument, not kept: an engine that is dropped is gone at once, and its
-    memory with it.
+    The function that runs a step is an argument and is not stored, so an engine that is dropped is
+    freed at once, with its memory.
     """
 
     def __init__(
@@ -94,32 +97,33 @@ class Graphs:
         self._device = device
         self._captured: dict[Shape, _Captured] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        # One for all: cuBLAS keeps some MiB of its own for each stream that it ever ran on.
+        # One stream for all: cuBLAS keeps some MiB for each stream that it ever ran on.
         self._stream = torch.cuda.Stream(device)
         self._logits_TV = torch.empty(MAX_TOKENS, vocab_size, dtype=torch.float32, device=device)
 
     def lay_out(self, slices: Sequence[Slice], shape: Shape) -> Layout:
-        """A step in that shape, for `replay`."""
+        """Lay a step out in `shape`, for `replay`."""
         return lay_out(slices, shape, even=True, **self._sizes)
 
     def replay(self, run: Run, layout: Layout) -> Tensor:
-        """Logits of the rows of the layout's shape, good until the next replay."""
+        """Logits of the rows of the layout's shape, valid until the next replay."""
         captured = self._captured.get(layout.shape) or self.capture(run, layout.shape)
         captured.array.copy_(to_device(layout.array, self._device))
         captured.graph.replay()
         return self._logits_TV[: captured.num_rows]
 
     def capture(self, run: Run, shape: Shape) -> _Captured:
-        """Run a step of nothing but padding, twice to warm up and once to be recorded."""
+        """Capture a step that is all padding: run it twice to warm up, then record it."""
         padding = self.lay_out([], shape)
         array = to_device(padding.array, self._device)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        # Entered here as well, for torch.cuda.graph does not leave it when a capture fails.
+        # torch.cuda.graph does not leave the stream when a capture fails, so it is entered here
+        # too.
         with torch.cuda.stream(self._stream):
             for _ in range(2):
                 run(array, padding)
-            # Other threads of the process may talk to the device meanwhile.
+            # Other threads of the process may use the device meanwhile.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):

@@ -1,6 +1,6 @@
-"""What lies between the products of a layer, by our kernels (layer_kernels.py).
+"""The operations between the products of a layer, by our own kernels (layer_kernels.py).
 
-Imported only where kernels can run. A layer's part that they do not know stays with torch.
+Import it only where kernels can run. Modules that the kernels do not support stay with torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from workers.engine.layer_operations import (
 
 
 class KernelOperations(LayerOperations):
-    """Four kernels a layer in the place of twelve and more. Steps are DeviceSteps."""
+    """Four kernels per layer in place of twelve or more. Steps are DeviceSteps."""
 
     def add_and_norm(self, norm: nn.Module) -> AddAndNorm:
-        """By a kernel for a NativeNorm."""
+        """Uses a kernel for a NativeNorm, else torch."""
         if not isinstance(norm, NativeNorm) or norm.weight.numel() > LARGEST_ROW:
             return super().add_and_norm(norm)
         weight_N, epsilon = norm.weight, norm.epsilon
@@ -39,11 +39,11 @@ class KernelOperations(LayerOperations):
         return run
 
     def rotation(self, cos_TD: Tensor, sin_TD: Tensor, layer: AttentionLayer) -> Rotation:
-        """As they are, [T, D]."""
+        """The factors unchanged, [T, D]."""
         return cos_TD, sin_TD
 
     def attend(self, layer: AttentionLayer) -> Attend:
-        """Norms, rotation and storing by one kernel; other norms than NativeNorm before it."""
+        """Norms, rotates and stores with one kernel. Norms other than NativeNorm run before it."""
         norms = _known_norms(layer)
         others = bool(layer.head_norms) and norms is None
 
@@ -63,7 +63,7 @@ class KernelOperations(LayerOperations):
         return run
 
     def gate(self, activation: nn.Module) -> Gate:
-        """By a kernel for SiLU."""
+        """Uses a kernel for SiLU, else torch."""
         known = isinstance(activation, nn.SiLU | SiLUActivation)
         return layer_kernels.gate if known else super().gate(activation)
 

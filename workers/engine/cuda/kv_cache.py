@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 256
-"""Positions of a KV block. FlashAttention takes pages in multiples of this."""
+"""Positions of a KV block. FlashAttention takes pages in multiples of this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
-    """One layer's keys and values: the same memory seen by page and by slot."""
+    """One layer's keys and values: the same memory by page and by slot."""
 
     keys_NPHD: Tensor
     values_NPHD: Tensor
@@ -26,9 +26,9 @@ class LayerPages:
 
 
 class PagedKV:
-    """`num_blocks` pages and, after them, one that belongs to nobody: padding is stored there.
+    """`num_blocks` pages, and after them one scratch page that stores padding.
 
-    Zeroed, for padding is read too, and must be numbers.
+    All are zeroed, because padding is read too and must be finite.
     """
 
     def __init__(
@@ -53,24 +53,24 @@ class PagedKV:
         self.layers = [make_layer() for _ in range(num_layers)]
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values of slots to others, in all layers; all are read before any write."""
+        """Copy keys and values between slots in all layers. All are read before any is written."""
         for layer in self.layers:
             for slots_SHD in (layer.keys_SHD, layer.values_SHD):
                 slots_SHD.index_copy_(0, targets, slots_SHD.index_select(0, sources))
 
 
 def slot_of(block_table: Sequence[int], position: int) -> int:
-    """Where a sequence's position lies among all slots."""
+    """The index of a sequence's position among all slots."""
     return block_table[position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
 
 
 def kv_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one position takes over all layers, keys and values."""
+    """Bytes of one position over all layers, keys and values."""
     return 2 * num_layers * num_heads * head_size * dtype.itemsize
 
 
 def page_bytes(*, num_layers: int, num_heads: int, head_size: int, dtype: torch.dtype) -> int:
-    """Bytes that one page takes over all layers, keys and values."""
+    """Bytes of one page over all layers, keys and values."""
     position = kv_bytes(
         num_layers=num_layers, num_heads=num_heads, head_size=head_size, dtype=dtype
     )

@@ -1,13 +1,13 @@
-"""Triton kernels for what lies between the products of a layer, each in the place of several.
+"""Triton kernels for the operations between the products of a layer, each replacing several.
 
-Each rounds to the model's dtype wherever torch's operations do, so that the results are theirs but
-for sums of squares (another order), reciprocal roots and exponentials (another last bit). Every
-size but the number of rows is a constant of the compiled kernel, and the number of rows only says
-how many programs there are: a row's bits depend on that row alone.
+Each kernel rounds to the model's dtype wherever torch's operations do. So the results are equal to
+torch's, except for sums of squares (in another order), and for reciprocal roots and exponentials
+(another last bit). Every size but the number of rows is a constant of the compiled kernel, and the
+number of rows only sets the number of programs: a row's bits depend on that row only.
 
-Imported only where kernels can run. Shapes: T rows (tokens), N features, F features of the
+Import it only where kernels can run. Shapes: T rows (tokens), N features, F features of the
 feed-forward, A heads of a token (queries, keys, values), Q query heads, D head size, H key/value
-heads, S slots. What is written into is contiguous.
+heads, S slots. Outputs are contiguous.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from torch import Tensor
 from workers.kernels import on_device
 
 LARGEST_ROW = 32768
-"""Features of a row that add_and_norm takes: it keeps the row in one program's registers."""
+"""Maximum features of a row in add_and_norm, which keeps a row in one program's registers."""
 _MOST_WARPS = 16
 _ELEMENTS_OF_A_WARP = 256
-"""16 bytes of a 2-byte type for each thread: one load."""
+"""16 bytes of a 2-byte type per thread: one load."""
 _HEADS_OF_A_PROGRAM = 8
 _GATES_OF_A_PROGRAM = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Weights [D] of the norms of queries and of keys, and what is added to the mean square."""
+    """The weights [D] of the norms of queries and keys, and what is added to the mean square."""
 
     query_weight_D: Tensor
     key_weight_D: Tensor
@@ -43,10 +43,10 @@ class HeadNorms:
 def add_and_norm(
     hidden_TN: Tensor, delta_TN: Tensor | None, weight_N: Tensor, epsilon: float
 ) -> Tensor:
-    """Add `delta_TN` to `hidden_TN`, in place; return the sum's RMS norm, times the weight.
+    """Add `delta_TN` to `hidden_TN` in place; return the sum's RMS norm, times the weight.
 
-    The sum is rounded once, the norm of the rounded sum once more. N is at most LARGEST_ROW; all
-    are of one type.
+    The sum is rounded once, and the norm of the rounded sum once more. N is at most LARGEST_ROW;
+    all tensors have one dtype.
     """
     num_rows, size = hidden_TN.shape
     assert size <= LARGEST_ROW, size
@@ -81,8 +81,8 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotate queries and keys, store keys and values in their slots, return the queries [T, Q, D].
 
-    With `norms`, queries and keys are normed before, head by head. `slots_T` is int64; where
-    several tokens have one slot, it is not said whose keys and values it holds.
+    With `norms`, queries and keys are first normed head by head. `slots_T` is int64. If several
+    tokens have one slot, it is unspecified whose keys and values it holds.
     """
     num_tokens, num_heads, head_size = heads_TAD.shape
     num_keys = keys_SHD.shape[1]
@@ -118,14 +118,14 @@ def rotate_and_store(
             HEADS=_HEADS_OF_A_PROGRAM,
             HAS_NORMS=norms is not None,
             num_warps=_warps_of(_HEADS_OF_A_PROGRAM * half_block),
-            # A product and a sum in one rounding would not be what torch computes in float32.
+            # A product and a sum in one rounding would differ from torch in float32.
             enable_fp_fusion=False,
         )
     return queries_TQD
 
 
 def gate(gate_and_up: Tensor) -> Tensor:
-    """SiLU of the gates times the ups: [T, 2 x F], gates first, in; [T, F] out."""
+    """SiLU of the gates times the ups: [T, 2 x F] in, gates first; [T, F] out."""
     num_rows, both = gate_and_up.shape
     assert both % 2 == 0
     size = both // 2
@@ -153,7 +153,7 @@ def _add_and_norm(
     BLOCK: tl.constexpr,
     HAS_DELTA: tl.constexpr,
 ):
-    """One row."""
+    """Processes one row."""
     row = tl.program_id(0).to(tl.int64) * SIZE
     places = tl.arange(0, BLOCK)
     inside = places < SIZE
@@ -189,7 +189,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr,
     HAS_NORMS: tl.constexpr,
 ):
-    """A few heads of one token, each as its first and its second half."""
+    """Processes a few heads of one token, each as its first and its second half."""
     NUM_ROTATED: tl.constexpr = NUM_QUERIES + NUM_KEYS
     NUM_HEADS: tl.constexpr = NUM_ROTATED + NUM_KEYS
     DTYPE: tl.constexpr = heads.dtype.element_ty
@@ -202,7 +202,7 @@ def _rotate_and_store(
     first = tl.load(own, mask=inside, other=0.0)
     second = tl.load(own + HALF, mask=inside, other=0.0)
     turn = token * (2 * HALF) + place
-    # Read by each head, though one would do: so they lie in the threads as the heads do.
+    # Each head loads them, though one load would do: so their layout in the threads is the heads'.
     first_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
     second_cos = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
     first_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
@@ -221,7 +221,7 @@ def _rotate_and_store(
         right = right * scale * tl.where(is_query, query_right, key_right)
         left = left.to(DTYPE).to(tl.float32)
         right = right.to(DTYPE).to(tl.float32)
-    # Rounded after each operation, as torch's are.
+    # Rounded after each operation, as in torch.
     kept = (left * first_cos).to(DTYPE).to(tl.float32)
     crossed = (right * -first_sin).to(DTYPE).to(tl.float32)
     turned_left = (kept + crossed).to(DTYPE)
@@ -245,7 +245,7 @@ def _rotate_and_store(
 
 @triton.jit
 def _gate(gate_and_up, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of one row."""
+    """Processes a part of one row."""
     DTYPE: tl.constexpr = gated.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

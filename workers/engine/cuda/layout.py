@@ -1,8 +1,8 @@
-"""A step as one array of integers: what a GPU must be told besides weights and KV.
+"""A step as one array of integers: all that a GPU needs besides weights and KV.
 
-Chains (slices whose tokens each see all before them) come first, packed; slices with a tree follow,
-all padded to one width. A shape says how large each part of the array is. A step may be laid out in
-a larger shape than it needs, that of a captured graph: what is padded belongs to the scratch page.
+Chains (slices whose tokens each see all before them) come first, packed. Slices with a tree follow,
+all padded to one width. A shape gives the size of each part of the array. A step may be laid out in
+a larger shape than it needs, that of a captured graph; padding then refers to the scratch page.
 
 Shapes: T tokens, B sequences, P pages of a table, W tokens of a tree's slice, K keys beside a stem.
 """
@@ -26,15 +26,15 @@ from workers.engine.slices import Slice, is_tree, paths_of, positions_of
 Ints = NDArray[np.int32]
 Array = TypeVar("Array", Ints, Tensor)
 _FEW = 64
-"""For so many slots a list is made sooner than arrays are."""
+"""Up to this number of slots, building a list is faster than building arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many chains with how many tokens in all, the longest of `chain_width`; and trees.
+    """The number of chains, their tokens in total, the longest one's, and the same for trees.
 
-    With `filler`, the last chain is one of so many tokens of padding, whatever the widths of the
-    others: it makes the tokens as many as products are to have rows (linears.py).
+    With `filler`, the last chain consists of that many tokens of padding, whatever the other widths
+    are. It brings the tokens up to the number of rows that products must have (linears.py).
     """
 
     num_chains: int
@@ -51,11 +51,11 @@ class Shape:
 
     @property
     def num_rows(self) -> int:
-        """Tokens whose logits can be wanted; they come first."""
+        """The number of tokens whose logits can be requested; they come first."""
         return self.num_tokens - self.filler
 
     def parts(self, table_pages: int) -> dict[str, tuple[int, ...]]:
-        """Names and sizes of the array's parts, in their order."""
+        """Names and shapes of the array's parts, in order."""
         return {
             "token_ids": (self.num_tokens,),
             "positions": (self.num_tokens,),
@@ -71,7 +71,7 @@ class Shape:
         }
 
     def size(self, table_pages: int) -> int:
-        """Integers of the whole array."""
+        """The number of integers in the whole array."""
         return sum(map(prod, self.parts(table_pages).values()))
 
 
@@ -79,7 +79,7 @@ class Shape:
 class Layout:
     """A step laid out in a shape, on the host.
 
-    `logit_rows`: where among the T tokens the wanted rows are, in the order of the slices.
+    `logit_rows`: the indices of the requested rows among the T tokens, in the order of the slices.
     """
 
     shape: Shape
@@ -90,7 +90,7 @@ class Layout:
 
 
 def stem_of(piece: Slice) -> int:
-    """Slots before this one are seen by every fed token of a slice with a tree."""
+    """The end of a tree slice's stem: every fed token sees all slots before it."""
     assert piece.tree_start is not None
     return min(piece.start, piece.tree_start)
 
@@ -117,7 +117,7 @@ def exact_shape(slices: Sequence[Slice]) -> Shape:
 def lay_out(
     slices: Sequence[Slice], shape: Shape, *, table_pages: int, scratch_block: int, even: bool
 ) -> Layout:
-    """Lay a step out. `even`: each chain takes `chain_width` tokens, padded; else its own."""
+    """Lay a step out. `even`: each chain is padded to `chain_width` tokens."""
     writer = _Writer(shape, table_pages, scratch_block)
     chains = [i for i, piece in enumerate(slices) if not is_tree(piece)]
     trees = [i for i, piece in enumerate(slices) if is_tree(piece)]
@@ -151,7 +151,7 @@ def lay_out(
 
 
 class _Writer:
-    """Fills the array; what is not written is padding."""
+    """Fills the array. What is not written is padding."""
 
     def __init__(self, shape: Shape, table_pages: int, scratch_block: int) -> None:
         self._shape = shape
@@ -163,11 +163,11 @@ class _Writer:
         for name in ("chain_table", "tree_table"):
             self._parts[name].fill(scratch_block)
         self._parts["tree_ends"][:] = np.arange(shape.num_trees + 1) * shape.tree_width
-        # A padded token of a tree sees one key, so that its sums are numbers.
+        # A padded token of a tree sees one key, so that its sums are finite.
         self._parts["tree_seen"][:, :, :1] = 1
 
     def chain(self, row: int, at: int, width: int, piece: Slice | None) -> int:
-        """Write a chain of `width` tokens, padded at its end; returns the keys that it has."""
+        """Write a chain of `width` tokens, padded at its end. Returns its number of keys."""
         start = 0 if piece is None else self._tokens(at, piece)
         if piece is not None:
             self._table("chain_table", row, piece)
@@ -176,7 +176,7 @@ class _Writer:
         return start + width
 
     def tree(self, row: int, at: int, piece: Slice | None) -> int:
-        """Write a slice with a tree; returns the keys of its stem."""
+        """Write a slice with a tree. Returns the number of keys in its stem."""
         if piece is None:
             return 0
         self._tokens(at, piece)
@@ -187,7 +187,7 @@ class _Writer:
         assert piece.tree_start is not None
         chain = piece.tree_start - piece.start
         first = max(0, -chain)
-        # Of a node what is on its path, of those before the tree what is not after them.
+        # A node sees its path; a token before the tree sees what is not after it.
         seen = np.tri(end - piece.start, end - stem, piece.start - stem, dtype=np.int32)
         seen[max(0, chain) :, piece.tree_start - stem :] = paths_of(piece.parents)[first:]
         self._parts["tree_seen"][row, : len(seen), : end - stem] = seen
@@ -201,13 +201,13 @@ class _Writer:
         return piece.start
 
     def _table(self, name: str, row: int, piece: Slice) -> None:
-        """The pages that hold tokens; padding after the last one reads the scratch page."""
+        """Write the pages that hold tokens. Padding after the last one reads the scratch page."""
         pages = -(-end_of(piece) // PAGE_SIZE)
         self._parts[name][row, :pages] = piece.block_table[:pages]
 
 
 def _slots_of(piece: Slice, first: int) -> Sequence[int] | Ints:
-    """Where the tokens from slot `first` of a sequence on lie among all slots."""
+    """The indices among all slots of a sequence's tokens from slot `first` on."""
     end, table = end_of(piece), piece.block_table
     if end - first <= _FEW:
         return [slot_of(table, slot) for slot in range(first, end)]
@@ -230,7 +230,7 @@ def split(array: Array, shape: Shape, table_pages: int) -> dict[str, Array]:
 
 @dataclass(frozen=True, slots=True)
 class DeviceInputs:
-    """The array's parts on the device, in the types that model and attention take."""
+    """The array's parts on the device, in the dtypes that model and attention take."""
 
     token_ids_T: Tensor
     position_ids_T: Tensor
@@ -240,7 +240,7 @@ class DeviceInputs:
 
 
 def read_inputs(array: Tensor, layout: Layout, *, table_pages: int) -> DeviceInputs:
-    """Views and conversions of an array that is on the device. Captured in graphs, so pure."""
+    """Views and conversions of an array that is on the device. Pure, since graphs capture it."""
     shape = layout.shape
     parts = split(array, shape, table_pages)
 

@@ -1,9 +1,9 @@
-"""What a GPU engine puts in the place of linears and norms, so that a row's bits are its own.
+"""The linears and norms of a GPU engine, which make a row's bits independent of other rows.
 
-cuBLAS takes another kernel for another number of rows, and its kernels may sum in another order:
-some cut the sum over the inputs into parts and add these (split-K). Here cuBLAS is told not to, no
-product has fewer than 64 rows, and a number of rows is used only after a trial has shown that it
-gives each row the bits which it has in a product of 64; else the rows are cut to numbers that do.
+cuBLAS chooses its kernel by the number of rows, and kernels may sum in different orders: some cut
+the sum over the inputs into parts and add these (split-K). Here cuBLAS is told not to, and no
+product has fewer than 64 rows. A number of rows is used only after a trial has shown that it gives
+each row the same bits as a product of 64 rows; other numbers are cut into such numbers.
 
 Shapes: T rows, N input features, M output features.
 """
@@ -22,20 +22,21 @@ from workers.engine.fusing import NativeNorm, join_projections
 _log = logging.getLogger(__name__)
 
 FIXED_ROWS = 64
-"""Rows of every product are a multiple of this: few enough that a decoding step stays bound by
-memory."""
+"""The rows of every product are a multiple of this number. It is small enough that a decoding step
+stays bound by memory.
+"""
 _TRIED = (128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
-"""Numbers of rows that a trial is made with. Steps' rows are cut to these and FIXED_ROWS."""
+"""Numbers of rows to try. The rows of a step are cut into these and FIXED_ROWS."""
 _MOST_OUTPUTS = 1 << 28
-"""Outputs of a trial at most: half a GiB of a 16-bit type."""
+"""Maximum number of outputs of a trial: half a GiB in a 16-bit type."""
 _NORM_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.003, torch.bfloat16: 0.02}
-"""Of the largest value: a rounding more or less, before the weight is multiplied."""
+"""Tolerance relative to the largest value: one rounding before the weight is multiplied."""
 
 
 class FixedRowsLinear(nn.Module):
-    """A linear layer that multiplies only such numbers of rows at once as `sizes` says.
+    """A linear layer that multiplies only numbers of rows in `sizes` at once.
 
-    All of these, multiples of FIXED_ROWS, give a row the same bits: see `trusted_sizes`.
+    All sizes are multiples of FIXED_ROWS, and give a row the same bits: see `trusted_sizes`.
     """
 
     def __init__(self, source: nn.Linear, sizes: tuple[int, ...] = (FIXED_ROWS,)) -> None:
@@ -64,7 +65,7 @@ class FixedRowsLinear(nn.Module):
 
 @functools.lru_cache(maxsize=4096)
 def _cut(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Rows cut into `sizes`, which are sorted, the largest first; none are one part of none."""
+    """The rows cut into `sizes`, in descending order. Zero rows give one part of size 0."""
     parts: list[int] = []
     for size in sizes:
         parts += [size] * (num_rows // size)
@@ -74,10 +75,10 @@ def _cut(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def trusted_sizes(weight_MN: Tensor, bias_M: Tensor | None = None) -> tuple[int, ...]:
-    """Numbers of rows whose product with these weights has the bits of products of FIXED_ROWS.
+    """The numbers of rows whose product with these weights has the bits of FIXED_ROWS products.
 
-    Tried out, on random rows: what the device's library sums in another order differs in some of
-    the thousands of outputs.
+    They are tried on random rows: if the device's library sums in another order, some of the
+    thousands of outputs differ.
     """
     sizes = [FIXED_ROWS]
     generator = torch.Generator(weight_MN.device).manual_seed(5)
@@ -98,9 +99,10 @@ def trusted_sizes(weight_MN: Tensor, bias_M: Tensor | None = None) -> tuple[int,
 
 
 def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
-    """Join projections, and make norms one kernel; with `batch_invariant` fix products' rows too.
+    """Join projections and make each norm one kernel; with `batch_invariant` fix products' rows
+    too.
 
-    The model may be a rank's part, and is where it is going to run. On a GPU this chooses, for the
+    The model may be a rank's part, and must be on its final device. On a GPU this sets, for the
     whole process, how cuBLAS may sum.
     """
     for module in list(model.modules()):
@@ -119,12 +121,12 @@ def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
 
 
 def _kind(linear: nn.Linear) -> tuple[object, ...]:
-    """Equal for linears whose products the device's library computes in one way."""
+    """A key that is equal for linears whose products the library computes in the same way."""
     return (linear.weight.shape, linear.weight.dtype, linear.bias is None)
 
 
 def _try_sizes(linears: list[nn.Linear]) -> dict[tuple[object, ...], tuple[int, ...]]:
-    """The trusted sizes of each kind of linear. On a CPU, where only tests run: none."""
+    """The trusted sizes of each kind of linear. Empty on a CPU, where only tests run this."""
     sizes: dict[tuple[object, ...], tuple[int, ...]] = {}
     if not linears or linears[0].weight.device.type != "cuda":
         return sizes
@@ -135,17 +137,18 @@ def _try_sizes(linears: list[nn.Linear]) -> dict[tuple[object, ...], tuple[int, 
                 sizes[_kind(linear)] = trusted_sizes(linear.weight, linear.bias)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # cuBLAS refuses products that it can only compute split
+    # cuBLAS refuses products that it can only compute with split sums
+    except RuntimeError as error:
         _log.warning("products are cut to %d rows: %s", FIXED_ROWS, error)
         return {}
     return sizes
 
 
 def _split_sums(*, allowed: bool) -> None:
-    """Whether cuBLAS may cut the sum over the inputs into parts. cuBLASLt alone heeds a no."""
+    """Set whether cuBLAS may cut the sum over the inputs. Only cuBLASLt obeys a prohibition."""
     if not torch.cuda.is_available():
         return
-    with warnings.catch_warnings():  # The choice of a library is experimental, it says.
+    with warnings.catch_warnings():  # torch warns that the choice of a library is experimental
         warnings.simplefilter("ignore", UserWarning)
         torch.backends.cuda.preferred_blas_library("default" if allowed else "cublaslt")
     matmul = torch.backends.cuda.matmul
@@ -154,7 +157,7 @@ def _split_sums(*, allowed: bool) -> None:
 
 
 def _native_norm(module: nn.Module) -> NativeNorm | None:
-    """torch's own norm where it computes what an RMS norm of a model computes, else None."""
+    """torch's own norm if it computes what a model's RMS norm computes, else None."""
     weight = getattr(module, "weight", None)
     epsilon = getattr(module, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or not isinstance(epsilon, float):

@@ -1,4 +1,4 @@
-"""Loading a checkpoint, or a rank's part of one, onto one device, in a floating-point type."""
+"""Loads a checkpoint, or a rank's part of one, onto one device, in a floating-point dtype."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def dtype_of(asked: Dtype, info: CheckpointInfo) -> torch.dtype:
-    """The type to load in; "auto" is the checkpoint's.
+    """The dtype to load in. "auto" is the checkpoint's.
 
-    Raises CheckpointError where it is stored in another type, ConfigError where one is asked for.
+    Raises CheckpointError if the checkpoint is stored in another type than these, ConfigError if
+    `asked` is another type.
     """
     if asked == "auto":
         if info.dtype not in _DTYPES:
@@ -42,15 +43,15 @@ def dtype_of(asked: Dtype, info: CheckpointInfo) -> torch.dtype:
 
 
 def load_on_device(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """The model as Hugging Face has it, but for paged attention.
+    """Hugging Face's model with paged attention.
 
-    Raises CheckpointError, for layers too that a GPU's attention does not compute; ConfigError,
-    with the numbers, where the device has too little memory.
+    Raises CheckpointError, also for layers that a GPU's attention does not support. Raises
+    ConfigError, with the numbers, if the device has too little memory.
     """
     _check_attention(folder)
     attention.register()
     arguments: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
-    transformers_logging.disable_progress_bar()  # Workers have no terminal.
+    transformers_logging.disable_progress_bar()  # workers have no terminal
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -79,9 +80,9 @@ def load_part_on_device(
     group: Group,
     progress: Progress | None = None,
 ) -> PreTrainedModel:
-    """This rank's part: only its slices of the files are read.
+    """This rank's part of the model. It reads only the rank's slices of the files.
 
-    Raises as load_on_device does, and ConfigError for more ranks than heads.
+    Raises as load_on_device does, and ConfigError if there are more ranks than heads.
     """
     _check_attention(folder)
     model, parts, sharding = empty_part(folder, group, dtype, device=device)
@@ -89,7 +90,7 @@ def load_part_on_device(
     try:
         for module in list(model.modules()):
             parts.fill(module, dtype)
-        nn.Module.to(model, device)  # What it computed for itself.
+        nn.Module.to(model, device)  # buffers that the model computed for itself
     except torch.OutOfMemoryError as error:
         raise _out_of_memory(folder, device, dtype) from error
     parts.close()
@@ -98,7 +99,7 @@ def load_part_on_device(
 
 
 def _check_attention(folder: Path) -> None:
-    """Refuse what a GPU's attention does not compute."""
+    """Refuse layers that a GPU's attention does not support."""
     config = read_config(folder)
     window, softcap = sliding_window_of(config), getattr(config, "attn_logit_softcapping", None)
     if window is not None or softcap is not None:

@@ -10,14 +10,14 @@ from workers.engine.cuda.kv_cache import PAGE_SIZE
 from workers.engine.kv_sizes import num_blocks_in
 
 USED_SHARE = 0.9
-"""Of the device's memory, what we take at most, all together."""
+"""The largest share of the device's memory that we use in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryProfile:
-    """Bytes of a device, when the weights are loaded and the largest step has been run once.
+    """Bytes of a device after the weights were loaded and the largest step was run once.
 
-    `free`: with nothing of the step left. `activations`: what the step took at its peak.
+    `free`: without any memory of that step. `activations`: the peak that the step used.
     """
 
     total: int
@@ -26,7 +26,7 @@ class MemoryProfile:
 
     @property
     def kv(self) -> int:
-        """Bytes for KV: activations count twice, since CUDA graphs keep memory of their own."""
+        """Bytes for KV. Activations count twice, since CUDA graphs keep memory of their own."""
         taken = self.total - self.free
         return max(0, int(self.total * USED_SHARE) - taken - 2 * self.activations)
 
@@ -34,9 +34,9 @@ class MemoryProfile:
 def choose_num_blocks(
     given: int | None, profile: MemoryProfile | None, *, per_block: int, max_model_len: int
 ) -> int:
-    """Blocks that `given` bytes hold, or if None the profile's.
+    """The number of blocks in `given` bytes, or if None in what the profile leaves.
 
-    Raises ConfigError with the numbers where they do not hold one sequence, or are not there.
+    Raises ConfigError, with the numbers, if they do not hold one sequence or are not available.
     """
     needed = blocks_for(max_model_len, PAGE_SIZE) * per_block
     if given is None:

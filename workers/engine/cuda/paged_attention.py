@@ -1,13 +1,13 @@
-"""Attention over pages in Triton: one sequence's keys are shared out, and a row's bits are its own.
+"""Attention over pages in Triton: a sequence's keys are shared among programs, with fixed bits.
 
-A sequence's keys are cut into units (attention_units.py). The rows of a tile attend to a unit by
-itself; a row's units are then folded in their order, first to last. Either a program folds the
-units as it computes them (many tiles: prefill, large batches), or programs store what each unit
-gave and a second kernel folds (few tiles: decoding). The operations on a row are the same both
-ways, so that its bits depend on its own keys alone. For that all tiles are of one size, and
-products and sums are never contracted (`enable_fp_fusion=False`).
+A sequence's keys are cut into units (attention_units.py). The rows of a tile attend to each unit
+separately; a row's units are then folded in order, first to last. With many tiles (prefill, large
+batches) a program folds the units as it computes them. With few tiles (decoding) programs store the
+result of each unit, and a second kernel folds them. The operations on a row are the same in both
+cases, so that its bits depend on its own keys only. For the same reason all tiles have one size,
+and products and sums are never contracted (`enable_fp_fusion=False`).
 
-Imported only where kernels can run. Shapes: T tokens, A query heads, H key/value heads, D head
+Import it only where kernels can run. Shapes: T tokens, A query heads, H key/value heads, D head
 size, B sequences, P pages of a table, N pages in all.
 """
 
@@ -26,9 +26,9 @@ from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
 from workers.kernels import on_device
 
 SCRATCH_BYTES = 256 << 20
-"""For stored units. Steps that would need more fold as they go."""
+"""Memory for stored units. Steps that would need more fold as they go."""
 NARROW_HEAD = 128
-"""Up to here four warps hold a tile's sums, and three blocks fit into shared memory."""
+"""Up to this head size four warps hold a tile's sums, and three blocks fit into shared memory."""
 
 
 def attend_pages(
@@ -42,9 +42,10 @@ def attend_pages(
     causal: bool,
     scratch_bytes: int = SCRATCH_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """As `attention.attend`: outputs [T, A, D] of the queries' type, float32 log-sum-exps [A, T].
+    """As `attention.attend`: outputs [T, A, D] of the queries' dtype, float32 log-sum-exps [A, T].
 
-    Rows without keys are zero in both. `scratch_bytes` decides how, and nothing about the bits.
+    Both are zero for rows without keys. `scratch_bytes` changes how the result is computed, but not
+    its bits.
     """
     num_tokens, num_query_heads, head_size = query_TAD.shape
     keys_NPHD, values_NPHD = layer.keys_NPHD, layer.values_NPHD
@@ -57,7 +58,7 @@ def attend_pages(
     tile_heads = min(group, ROWS.value)
     tile_tokens = ROWS.value // tile_heads
     num_sequences = used_B.shape[0]
-    # Each sequence begins a tile: at most one more than its tokens fill.
+    # Each sequence begins a new tile: at most one more than its tokens fill.
     num_tiles = num_tokens // tile_tokens + num_sequences
     num_columns = num_heads * math.ceil(group / tile_heads)
     units = num_units(table_BP.shape[1] * PAGE_SIZE)
@@ -71,7 +72,7 @@ def attend_pages(
     )
     folds = programs == 1
     if folds:
-        # Neither is touched.
+        # The kernel does not access them.
         unit_outputs = unit_sums = lse_AT
     else:
         rows = (units, num_tokens, num_query_heads)
@@ -126,7 +127,7 @@ def attend_pages(
 
 
 def options_of(head_size: int) -> dict[str, Any]:
-    """What every kernel of attention is compiled with, for heads of this size."""
+    """The options with which every attention kernel is compiled for heads of this size."""
     return {
         "HEAD_SIZE": head_size,
         "BLOCK_D": max(16, triton.next_power_of_2(head_size)),

@@ -1,6 +1,6 @@
-"""Copies between host and device that do not make the host wait, but for the one that must.
+"""Copies between host and device. Only `to_host` waits.
 
-Host memory is pinned where the device is a GPU; torch's allocator keeps it until the copy is done.
+Host memory is pinned if the device is a GPU; torch's allocator keeps it until the copy is done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(*tensors: Tensor) -> list[Tensor]:
-    """CPU copies, after everything that the device was asked for: here, and only here, we wait."""
+    """CPU copies of `tensors`. Waits until the device has done all its work; nothing else waits."""
     if tensors[0].device.type != "cuda":
         return [tensor.cpu() for tensor in tensors]
     copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]

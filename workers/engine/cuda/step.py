@@ -1,4 +1,4 @@
-"""A step on the device: what model code is given, and the attention that it calls."""
+"""A step on the device: what model code reads, and the attention that it calls."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from workers.engine.cuda.layout import DeviceInputs
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """A token's heads, of this rank: so many queries, then so many keys, then as many values."""
+    """The heads of a token on this rank: queries, then keys, then values (as many as keys)."""
 
     num_queries: int
     num_keys: int
 
 
 class DeviceStep:
-    """One step (attention.Step). `logit_rows` are rows of the T tokens, int64, on the device."""
+    """One step (attention.Step). `logit_rows`: indices among the T tokens, int64, on the device."""
 
     def __init__(
         self,
@@ -49,11 +49,11 @@ class DeviceStep:
 
     @property
     def slots_T(self) -> Tensor:
-        """Where each token's keys and values go; padding shares a slot. int64."""
+        """The slot of each token's keys and values, int64. All padding shares one slot."""
         return self._inputs.slots_T
 
     def pages(self, layer: int) -> LayerPages:
-        """Where a layer's keys and values are."""
+        """A layer's keys and values."""
         return self._cache.layers[layer]
 
     def attend(
@@ -65,9 +65,10 @@ class DeviceStep:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Store a layer's keys and values, attend, return [T x query heads, D].
+        """Store a layer's keys and values, attend, and return [T x query heads, D].
 
-        Windows that matter, and caps, were refused when the model was loaded.
+        `window` has no effect, and `softcap` must be None: models that need them are refused at
+        load.
         """
         assert softcap is None, softcap
         pages = self.pages(layer)
@@ -78,7 +79,7 @@ class DeviceStep:
         return self.attend_stored(query_TAD, layer, scaling)
 
     def attend_stored(self, query_TAD: Tensor, layer: int, scaling: float) -> Tensor:
-        """Attend with keys and values that are stored already; return [T x query heads, D]."""
+        """Attend to keys and values that are already stored. Returns [T x query heads, D]."""
         inputs, pages = self._inputs, self.pages(layer)
         parts: list[Tensor] = []
         num_chained = query_TAD.shape[0]

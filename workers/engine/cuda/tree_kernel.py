@@ -1,7 +1,7 @@
-"""What a tree's tokens see beside their stem, in Triton, merged with what the stem gave.
+"""A Triton kernel for what a tree's tokens see beside their stem, merged with the stem's part.
 
-Rows of a tile are tokens times the query heads of one key/value head, as in attention_kernel.py.
-Imported only where kernels can run.
+The rows of a tile are tokens times the query heads of one key/value head, as in
+attention_kernel.py. Import it only where kernels can run.
 
 Shapes: T tokens, A query heads, H key/value heads, D head size, B trees, W tokens of a tree, K keys
 beside a stem, S slots, R rows of a tile.
@@ -32,11 +32,11 @@ def attend_beside_stems(
     stem_used_B: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Outputs [T, A, D] over stem and own keys, of the queries' type; T = B x W, packed.
+    """Outputs [T, A, D] over the stem and the own keys, of the queries' dtype; T = B x W, packed.
 
-    Of the slots `key_slots_BK` (int64) token w sees those where `seen_BWK` (bool). `stem_TAD` and
-    `stem_lse_AT` (float32): what the stems gave, read where `stem_used_B` (int32) is not 0. A token
-    that sees no key at all gets zeros.
+    Of the slots `key_slots_BK` (int64), token w sees those where `seen_BWK` (bool). `stem_TAD` and
+    `stem_lse_AT` (float32): the results of the stems, read where `stem_used_B` (int32) is not 0. A
+    token that sees no key at all gets zeros.
     """
     num_trees, width, num_keys = seen_BWK.shape
     num_tokens, num_query_heads, head_size = query_TAD.shape
@@ -106,7 +106,7 @@ def attend_beside_stems_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (c, i, b): of column c of the heads tile i of tree b."""
+    """Program (c, i, b) computes tile i of tree b, for column c of the heads."""
     TILE_TOKENS: tl.constexpr = ROWS // TILE_HEADS
     COLUMNS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
     tree = tl.program_id(2)
@@ -150,7 +150,7 @@ def attend_beside_stems_kernel(
         weights_RK, kept_R, own_top_R, own_total_R = weigh(scores_RK, own_top_R, own_total_R)
         values_KD = tl.load(values + row_KD, mask=inside_KD, other=0.0)
         own_RD = tl.dot(weights_RK.to(values_KD.dtype), values_KD, own_RD * kept_R[:, None])
-    # The stem is one key of its log-sum-exp, or nothing.
+    # The stem counts as one key with its log-sum-exp as score, or as nothing.
     has_stem = tl.load(stem_used + tree) > 0
     read_R = is_row_R & has_stem
     stem_RD = tl.load(stem + place_RD, mask=read_R[:, None] & inside_D[None, :], other=0.0)

@@ -1,1 +1,1 @@
-"""Tensor parallelism: which part of a model a rank holds, and how ranks add up their results."""
+"""Tensor parallelism: which part of a model a rank holds, and how ranks combine their results."""

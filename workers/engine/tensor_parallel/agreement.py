@@ -1,4 +1,4 @@
-"""What ranks compare when they meet: a group must have loaded one checkpoint in one way."""
+"""What ranks compare when they meet: they must have loaded one checkpoint in one way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Loaded(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """Numbers that hold for all ranks: the least of each."""
+    """Numbers that hold for all ranks: the minimum of each."""
 
     num_blocks: int
     max_model_len: int
@@ -37,7 +37,7 @@ def agree(
     *,
     multi_threaded: bool,
 ) -> Agreed:
-    """Compare. Raises CheckpointError, on all ranks alike, where they differ in what matters."""
+    """Compare what the ranks loaded. Raises CheckpointError, on all ranks, if they differ."""
     form = int.from_bytes(hashlib.sha256(weights.encode()).digest()[:7], "big")
     checkpoint = int.from_bytes(loaded.digest[:7], "big")
     rows = group.exchange([checkpoint, form, int(multi_threaded), num_blocks, max_model_len])
@@ -46,8 +46,8 @@ def agree(
         if others:
             raise CheckpointError(
                 f"the shards differ in their {what}: rank {group.place.rank} has {loaded.name!r} "
-                f"as {weights}; not as rank 0 has it: rank {', '.join(map(str, others))}; give all "
-                "hosts the same files and options (config.json, tensors, file sizes and samples "
-                "of the files are compared)"
+                f"as {weights}; these differ from rank 0: rank {', '.join(map(str, others))}; give "
+                "all hosts the same files and options (config.json, tensors, file sizes and "
+                "samples of the files are compared)"
             )
     return Agreed(min(row[3] for row in rows), min(row[4] for row in rows))

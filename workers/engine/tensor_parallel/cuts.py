@@ -1,7 +1,7 @@
 """Which rows or columns of a whole tensor a rank holds.
 
-Pure arithmetic: a Cut tells how a rank's tensor is put together from runs of the whole one along
-one dimension. What no run fills is zero: padding, where a degree does not divide.
+Pure arithmetic: a Cut says how a rank's tensor is composed of runs of the whole tensor along one
+dimension. What no run fills is zero: padding, if a degree does not divide the size.
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 
 NOISE_LANES = 4
-"""A rank's part of the vocabulary begins at a multiple: noise is made four ids at a time."""
+"""A rank's part of the vocabulary begins at a multiple of this: noise is made for four ids at a
+time.
+"""
 _UNITS = (128, 64, 32, 16, 8, 4, 2)
-"""Sizes in whose multiples a dimension is cut where that costs little: kernels like them."""
+"""Preferred units for cutting a dimension: kernels are faster with multiples of these."""
 _LARGEST_IMBALANCE = 64
-"""A unit is taken when it is at most one part in so many of a rank's share."""
+"""A unit is used if a rank's share is at least this multiple of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """`count` indices from `start` of the whole tensor, which go to `at` of the rank's."""
+    """`count` indices from `start` of the whole tensor, which go to `at` of the rank's tensor."""
 
     at: int
     start: int
@@ -30,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rank's tensor has `size` along `dim`; the spans fill it, the rest is zero."""
+    """A rank's tensor has `size` along `dim`. The spans fill it; the rest is zero."""
 
     dim: int
     size: int
@@ -49,10 +51,11 @@ class HeadSplit:
 
 
 def split_heads(num_query_heads: int, num_kv_heads: int, *, degree: int, rank: int) -> HeadSplit:
-    """Share heads out. All ranks have equally many, so that they have equally large KV blocks.
+    """Divide the heads. All ranks get equally many, so that their KV blocks have equal size.
 
-    Each KV head's queries are cut into as many parts as makes the ranks' work least; the KV head is
-    held by each rank that has one of its parts. Raises ConfigError for more ranks than query heads.
+    Each KV head's queries are cut into the number of parts that minimizes the ranks' work. A KV
+    head is held by each rank that has one of its parts. Raises ConfigError if there are more ranks
+    than query heads.
     """
     if degree > num_query_heads:
         raise ConfigError(
@@ -99,14 +102,14 @@ def even_part(size: int, *, degree: int, rank: int) -> range:
 
 
 def even_cut(size: int, *, degree: int, rank: int, dim: int, copies: int = 1) -> Cut:
-    """Of a dimension that holds `copies` such runs of `size` one after another (gate and up)."""
+    """The cut of a dimension that holds `copies` runs of `size` one after another (gate and up)."""
     part = even_part(size, degree=degree, rank=rank)
     spans = [Span(i * len(part), i * size + part.start, len(part)) for i in range(copies)]
     return Cut(dim, copies * len(part), tuple(spans))
 
 
 def join_cuts(cuts: Sequence[Cut], whole_sizes: Sequence[int]) -> Cut:
-    """The cut of a tensor in which others lie one after another (queries, keys and values)."""
+    """The cut of a tensor that joins others one after another (queries, keys and values)."""
     spans: list[Span] = []
     at = start = 0
     for cut, whole in zip(cuts, whole_sizes, strict=True):
@@ -124,14 +127,14 @@ def vocabulary_part(vocab_size: int, *, degree: int, rank: int) -> range:
 
 
 def vocabulary_width(vocab_size: int, *, degree: int) -> int:
-    """Token ids for which each rank has a row; those beyond the vocabulary are padding."""
+    """The number of rows per rank; rows beyond the vocabulary are padding."""
     if degree == 1:
         return vocab_size
     return -(-vocab_size // (degree * NOISE_LANES)) * NOISE_LANES
 
 
 def vocabulary_cut(vocab_size: int, *, degree: int, rank: int) -> Cut:
-    """Rows of the embedding and of the LM head."""
+    """The rows of the embedding and of the LM head."""
     part = vocabulary_part(vocab_size, degree=degree, rank=rank)
     width = vocabulary_width(vocab_size, degree=degree)
     return Cut(0, width, (Span(0, part.start, len(part)),) if part else ())
@@ -146,7 +149,7 @@ def _unit(size: int, degree: int) -> int:
 
 
 def _extend(spans: list[Span], span: Span) -> None:
-    """Append a span, or lengthen the last one where it goes on."""
+    """Append a span, or lengthen the last one if the span continues it."""
     if spans:
         last = spans[-1]
         goes_on = last.start + last.count == span.start and last.at + last.count == span.at

@@ -1,13 +1,12 @@
-"""The ranks of a target, and what they do together: meet, compare, add up, gather.
+"""The ranks of a target, and what they do together: meet, compare, add, gather.
 
-A group meets under a name, which for a shard is that of the driver's session: whatever went wrong
-before has no part in it. Every collective has a deadline; one that fails breaks the group, which
-must meet again. Sums are made in the order of the ranks and rounded once, so that a row's bits do
-not depend on where it lies in a step: gloo's and NCCL's own sums are made in an order that depends
-on the place of an element.
+A group meets under a name; a shard uses the name of the driver's session, so that earlier failures
+have no effect. Every collective has a deadline. One that fails breaks the group, which must then
+meet again. Sums are made in the order of the ranks and rounded once, so that a row's bits do not
+depend on its place in a step. In the sums of gloo and NCCL the order depends on an element's place.
 
-gloo for CPU tensors, NCCL for CUDA ones. With NCCL a collective is only put in the device's queue:
-where the host is going to read a result it must `settle` first, which has the deadline.
+CPU tensors use gloo, CUDA tensors NCCL. With NCCL a collective is only queued on the device. Before
+the host reads a result it must call `settle`, which has the deadline.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Deadlines:
 
 
 class Group:
-    """One rank's view. Not thread-safe."""
+    """One rank's view of the group. Not thread-safe."""
 
     def __init__(
         self,
@@ -56,15 +55,16 @@ class Group:
     ) -> None:
         """`host`: the address of this machine at which the other ranks reach it.
 
-        `device`: where the tensors are, as torch names it. `device_name` tells one device from all
-        others, on all hosts; None: a GPU's own, and CPUs have none. Rank 0 listens at `host` from
-        now on. Raises WorkerLostError when it cannot, ConfigError for a device without collectives.
+        `device`: where the tensors are, by torch's name. `device_name` distinguishes this device
+        from all others on all hosts; None: a GPU's own name, and none for a CPU. Rank 0 listens at
+        `host` from now on. Raises WorkerLostError if it cannot, ConfigError for a device without
+        collectives.
         """
         self.place = place
         self.device = device
         self._device_name = device_name or _name_of(device)
         self.rendezvous: str | None = None
-        """ "host:port" at which the ranks meet; known to rank 0 alone."""
+        """The address "host:port" at which the ranks meet; only rank 0 knows it."""
         self._host = host
         self._deadlines = deadlines or Deadlines()
         self._store: TCPStore | None = None
@@ -75,14 +75,14 @@ class Group:
 
     @property
     def has_met(self) -> bool:
-        """Whether the ranks can do anything together."""
+        """Whether the ranks have met and can run collectives."""
         return self._members is not None
 
     def meet(self, name: str, rendezvous: str) -> None:
-        """Wait for the other ranks, which must meet under the same name, used by no meeting before.
+        """Wait for the other ranks. All must use the same `name`, which no earlier meeting used.
 
-        `rendezvous`: rank 0's. Raises WorkerLostError when they do not all come in time,
-        ProtocolError for what is no address, ConfigError where ranks share a device.
+        `rendezvous`: rank 0's address. Raises WorkerLostError if they do not all come in time,
+        ProtocolError for an invalid address, ConfigError if ranks share a device.
         """
         self.leave()
         try:
@@ -104,19 +104,19 @@ class Group:
             ) from error
 
     def leave(self) -> None:
-        """Break the connections to the other ranks: whoever waits for this one fails at once."""
+        """Break the connections to the other ranks. A rank that waits for this one then fails."""
         members, self._members = self._members, None
         if members is not None:
             members.abort()
 
     def close(self) -> None:
-        """Leave, and listen no longer."""
+        """Leave, and stop listening."""
         self.leave()
         self._store = None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """While this lasts, sums are this rank's own part: to compare two ways to compute it."""
+        """Within this context a sum is this rank's own part, to compare ways of computing it."""
         self.is_alone = True
         try:
             yield
@@ -124,7 +124,7 @@ class Group:
             self.is_alone = False
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, which have one shape; in their dtype."""
+        """The sum of all ranks' tensors, which have one shape, in their dtype."""
         if self.is_alone or part.numel() == 0:
             return part
         parts = self.all_gather(part)
@@ -142,7 +142,7 @@ class Group:
         return parts
 
     def gather(self, part: Tensor) -> list[Tensor] | None:
-        """The same at rank 0 alone; None at the others."""
+        """As all_gather at rank 0; None at the others."""
         part = part.contiguous()
         options = GatherOptions()
         options.rootRank = 0
@@ -154,7 +154,7 @@ class Group:
         return parts
 
     def compare(self, what: str, values: Sequence[int]) -> None:
-        """Check that all ranks give the same 64-bit numbers. Raises WorkerLostError on all."""
+        """Raise WorkerLostError, on all ranks, unless all give the same 64-bit numbers."""
         rows = self.exchange(values)
         for rank, row in enumerate(rows):
             if row != rows[0]:
@@ -164,16 +164,17 @@ class Group:
                 )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """All ranks' numbers, equally many, in the order of the ranks."""
+        """All ranks' lists of numbers, equally long, in the order of the ranks."""
         mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         rows: list[list[int]] = self.settle(torch.stack(self.all_gather(mine))).tolist()
         return rows
 
     def settle(self, result: Tensor) -> Tensor:
-        """Wait until the device is done with what it was asked for, `result` included; returns it.
+        """Wait until the device has finished all its work, including `result`; return `result`.
 
-        Raises WorkerLostError, and the group is broken, where that takes longer than a collective
-        may: a device whose other ranks are gone waits for them for ever. On a CPU all is done.
+        Raises WorkerLostError and breaks the group if this takes longer than the deadline of a
+        collective: a device whose other ranks are gone waits for them forever. On a CPU nothing is
+        pending.
         """
         if result.device.type != "cuda":
             return result
@@ -191,7 +192,7 @@ class Group:
         return result
 
     def _check_devices(self, names: Sequence[str]) -> None:
-        """Each rank must have a device of its own: two on one would wait for each other."""
+        """Raise ConfigError if two ranks share a device: they would wait for each other."""
         named = [name for name in names if name != _NO_NAME]
         if len(set(named)) < len(named):
             of_each = ", ".join(f"rank {rank} has {name}" for rank, name in enumerate(names))
@@ -202,7 +203,7 @@ class Group:
             )
 
     def _run(self, start: Any) -> None:
-        """Run a collective to its end. Raises WorkerLostError, and the group is broken."""
+        """Run a collective to its end. On failure raises WorkerLostError and breaks the group."""
         if self._members is None:
             raise InternalError("the shards have not met: expected Group.meet before a step")
         try:
@@ -210,12 +211,12 @@ class Group:
         except RuntimeError as error:
             self.leave()
             raise WorkerLostError(
-                f"rank {self.place.rank} lost another shard in the midst of a step, or waited for "
+                f"rank {self.place.rank} lost another shard during a step, or waited for "
                 f"it longer than {self._deadlines.collective:g} s: {_first_line(error)}"
             ) from error
 
     def _listen(self) -> TCPStore:
-        """Listen at `host` alone: torch's own socket would listen on all interfaces."""
+        """Listen at `host` only: torch's own socket would listen on all interfaces."""
         try:
             with socket.create_server((self._host, 0)) as listener:
                 self.rendezvous = f"{self._host}:{listener.getsockname()[1]}"
@@ -249,7 +250,7 @@ class Group:
 
 
 def _name_of(device: str) -> str | None:
-    """What tells a GPU from all others. Raises ConfigError where torch has no NCCL."""
+    """A name that distinguishes a GPU from all others. Raises ConfigError if torch lacks NCCL."""
     if device == "cpu":
         return None
     if not torch.distributed.is_nccl_available():
@@ -261,14 +262,14 @@ def _name_of(device: str) -> str | None:
 
 
 def _make_members(store: Store, place: Place, host: str, device: str, seconds: float) -> Any:
-    """A process group of torch's, unknown to torch's own registry: a process may have several.
+    """A process group that torch's registry does not know, since a process may have several.
 
     gloo's collectives last at most `seconds`.
     """
     kinds: Any = torch.distributed
     if device != "cpu":
         nccl = kinds.ProcessGroupNCCL.Options()
-        # NCCL's own watchdog ends the whole process; `settle` is to notice first.
+        # NCCL's own watchdog ends the whole process, so `settle` must notice first.
         nccl._timeout = timedelta(seconds=_WATCHDOG_PATIENCE * seconds)
         return kinds.ProcessGroupNCCL(store, place.rank, place.degree, nccl)
     gloo = kinds.ProcessGroupGloo._Options()
@@ -279,4 +280,4 @@ def _make_members(store: Store, place: Place, host: str, device: str, seconds: f
 
 def _first_line(error: BaseException) -> str:
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return re.sub(r"^\[[^]]*\] ", "", line)  # Less the line of C++ that says so.
+    return re.sub(r"^\[[^]]*\] ", "", line)  # without the prefix that names the C++ line

@@ -1,4 +1,4 @@
-"""Modules that stand in a rank's model where results of several ranks come together.
+"""Modules in a rank's model that combine the results of several ranks.
 
 Shapes: T tokens, N features, V vocabulary.
 """
@@ -13,7 +13,7 @@ from workers.engine.tensor_parallel.group import Group
 
 
 class SummedOutput(nn.Module):
-    """A module whose result is added up over all ranks, in the order of the ranks."""
+    """A module whose result is added over all ranks, in the order of the ranks."""
 
     def __init__(self, part: nn.Module, group: Group) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class SummedOutput(nn.Module):
         self._group = group
 
     def forward(self, *inputs: Any) -> Tensor:
-        """What the whole module would return."""
+        """The result of the whole module."""
         return self._group.sum(self.part(*inputs))
 
 
@@ -30,13 +30,13 @@ class VocabularyEmbedding(nn.Module):
 
     def __init__(self, part: nn.Embedding, token_ids: range, group: Group) -> None:
         super().__init__()
-        part.padding_idx = None  # It matters for gradients alone, and lies with one rank.
+        part.padding_idx = None  # it matters only for gradients, and belongs to one rank
         self.part = part
         self._token_ids = token_ids
         self._group = group
 
     def forward(self, token_ids: Tensor) -> Tensor:
-        """The rows of all `token_ids`, those of other ranks included."""
+        """The rows of all `token_ids`, including those that other ranks hold."""
         local_ids = token_ids - self._token_ids.start
         if self._group.is_alone:
             rows: Tensor = self.part(local_ids % self.part.num_embeddings)

@@ -1,4 +1,4 @@
-"""What engines for CPUs and for GPUs have in common: each may be one rank of several.
+"""What engines for CPUs and GPUs have in common: each may be one rank of several.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -22,8 +22,8 @@ from workers.engine.tensor_parallel.group import Group
 class RankedEngine(ABC):
     """An engine that holds a whole model, or with a `group` a rank's part of one.
 
-    `batch_invariant`: whether rows do not depend on their company, once that is known; of a rank it
-    is known when the group has met.
+    `batch_invariant`: whether a row's bits do not depend on other rows; None until it is known. For
+    a rank it is known once the group has met.
     """
 
     info: CheckpointInfo
@@ -34,7 +34,7 @@ class RankedEngine(ABC):
 
     @abstractmethod
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
-        """As `step`, but with this rank's columns alone."""
+        """As `step`, but returns this rank's columns only."""
 
     @property
     @abstractmethod
@@ -44,26 +44,26 @@ class RankedEngine(ABC):
     @property
     @abstractmethod
     def dtype(self) -> str:
-        """What the model computes in, by name."""
+        """The name of the dtype or form in which the model computes."""
 
     @property
     @abstractmethod
     def _form(self) -> str:
-        """What ranks must have in common of how they compute."""
+        """What ranks must have in common: how they compute."""
 
     @property
     @abstractmethod
     def _may_be_invariant(self) -> bool:
-        """Whether it was asked to be."""
+        """Whether batch invariance was requested."""
 
     @property
     @abstractmethod
     def _multi_threaded(self) -> bool:
-        """Whether several CPU threads compute a product: one thread adds up in another order."""
+        """Whether several CPU threads compute a product: a single thread adds in another order."""
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks there are; ids go from 0 to this less 1."""
+        """The number of KV blocks; their ids are 0 to num_blocks - 1."""
         return self._num_blocks
 
     @torch.inference_mode()
@@ -71,16 +71,16 @@ class RankedEngine(ABC):
         """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].
 
         Rows: for each slice in order, those after its last `num_logits` fed tokens. Slices must not
-        be empty, and no two may write the same block. Ranks other than 0 get as many rows without
-        columns. On a GPU the logits are there, and may still be in the making. Raises
-        WorkerLostError when another rank is lost.
+        be empty, and no two may write the same block. Ranks other than 0 get the same number of
+        rows without columns. On a GPU the logits stay there, and may not be computed yet. Raises
+        WorkerLostError if another rank is lost.
         """
         logits_TV = self.step_part(slices)
         return logits_TV if self.group is None else self.whole_rows(logits_TV)
 
     @torch.inference_mode()
     def whole_rows(self, part_TV: Tensor) -> Tensor:
-        """All ranks' columns of rows that step_part gave, at rank 0; no columns at the others."""
+        """At rank 0, all ranks' columns of rows that step_part gave; no columns at the others."""
         assert self.group is not None
         parts = self.group.gather(part_TV) if part_TV.shape[0] else [part_TV]
         if parts is None or self.group.place.rank:
@@ -89,7 +89,7 @@ class RankedEngine(ABC):
 
     @torch.inference_mode()
     def check_computes(self) -> None:
-        """Raise what a pass over two tokens raises, if it does. Block 0 is overwritten."""
+        """Run a pass over two tokens, and raise what it raises. Block 0 is overwritten."""
         pieces = [Slice([0], 0, [0, 0], 1)]
         if self.group is None:
             self.step_part(pieces).cpu()
@@ -99,16 +99,16 @@ class RankedEngine(ABC):
 
     @property
     def token_ids_held(self) -> range:
-        """The columns of what step_part returns; further ones are padding."""
+        """The token ids of the columns that step_part returns; further columns are padding."""
         if self.group is None:
             return range(self.info.vocab_size)
         place = self.group.place
         return vocabulary_part(self.info.vocab_size, degree=place.degree, rank=place.rank)
 
     def agree(self) -> None:
-        """Compare with the other ranks after a meeting, and test the group if one is new in it.
+        """Compare with the other ranks after a meeting. Test the group if a rank is new in it.
 
-        Raises CheckpointError, on all ranks, when they did not load the same.
+        Raises CheckpointError, on all ranks, if they did not load the same.
         """
         assert self.group is not None
         agreed = agree(
@@ -127,5 +127,5 @@ class RankedEngine(ABC):
 
 
 def group_of(engine: object) -> Group | None:
-    """The group of an engine that is a rank of one; emulated devices are none."""
+    """The group of an engine that is a rank, else None. Emulated devices are not ranks."""
     return engine.group if isinstance(engine, RankedEngine) else None

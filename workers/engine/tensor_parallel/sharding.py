@@ -1,8 +1,8 @@
-"""How a model is shared out among ranks, by the plan that Hugging Face's configuration gives.
+"""How a model is divided among ranks, by the plan in Hugging Face's configuration.
 
 `base_model_tp_plan` says of each linear whether it is cut by its outputs ("colwise") or by its
-inputs ("rowwise", its results being added up over the ranks). What the cut dimension is (heads, or
-the inner width of a feed-forward) is told by the linear's name, which all architectures share. A
+inputs ("rowwise"; its results are then added over the ranks). The linear's name, which all
+architectures share, tells what the cut dimension is: heads, or the inner width of a feed-forward. A
 rank builds Hugging Face's model from a configuration with its own numbers of heads and widths, so
 that the model code needs no change.
 """
@@ -40,7 +40,7 @@ _PACKED = {"gate_up_proj": 2}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A rank's number, and how many there are."""
+    """A rank's number, and the number of ranks."""
 
     rank: int = 0
     degree: int = 1
@@ -50,7 +50,7 @@ class Sharding:
     """What one rank holds of a model."""
 
     def __init__(self, config: PreTrainedConfig, base_prefix: str, place: Place) -> None:
-        """Raises ConfigError for too many ranks, CheckpointError where the plan is not enough."""
+        """Raises ConfigError for too many ranks, CheckpointError if the plan does not suffice."""
         self._place = place
         self._config = config
         self._prefix = f"{base_prefix}."
@@ -79,7 +79,7 @@ class Sharding:
     def cut(self, name: str, whole_shape: tuple[int, ...]) -> Cut | None:
         """How this rank's part of the parameter `name` is cut; None: it is whole.
 
-        Raises CheckpointError where the plan cuts what has no rule here.
+        Raises CheckpointError if the plan cuts a tensor for which there is no rule here.
         """
         if self._place.degree == 1:
             return None
@@ -87,7 +87,7 @@ class Sharding:
         leaf = module.rpartition(".")[2]
         if leaf in _VOCABULARY:
             return vocabulary_cut(whole_shape[0], **self._where)
-        style = self._style(name)  # Experts' weights are parameters, not modules.
+        style = self._style(name)  # experts' weights are parameters, not modules
         if style is None:
             style = self._style(module)
         else:
@@ -96,14 +96,14 @@ class Sharding:
             return None
         outputs, inputs = len(whole_shape) - 2, len(whole_shape) - 1
         if kind == "bias":
-            if style in _ROW_STYLES:  # Added once, by rank 0.
+            if style in _ROW_STYLES:  # rank 0 adds it once
                 return None if self._place.rank == 0 else Cut(0, whole_shape[0], ())
             return self._dimension(name, leaf, whole_shape[0], 0)
         dim = inputs if style in _ROW_STYLES else outputs
         return self._dimension(name, leaf, whole_shape[dim], dim)
 
     def adds_up(self, module: str) -> bool:
-        """Whether the results of this module are to be added up over the ranks."""
+        """Whether the results of this module must be added over the ranks."""
         style = self._style(module)
         return self._place.degree > 1 and (style in _ROW_STYLES or style == _SUMMED_EXPERTS)
 
