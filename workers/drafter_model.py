@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from workers.drafting.model import ModelProposer
-from workers.engine.open import AnyEngine
 from workers.loading import load_engine
 
 if TYPE_CHECKING:
@@ -14,18 +13,16 @@ if TYPE_CHECKING:
 
 
 async def load_model_proposer(options: DrafterOptions) -> ModelProposer:
-    """A proposer of kind "model". Raises what serve_drafter does but for the port."""
-    return ModelProposer(await load_drafter_model(options), prefix_cache=options.prefix_cache)
-
-
-async def load_drafter_model(options: DrafterOptions) -> AnyEngine:
-    """The model of a drafter, in a thread. Raises what serve_drafter does but for the port."""
+    """A proposer of kind "model", loaded in a thread. Raises what serve_drafter does but for the
+    port.
+    """
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
-    return await load_engine(
+    engine = await load_engine(
         options.folder,
         weights=options.weights,
         threads=options.threads,
         kv_memory_bytes=options.kv_memory_bytes,
         device=options.device,
     )
+    return ModelProposer(engine, prefix_cache=options.prefix_cache)

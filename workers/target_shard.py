@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,7 +69,11 @@ async def serve_target_shard(
     async def load() -> None:
         shard.begin(await load_target(options, group=group, progress=progress))
 
-    return await serve_once_loaded(shard, load, host=host, port=port)
+    server = await start_server(shard.add_to, host=host, port=port, serving=False)
+    shard.on_broken = server.report_broken
+    shard.on_serving = lambda serving: server.report(serving=serving)
+    await server.serve_once(load)
+    return server
 
 
 async def load_target(
@@ -89,17 +92,6 @@ async def load_target(
         group=group,
         progress=progress or _LoggedProgress(options.place),
     )
-
-
-async def serve_once_loaded(
-    shard: TargetShard, load: Callable[[], Awaitable[None]], *, host: str, port: int
-) -> RunningServer:
-    """Listen, have `load` make the shard begin, then report SERVING while its steps succeed."""
-    server = await start_server(shard.add_to, host=host, port=port, serving=False)
-    shard.on_broken = server.report_broken
-    shard.on_serving = lambda serving: server.report(serving=serving)
-    await server.serve_once(load)
-    return server
 
 
 def _group_of(options: TargetShardOptions, host: str) -> Group | None:

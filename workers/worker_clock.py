@@ -8,8 +8,6 @@ import time
 class WorkerClock:
     """That of a real device. An emulated one has its own (workers/emulated/device_clock.py)."""
 
-    dilation = 1.0
-    """Real seconds in a second of `now`."""
     overrun_seconds = 0.0
     """By how much the last pass took longer than the device would have. A real one: never."""
 

@@ -11,7 +11,6 @@ from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.dispatch import Dispatch
 from cluster.drafter_link import DrafterDescription
-from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.rehearsal import Rehearsal
 from cluster.requests import ResolvedRequest, Speculation
@@ -75,7 +74,7 @@ def _waiting_request(folder: Path, dispatch: Dispatch) -> tuple[Request, Generat
 async def test_the_answer_of_a_step_that_waited_for_its_drafter_is_rehearsed(
     tmp_path: Path,
 ) -> None:
-    dispatch = Dispatch(Scheduler(wait_seconds=600), target_patience=600, clock=DriverClock())
+    dispatch = Dispatch(Scheduler(wait_seconds=600), target_patience=600)
     steps: list[RunStep] = []
     dispatch.connect(steps.append, lambda name, messages: None, lambda name: None)
     dispatch.target_joined(0, TargetDescription("tiny", 384, 512, 16, 64))
