@@ -45,7 +45,6 @@ from cluster.drafter_link import DrafterDescription
 from cluster.generation import Generation
 from cluster.meters import DriverTimeMeter, GapMeter
 from cluster.proposals_wire import ReadBatch, read_proposals
-from cluster.rehearsal import Rehearsal
 from cluster.requests import Speculation
 from cluster.round_tap import RoundTap
 from cluster.target_description import TargetDescription
@@ -82,14 +81,12 @@ class Dispatch:
         """Why no request can be taken, if none can."""
         self.taps: list[RoundTap] = []
         """Whoever traces. One that raises is told so (`RoundTap.fail`), and nothing more."""
-        self.rehearsal = Rehearsal()
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
         self._suspect: Callable[[str, str], None]
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
-        self._step_seconds = 0.0  # of the last step
         self._has_rest = False
         self._will_tell = False
         self._wake: asyncio.TimerHandle | None = None
@@ -149,7 +146,6 @@ class Dispatch:
         self._stopped = True
         self._on_change()
         self.groups.wait_no_more()
-        self.rehearsal.end()
         if self._wake is not None:
             self._wake.cancel()
 
@@ -211,7 +207,6 @@ class Dispatch:
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
         self.gaps.step_answered(group, response.gap_seconds)
-        self._step_seconds = response.step_seconds
         driver_seconds = self.driver_time.step_answered(time.thread_time())
         done = StepDone(
             time.monotonic(),
@@ -311,11 +306,6 @@ class Dispatch:
     def _send(self, step: RunStep) -> None:
         self._send_step(step)
         self._tell_taps(lambda tap: tap.step_sent(step))
-        self._loop.call_soon(self._expect_answer, len(step.slices))
-
-    def _expect_answer(self, sequences: int) -> None:
-        """A step of so many is on its way. It will take about what the last one took."""
-        self.rehearsal.expect(self._step_seconds, sequences=sequences)
 
     def _take_rest(self) -> None:
         """Have the scheduler do what it left for when the step is on its way."""
