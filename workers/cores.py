@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
-from pathlib import Path
+
+import psutil
 
 from paceline.errors import ConfigError
 
@@ -25,8 +27,6 @@ def pin_cores(cores: Collection[int]) -> None:
     if granted != set(cores):
         raise ConfigError(f"cores: asked for {sorted(cores)}, of which {sorted(granted)} are there")
     # The affinity of a process is that of each of its threads; new ones inherit their creator's.
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), cores)
-        except ProcessLookupError:  # this thread has just ended
-            continue
+    for thread in psutil.Process().threads():
+        with contextlib.suppress(ProcessLookupError):  # this thread has just ended
+            os.sched_setaffinity(thread.id, cores)
