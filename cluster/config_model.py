@@ -129,6 +129,8 @@ class TargetConfig(_Closed):
     kv_memory: AutoBytes = "auto"
     # On a GPU: the same bits for a row in any batch and window.
     batch_invariant: bool = True
+    # On GPUs: our own kernels run, in the target and in model drafters, in place of torch's.
+    kernels: bool = False
     # Requests of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
     # Seconds after which a worker that answers nothing is ended and started again.

@@ -29,7 +29,8 @@ class DrafterOptions:
 
     `folder`, `weights` ("float32" or "int8"), `threads` and `kv_memory_bytes` are for kind "model"
     alone, `kv_memory_bytes` None meaning what open_engine takes, and so is `prefix_cache`: whether
-    sequences of one tenant share KV of equal prefixes. `device` is "cpu", "cuda" or "auto".
+    sequences of one tenant share KV of equal prefixes. `device` is "cpu", "cuda" or "auto";
+    `kernels`: our own run on a GPU.
     `max_sequences`: of all streams together. `cores` None: wherever the system puts it.
     """
 
@@ -41,6 +42,7 @@ class DrafterOptions:
     max_sequences: int = 64
     cores: tuple[int, ...] | None = None
     device: Device = "cpu"
+    kernels: bool = False
     prefix_cache: bool = True
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ConfigError
 from workers.drafting.model import ModelProposer
+from workers.kernels import use_kernels
 from workers.loading import load_engine
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ async def load_model_proposer(options: DrafterOptions) -> ModelProposer:
     """
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
+    if options.kernels:
+        use_kernels(True)
     engine = await load_engine(
         options.folder,
         weights=options.weights,

@@ -16,6 +16,7 @@ from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Deadlines, Group
 from workers.engine.tensor_parallel.sharding import Place
 from workers.engine.weight_form import Dtype, WeightForm
+from workers.kernels import use_kernels
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server
 from workers.standalone import (
@@ -35,8 +36,8 @@ class TargetShardOptions:
 
     `weights`: on a CPU, where `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by the
     device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: wherever the system
-    puts its threads. `device`: "cpu", "cuda" or "auto"; `batch_invariant`: on a GPU.
-    `place` and `deadlines`: of a tensor-parallel shard.
+    puts its threads. `device`: "cpu", "cuda" or "auto"; `batch_invariant` and `kernels` (our own
+    run): on a GPU. `place` and `deadlines`: of a tensor-parallel shard.
     """
 
     folder: Path
@@ -48,6 +49,7 @@ class TargetShardOptions:
     device: Device = "cpu"
     dtype: Dtype = "auto"
     batch_invariant: bool = True
+    kernels: bool = False
     place: Place = field(default_factory=Place)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
@@ -80,6 +82,8 @@ async def load_target(
     options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
 ) -> AnyEngine:
     """The engine of a shard, in a thread. Raises what serve_target_shard does but for the port."""
+    if options.kernels:
+        use_kernels(True)
     return await load_engine(
         options.folder,
         weights=options.weights,
