@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.rules import Rule
-from paceline.value import value_class
 from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.tree import DraftTree
 
@@ -43,7 +42,7 @@ class TopTokens:
     previous_id: int | None = None
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
     """What a pass adds to a tree.
 
