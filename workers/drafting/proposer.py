@@ -64,14 +64,12 @@ class Pass:
     """What one pass gave. `declined`: trees that could not be kept, and why.
 
     `took_part`: every tree that the pass worked for, those whose prefill goes on included.
-    `sequences_fed`: how many of them a model was fed something of; `tokens_fed`: of how many
-    tokens. `prefilled`: some of these were prefill.
+    `tokens_fed`: to a model. `prefilled`: some of them were prefill.
     """
 
     drafts: list[Draft] = field(default_factory=list)
     declined: list[tuple[DraftTree, str]] = field(default_factory=list)
     took_part: list[DraftTree] = field(default_factory=list)
-    sequences_fed: int = 0
     tokens_fed: int = 0
     prefilled: bool = False
 
