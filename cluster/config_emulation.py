@@ -29,20 +29,21 @@ def target_or_emulated(given: Any, usual: str) -> Any:
     """An emulated target has the stand-in checkpoint for a model, and needs no GPU."""
     found = model_or_emulated(given, usual)
     if isinstance(found, dict) and found.get("emulated") is not None:
-        _refuse_model(found["model"])
         return {"resources": "cpu"} | found
     return found
 
 
 def model_or_emulated(given: Any, usual: str) -> Any:
-    """What is emulated has the stand-in for a model unless it says another; no other may have it.
-
-    Whether another is allowed is known once the target is (check_emulated).
-    """
+    """What is emulated has the stand-in for a model; no other may have it."""
     if not isinstance(given, dict):
         return given
     if given.get("emulated") is not None:
-        return {"model": STAND_IN} | given
+        if (model := given.get("model", STAND_IN)) != STAND_IN:
+            raise refusal(
+                f"what is emulated replays and has no model, got {model!r}; remove the key "
+                '"model" or "emulated"'
+            )
+        return given | {"model": STAND_IN}
     if given.get("model") == STAND_IN:
         raise refusal(f'"{STAND_IN}" is no model; name a latency profile with "emulated"')
     return {"model": usual} | given
@@ -68,7 +69,6 @@ def _check_replayed(config: Config, drafters: Sequence[DrafterConfig]) -> None:
             'target.resources: a target that replays needs no GPU, got "gpu"; remove the key'
         )
     for one in drafters:
-        _refuse_model(one.model)
         if "prefix_cache" in one.model_fields_set:
             raise refusal(
                 'drafters: an emulated drafter has no KV to share; remove the key "prefix_cache"'
@@ -83,12 +83,4 @@ def _check_replayed(config: Config, drafters: Sequence[DrafterConfig]) -> None:
         raise refusal(
             "speculation.stopping: emulated drafters have no logits to stop by; "
             f'expected "fixed", got "{chosen.stopping}"'
-        )
-
-
-def _refuse_model(model: object) -> None:
-    if model != STAND_IN:
-        raise refusal(
-            f"what is emulated replays and has no model, got {model!r}; remove the key "
-            '"model" or "emulated"'
         )
