@@ -117,21 +117,9 @@ class ShardActor(_Actor):
             server = await serve_target_shard(options, host=host, port=port, progress=self._note)
             return self._serving(server)
         profile = load_profile(target.emulated, role="target")
-        if target.dilation is None:
-            from workers.emulated.serve import serve_replay_target
+        from workers.emulated.serve import serve_replay_target
 
-            server = await serve_replay_target(files.folder, profile, host=host, port=port)
-        else:
-            from workers.emulated.serve_dilated import serve_dilated_target
-
-            server = await serve_dilated_target(
-                shard_options(setup.config, plan, files),
-                profile,
-                target.dilation,
-                host=host,
-                port=port,
-                progress=self._note,
-            )
+        server = await serve_replay_target(files.folder, profile, host=host, port=port)
         return self._serving(server)
 
     def _note(self, done: int, total: int) -> None:
@@ -145,30 +133,23 @@ class DrafterActor(_Actor):
         """Load and serve. Raises what serve_drafter and resolve_model raise."""
         assert plan.kind != "target"
         files = None if plan.model is None else await files_of(setup.home, plan.model)
-        host, dilation = _worker_host(setup), setup.config.target.dilation
+        host = _worker_host(setup)
         if plan.drafter is None or plan.drafter.emulated is None:
             from workers.drafter import serve_drafter
 
             options = drafter_options(setup.config, plan, files)
             return self._serving(await serve_drafter(options, host=host, port=port))
-        profile = load_profile(plan.drafter.emulated, role="drafter")
-        if dilation is None:
-            from workers.emulated.replay_text import Guess
-            from workers.emulated.serve import serve_replay_drafter
+        from workers.emulated.replay_text import Guess
+        from workers.emulated.serve import serve_replay_drafter
 
-            assert files is not None
-            (server,) = await serve_replay_drafter(
-                files.folder,
-                profile,
-                [Guess(plan.drafter.acceptance, plan.drafter.hit_rate, seed=plan.bundle)],
-                max_sequences=setup.config.target.max_num_seqs,
-                host=host,
-            )
-        else:
-            from workers.emulated.serve_dilated import serve_dilated_drafter
-
-            options = drafter_options(setup.config, plan, files)
-            server = await serve_dilated_drafter(options, profile, dilation, host=host, port=port)
+        assert files is not None
+        (server,) = await serve_replay_drafter(
+            files.folder,
+            load_profile(plan.drafter.emulated, role="drafter"),
+            [Guess(plan.drafter.acceptance, plan.drafter.hit_rate, seed=plan.bundle)],
+            max_sequences=setup.config.target.max_num_seqs,
+            host=host,
+        )
         return self._serving(server)
 
 
@@ -233,7 +214,6 @@ class DriverActor(_Actor):
             target_patience=max(_PATIENCE_SECONDS, patience),
             connect_seconds=_CONNECT_SECONDS
             + (MEET_SECONDS if config.target.tensor_parallel > 1 else 0),
-            dilation=config.target.dilation or 1.0,
         )
         _, server = await serve_driver(
             options, host=config.server.host, port=port, on_made=self._made

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from cluster.config_checks import check_profile, refusal
 from workers.models import STAND_IN
 
 if TYPE_CHECKING:
     from cluster.config_model import Config, DrafterConfig
-
-MAX_DILATION = 100
-"""The longest pass of a profile is then half a minute, in which a worker does nothing else."""
-
-Dilation = Annotated[float, Field(ge=1, le=MAX_DILATION, allow_inf_nan=False)]
 
 
 def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
@@ -31,30 +26,24 @@ def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
 
 
 def target_or_emulated(given: Any, usual: str) -> Any:
-    """A target that replays has the stand-in checkpoint for a model; a dilated one computes."""
-    if isinstance(given, dict) and given.get("dilation") is not None:
-        if given.get("emulated") is None:
-            raise refusal(
-                '"dilation" is of an emulated target; name a latency profile with "emulated", or '
-                "remove it"
-            )
-        return {"model": usual, "resources": "cpu"} | given
+    """An emulated target has the stand-in checkpoint for a model, and needs no GPU."""
     found = model_or_emulated(given, usual)
     if isinstance(found, dict) and found.get("emulated") is not None:
-        _refuse_model(found["model"])
         return {"resources": "cpu"} | found
     return found
 
 
 def model_or_emulated(given: Any, usual: str) -> Any:
-    """What is emulated has the stand-in for a model unless it says another; no other may have it.
-
-    Whether another is allowed is known once the target is (check_emulated).
-    """
+    """What is emulated has the stand-in for a model; no other may have it."""
     if not isinstance(given, dict):
         return given
     if given.get("emulated") is not None:
-        return {"model": STAND_IN} | given
+        if (model := given.get("model", STAND_IN)) != STAND_IN:
+            raise refusal(
+                f"what is emulated replays and has no model, got {model!r}; remove the key "
+                '"model" or "emulated"'
+            )
+        return given | {"model": STAND_IN}
     if given.get("model") == STAND_IN:
         raise refusal(f'"{STAND_IN}" is no model; name a latency profile with "emulated"')
     return {"model": usual} | given
@@ -62,63 +51,36 @@ def model_or_emulated(given: Any, usual: str) -> Any:
 
 def check_emulated(config: Config) -> None:
     """Raise a refusal unless target and drafters are emulated alike, and speculation fits."""
-    emulated, dilated = config.target.emulated is not None, config.target.dilation is not None
+    emulated = config.target.emulated is not None
     models = [one for one in config.drafters if one.kind == "model"]
     if any((one.emulated is not None) != emulated for one in models):
         raise refusal(
             "drafters: target and model drafters are all emulated or none is; give every "
             'one the key "emulated", or remove it everywhere'
         )
-    if dilated:
-        _check_dilated(models)
-    elif emulated:
+    if emulated:
         _check_replayed(config, models)
-
-
-def _check_dilated(drafters: Sequence[DrafterConfig]) -> None:
-    for one in drafters:
-        if one.model == STAND_IN:
-            raise refusal(
-                "drafters: with target.dilation a drafter computes; name the model of each with "
-                '"model", such as "demo-draft"'
-            )
-        if {"acceptance", "hit_rate"} & one.model_fields_set:
-            raise refusal(
-                "drafters: with target.dilation a drafter guesses as its model does; remove "
-                '"acceptance" and "hit_rate"'
-            )
 
 
 def _check_replayed(config: Config, drafters: Sequence[DrafterConfig]) -> None:
     """Workers that replay share a made-up vocabulary, have no logits, and compute nothing."""
     if config.target.resources == "gpu":
         raise refusal(
-            'target.resources: a target that replays needs no GPU, got "gpu"; remove the key, or '
-            "have the models compute with target.dilation"
+            'target.resources: a target that replays needs no GPU, got "gpu"; remove the key'
         )
     for one in drafters:
-        _refuse_model(one.model)
         if "prefix_cache" in one.model_fields_set:
             raise refusal(
-                "drafters: an emulated drafter has no KV to share unless target.dilation is set; "
-                'remove the key "prefix_cache"'
+                'drafters: an emulated drafter has no KV to share; remove the key "prefix_cache"'
             )
     chosen = config.speculation
     if chosen.verification != "coupled":
         raise refusal(
-            "speculation.verification: emulated workers have no distributions unless "
-            f'target.dilation is set; expected "coupled", got "{chosen.verification}"'
+            "speculation.verification: emulated workers have no distributions; "
+            f'expected "coupled", got "{chosen.verification}"'
         )
     if chosen.stopping != "fixed":
         raise refusal(
-            "speculation.stopping: emulated drafters have no logits to stop by unless "
-            f'target.dilation is set; expected "fixed", got "{chosen.stopping}"'
-        )
-
-
-def _refuse_model(model: object) -> None:
-    if model != STAND_IN:
-        raise refusal(
-            f"what is emulated replays and has no model, got {model!r}; remove the key "
-            '"model" or "emulated", or have the models compute with target.dilation'
+            "speculation.stopping: emulated drafters have no logits to stop by; "
+            f'expected "fixed", got "{chosen.stopping}"'
         )

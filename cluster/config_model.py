@@ -13,7 +13,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from cluster.config_checks import refusal
 from cluster.config_emulation import (
-    Dilation,
     check_emulated,
     model_or_emulated,
     profile_of,
@@ -109,12 +108,11 @@ class TargetConfig(_Closed):
     """The model whose text is served.
 
     `emulated` is a latency profile (docs/emulation.md): then no model is run, and the text is made
-    up. With `dilation` the model runs, and all times of the profiles are multiplied by it.
+    up.
     """
 
     model: Text = "demo"
     emulated: Annotated[Text | None, profile_of("target")] = None
-    dilation: Dilation | None = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     # Target groups: so many times the whole model, each on devices of its own.
@@ -131,6 +129,8 @@ class TargetConfig(_Closed):
     kv_memory: AutoBytes = "auto"
     # On a GPU: the same bits for a row in any batch and window.
     batch_invariant: bool = True
+    # On GPUs: our own kernels run, in the target and in model drafters, in place of torch's.
+    kernels: bool = False
     # Requests of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
     # Seconds after which a worker that answers nothing is ended and started again.
@@ -248,8 +248,7 @@ class Config(_Closed):
     @property
     def drafter_kinds(self) -> set[str]:
         """The kinds of the drafters, as they call themselves to the driver."""
-        replays = self.target.emulated is not None and self.target.dilation is None
-        named = "emulated" if replays else "model"
+        named = "model" if self.target.emulated is None else "emulated"
         return {named if one.kind == "model" else one.kind for one in self.drafters}
 
     @model_validator(mode="after")

@@ -42,11 +42,9 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.scheduler import Scheduler
 from cluster.drafter_link import DrafterDescription
-from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.meters import DriverTimeMeter, GapMeter
 from cluster.proposals_wire import ReadBatch, read_proposals
-from cluster.rehearsal import Rehearsal
 from cluster.requests import Speculation
 from cluster.round_tap import RoundTap
 from cluster.target_description import TargetDescription
@@ -71,13 +69,11 @@ class Dispatch:
         scheduler: Scheduler,
         *,
         target_patience: float,
-        clock: DriverClock,
         num_groups: int = 1,
         on_change: Callable[[], None] = lambda: None,
         on_broken: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
-        self.clock = clock
         self.gaps = GapMeter()
         self.driver_time = DriverTimeMeter()
         self.groups = TargetGroups(num_groups, patience=target_patience, give_up=self.fail_all)
@@ -85,14 +81,12 @@ class Dispatch:
         """Why no request can be taken, if none can."""
         self.taps: list[RoundTap] = []
         """Whoever traces. One that raises is told so (`RoundTap.fail`), and nothing more."""
-        self.rehearsal = Rehearsal()
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
         self._send_drafts: Callable[[str, list[DraftInstruction]], None]
         self._suspect: Callable[[str, str], None]
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
-        self._step_seconds = 0.0  # of the last step, by the loop's clock
         self._has_rest = False
         self._will_tell = False
         self._wake: asyncio.TimerHandle | None = None
@@ -114,20 +108,20 @@ class Dispatch:
     def admit(self, request: Request, generation: Generation) -> None:
         """A new request; what becomes of it is told to `generation`."""
         self._callers.add(request.sequence_id, generation)
-        self._handle(Admitted(self.clock.now(), request))
+        self._handle(Admitted(time.monotonic(), request))
 
     def cancel(self, sequence_id: int) -> None:
         """The caller of a sequence is gone."""
         if self._callers.drop(sequence_id):
-            self._handle(Cancelled(self.clock.now(), sequence_id))
+            self._handle(Cancelled(time.monotonic(), sequence_id))
 
     def pause(self, sequence_id: int) -> None:
         """The caller of a sequence leaves too much unread."""
-        self._handle(Paused(self.clock.now(), sequence_id))
+        self._handle(Paused(time.monotonic(), sequence_id))
 
     def resume(self, sequence_id: int) -> None:
         """The caller of a sequence has read most of what it left unread."""
-        self._handle(Resumed(self.clock.now(), sequence_id))
+        self._handle(Resumed(time.monotonic(), sequence_id))
 
     @property
     def can_serve(self) -> bool:
@@ -143,7 +137,7 @@ class Dispatch:
         """End every request with an error, and take no more."""
         self.unavailable = error
         for sequence_id in self._callers.fail_all(error):
-            self._handle(Cancelled(self.clock.now(), sequence_id))
+            self._handle(Cancelled(time.monotonic(), sequence_id))
         self._on_change()
 
     def stop(self, error: PacelineError) -> None:
@@ -152,7 +146,6 @@ class Dispatch:
         self._stopped = True
         self._on_change()
         self.groups.wait_no_more()
-        self.rehearsal.end()
         if self._wake is not None:
             self._wake.cancel()
 
@@ -183,7 +176,7 @@ class Dispatch:
         self._on_change()
         self._handle(
             TargetJoined(
-                self.clock.now(),
+                time.monotonic(),
                 vocab_size=description.vocab_size,
                 max_model_len=description.max_model_len,
                 block_size=description.block_size,
@@ -203,7 +196,7 @@ class Dispatch:
             return
         self._on_change()
         self._tell_taps(lambda tap: tap.target_lost(group))
-        self._handle(TargetLost(self.clock.now(), group=group))
+        self._handle(TargetLost(time.monotonic(), group=group))
 
     def note_target(self, trouble: str) -> None:
         """Why the target is not back yet, as was found last. Forgotten when it is."""
@@ -214,14 +207,13 @@ class Dispatch:
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
         """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
         self.gaps.step_answered(group, response.gap_seconds)
-        self._step_seconds = self.clock.on_the_loop(response.step_seconds)
         driver_seconds = self.driver_time.step_answered(time.thread_time())
         done = StepDone(
-            self.clock.now(),
+            time.monotonic(),
             response.step,
             verdicts_from_wire(response),
             step_seconds=response.step_seconds,
-            driver_seconds=self.clock.of_the_loop(driver_seconds),
+            driver_seconds=driver_seconds,
             group=group,
             fed=fed_from_wire(response) if response.fed else (),
         )
@@ -237,7 +229,7 @@ class Dispatch:
         """A fresh stream is open."""
         self._handle(
             DrafterJoined(
-                self.clock.now(),
+                time.monotonic(),
                 name,
                 description.max_position,
                 kind=description.kind,
@@ -248,7 +240,7 @@ class Dispatch:
 
     def drafter_lost(self, name: str) -> None:
         """The stream broke."""
-        self._handle(DrafterLost(self.clock.now(), name))
+        self._handle(DrafterLost(time.monotonic(), name))
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
         """A message of the drafter. What breaks the contract is dropped; returns how many did."""
@@ -264,7 +256,7 @@ class Dispatch:
         proposals = tuple(read.proposals)
         self._handle(
             Proposed(
-                self.clock.now(),
+                time.monotonic(),
                 name,
                 proposals,
                 pass_seconds=batch.pass_seconds,
@@ -272,7 +264,7 @@ class Dispatch:
             )
         )
         for _ in range(read.malformed):
-            self._handle(MalformedProposal(self.clock.now(), name))
+            self._handle(MalformedProposal(time.monotonic(), name))
         return totals.malformed_proposals - malformed_before
 
     def _speculation_of(self, sequence_id: int) -> Speculation | None:
@@ -282,7 +274,7 @@ class Dispatch:
     def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
         """A drafter will not draft for a sequence."""
         _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
-        self._handle(DraftDeclined(self.clock.now(), name, sequence_id, for_good=for_good))
+        self._handle(DraftDeclined(time.monotonic(), name, sequence_id, for_good=for_good))
 
     # Events in, instructions out.
 
@@ -314,11 +306,6 @@ class Dispatch:
     def _send(self, step: RunStep) -> None:
         self._send_step(step)
         self._tell_taps(lambda tap: tap.step_sent(step))
-        self._loop.call_soon(self._expect_answer, len(step.slices))
-
-    def _expect_answer(self, sequences: int) -> None:
-        """A step of so many is on its way. It will take about what the last one took."""
-        self.rehearsal.expect(self._step_seconds, sequences=sequences)
 
     def _take_rest(self) -> None:
         """Have the scheduler do what it left for when the step is on its way."""
@@ -352,7 +339,7 @@ class Dispatch:
 
     def _tell_callers(self) -> None:
         for sequence_id in self._callers.tell():
-            self._handle(Cancelled(self.clock.now(), sequence_id))
+            self._handle(Cancelled(time.monotonic(), sequence_id))
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do what was left for a later turn of the event loop, where nobody hears an exception."""
@@ -372,8 +359,8 @@ class Dispatch:
     def _wake_at(self, when: float) -> None:
         if self._wake is not None:
             self._wake.cancel()
-        self._wake = self._loop.call_at(self.clock.on_the_loop(when), self._tick)
+        self._wake = self._loop.call_at(when, self._tick)
 
     def _tick(self) -> None:
         self._wake = None
-        self._handle(Tick(self.clock.now()))
+        self._handle(Tick(time.monotonic()))

@@ -18,7 +18,6 @@ from cluster.decoding.scheduler import Scheduler
 from cluster.dispatch import Dispatch
 from cluster.drafter_link import TargetVocabulary
 from cluster.drafter_pool import DrafterPool
-from cluster.driver_clock import DriverClock
 from cluster.fitting import can_have
 from cluster.generation import MAX_UNREAD_SECONDS, Generation
 from cluster.meters import WorkerMeter
@@ -63,8 +62,7 @@ class DriverOptions:
     any part of an answer unread.
     `drafter_timeout`: seconds in which a drafter must answer a question about itself.
     `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long
-    `start` waits for workers. `dilation`: how many times slower than the devices that they emulate
-    the workers are.
+    `start` waits for workers.
     """
 
     folder: Path
@@ -82,7 +80,6 @@ class DriverOptions:
     drafter_timeout: float = 10.0
     target_patience: float = 30.0
     connect_seconds: float = 30.0
-    dilation: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +105,16 @@ class Driver:
             num_groups=options.target_groups,
         )
         self._options = options
-        self.clock = DriverClock(options.dilation)
         self._dispatch = Dispatch(
             self.scheduler,
             target_patience=options.target_patience,
-            clock=self.clock,
             num_groups=options.target_groups,
             on_change=self._note_change,
             on_broken=lambda: self.on_broken(),
         )
         self._running: _Running | None = None
         self._ready = self._draining = False
-        self._began = self.clock.now()
+        self._began = time.monotonic()
         self._sequence_ids = count(1)
         self._lives: list[tuple[WorkerLife, float]] = []
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
@@ -174,8 +169,8 @@ class Driver:
         """
         self._draining = True
         self._note_change()
-        give_up = self.clock.now() + seconds
-        while self._dispatch.num_open and self.clock.now() < give_up:
+        give_up = time.monotonic() + seconds
+        while self._dispatch.num_open and time.monotonic() < give_up:
             await asyncio.sleep(_LOOK_SECONDS)
         return self._dispatch.num_open
 
@@ -314,7 +309,7 @@ class Driver:
         totals = self.scheduler.totals
         counts = totals.counts
         return Stats(
-            uptime_seconds=self.clock.now() - self._began,
+            uptime_seconds=time.monotonic() - self._began,
             steps=totals.steps,
             committed_tokens=counts.committed,
             drafted=counts.drafted,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import Any
 
@@ -37,10 +38,9 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
             code, details, metadata = status_of(error)
             await context.abort(code, details, metadata)
             return
-        now = self._driver.clock.now
-        begun = trace_pb2.TraceBegun(now=now(), model=model)
+        begun = trace_pb2.TraceBegun(now=time.monotonic(), model=model)
         messages = _Unread()
-        tap = RoundTap(messages.put, now, on_failure=messages.fail)
+        tap = RoundTap(messages.put, time.monotonic, on_failure=messages.fail)
         try:
             with self._driver.tapped(tap):
                 # Whoever has read this may ask for an answer: not a step of it must be missed.

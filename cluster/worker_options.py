@@ -43,6 +43,7 @@ def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> Target
         device="cuda" if plan.reserved_gpus else "cpu",
         dtype=target.dtype,
         batch_invariant=target.batch_invariant,
+        kernels=target.kernels,
         place=Place(plan.rank, plan.degree),
         # A rank that waits for a hung one must be there again before it seems to hang itself.
         deadlines=Deadlines(collective=target.hung_after / 2),
@@ -69,6 +70,7 @@ def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) 
         weights=files.weights,
         kv_memory_bytes=_kv_bytes(config),
         device="cuda" if plan.reserved_gpus else "cpu",
+        kernels=config.target.kernels,
         prefix_cache=plan.drafter.prefix_cache,
     )
 

@@ -4,7 +4,7 @@ Ending it ends every process of it, though its first may be long dead, and nothi
 is known by a token in its environment, or by its session: that of one with the token, or of one
 whose pid and start time were written down. So the head can be ended by whoever knows its plan, made
 before anything starts, and a pid that belongs to somebody else by now, after a reboot perhaps, is
-left alone. This module imports Ray nowhere but where it counts GPUs.
+left alone. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -153,13 +153,6 @@ def is_listening(address: str) -> bool:
 def prepare_to_join() -> None:
     """To be called before Ray is imported in a process that joins a head of ours."""
     os.environ.update(_OF_HEAD_AND_JOINERS)
-
-
-def gpus_here() -> int:
-    """The GPUs that a head on this host would find. Imports a part of Ray."""
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager
-
-    return int(NvidiaGPUAcceleratorManager.get_current_node_num_accelerators())
 
 
 def free_ports(count: int) -> list[int]:

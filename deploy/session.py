@@ -219,8 +219,11 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
     And with this host's GPUs, where the configuration does not keep them out.
     """
     num_cores = len(own_cores())
-    # "auto" takes what the head finds; what is asked for must be there before it starts.
-    gpus = ray_head.gpus_here() if config.target.resources == "gpu" else 0
+    gpus = 0
+    if config.target.resources == "gpu":  # "auto" takes what the head finds.
+        import torch  # check_models has imported it, which looked at what these GPUs are to load
+
+        gpus = torch.cuda.device_count()
     plan = plan_placement(config, [Node("local", num_cores, gpus)], enforce=False)
     progress("Ray: starting a local cluster")
     if plan.reserved_cpus > num_cores:

@@ -47,6 +47,19 @@ settings.register_profile("same", settings.get_profile("explore"), derandomize=T
 settings.load_profile("same")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--kernels`: on a GPU, our own kernels run as with target.kernels = true (docs/gpu.md)."""
+    parser.addoption("--kernels", action="store_true", help="our own GPU kernels run")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test makes an engine."""
+    if config.getoption("--kernels"):
+        from workers.kernels import use_kernels
+
+        use_kernels(True)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip tests marked `gpu` where there is none. Of several processes' tests Ray's begin."""
     if hasattr(config, "workerinput"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection
-from pathlib import Path
+
+import psutil
 
 from paceline.errors import ConfigError
 
@@ -24,9 +26,7 @@ def pin_cores(cores: Collection[int]) -> None:
     granted = os.sched_getaffinity(0)
     if granted != set(cores):
         raise ConfigError(f"cores: asked for {sorted(cores)}, got {sorted(granted)}")
-    # Affinity is set per thread; a new thread inherits that of its creator.
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            os.sched_setaffinity(int(task.name), cores)
-        except ProcessLookupError:  # the thread has just ended
-            continue
+    # The affinity of a process is that of each of its threads; a new thread inherits its creator's.
+    for thread in psutil.Process().threads():
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
+            os.sched_setaffinity(thread.id, cores)

@@ -30,8 +30,8 @@ class DrafterOptions:
     `folder`, `weights` ("float32" or "int8"), `threads`, `kv_memory_bytes` and `prefix_cache` are
     for kind "model" only. `kv_memory_bytes` None: as much as open_engine takes. `prefix_cache`:
     whether sequences of one tenant share the KV of equal prefixes. `device` is "cpu", "cuda" or
-    "auto". `max_sequences` counts those of all streams together. `cores` None: the system chooses
-    the cores.
+    "auto". `kernels`: whether a GPU runs our own kernels. `max_sequences` counts those of all
+    streams together. `cores` None: the system chooses the cores.
     """
 
     kind: DrafterKind
@@ -42,6 +42,7 @@ class DrafterOptions:
     max_sequences: int = 64
     cores: tuple[int, ...] | None = None
     device: Device = "cpu"
+    kernels: bool = False
     prefix_cache: bool = True
 
 

@@ -200,8 +200,8 @@ class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
     async def _rest(self, until: float) -> None:
         """Return when a message came, or at time `until` of the worker's clock."""
         self._woken.clear()
-        seconds = (until - self._clock.now()) * self._clock.dilation
-        alarm = asyncio.get_running_loop().call_later(max(0.0, seconds), self._woken.set)
+        seconds = max(0.0, until - self._clock.now())
+        alarm = asyncio.get_running_loop().call_later(seconds, self._woken.set)
         await self._woken.wait()
         alarm.cancel()
 

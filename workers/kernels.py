@@ -1,9 +1,9 @@
 """Whether our own GPU kernels run. They are written in Triton, which torch's CUDA builds bring.
 
-They have been interpreted and compiled, and have NEVER RUN ON A GPU: so they run where
-PACELINE_KERNELS=1 asks for them, and docs/gpu.md says how to prove them. Else, and where they
-cannot run, torch's operations compute the same. In tests Triton's interpreter runs them on CPU
-tensors (TRITON_INTERPRET=1, tests/conftest.py).
+They have been interpreted and compiled, and have NEVER RUN ON A GPU: so they run where the
+configuration asks for them (target.kernels), and docs/gpu.md says how to prove them. Else, and
+where they cannot run, torch's operations compute the same. In tests Triton's interpreter runs them
+on CPU tensors (TRITON_INTERPRET=1, tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ from typing import Any
 import torch
 
 _log = logging.getLogger(__name__)
-ASKED = "PACELINE_KERNELS"
-"""The variable of the workers' environment that asks for them."""
 AMPERE = (8, 0)
 """Compute capability from which on kernels of attention run: ours and torch's."""
+
+
+_wanted = False
+
+
+def use_kernels(wanted: bool) -> None:
+    """Whether our kernels are wanted in this process. Before an engine is made, which asks once."""
+    global _wanted
+    _wanted = wanted
 
 
 def can_run_kernels(device: torch.device) -> bool:
     """Whether tensors of this device are to be given to our kernels.
 
-    Says once in the log why not, where they are asked for.
+    Says once in the log why not, where they are wanted.
     """
-    asked = os.environ.get(ASKED) == "1"
-    return asked and device.type == "cuda" and _obstacle(device) is None
+    return _wanted and device.type == "cuda" and _obstacle(device) is None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from paceline.errors import ProtocolError
 from paceline.rules import MAX_PROPOSED, Rule
 from paceline.v1 import target_pb2
-from paceline.value import value_class
 from workers.draft_probs_wire import distributions_from_wire
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs
 from workers.verification.rules import FACTS, check_proposal
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Candidates:
     """What a rule verifies.
 

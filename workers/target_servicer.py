@@ -23,7 +23,6 @@ from workers.engine.tensor_parallel.sharding import Place
 from workers.faults import StepFailures
 from workers.own_thread import in_own_thread
 from workers.server import status_code
-from workers.step_rehearsal import WORTH_SECONDS, StepRehearsal
 from workers.target_stepper import StepEngine, StepParts, Stepper, VerdictsOf
 from workers.verdicts import verdicts_of
 from workers.worker_clock import WorkerClock
@@ -108,7 +107,6 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
         reading: Begun[Any] | None = None
         try:
             stepper = Stepper(engine, self._verdicts_of, self._clock)
-            rehearsal = StepRehearsal()
             reading = Begun(context.read())
             parts = StepParts()
             while (message := await reading) is not _END:
@@ -116,12 +114,9 @@ class TargetShard(target_pb2_grpc.TargetServiceServicer):
                 if request is None:
                     reading = Begun(context.read())
                     continue
-                response = self._step(stepper, request)
-                writing = Begun(context.write(response))
+                writing = Begun(context.write(self._step(stepper, request)))
                 reading = Begun(context.read())
                 await writing
-                if response.step_seconds >= WORTH_SECONDS:
-                    rehearsal.run()
         except PacelineError as error:
             await context.abort(status_code(error), str(error))
         except Exception as error:

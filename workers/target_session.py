@@ -17,7 +17,6 @@ from paceline.convert import spec_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
-from paceline.value import value_class
 from workers.engine.block_pool import blocks_for
 from workers.engine.slices import Slice
 from workers.slice_candidates import Candidates, read_candidates
@@ -51,7 +50,7 @@ class _Sequence:
     """The positions of the last slice's candidates, unless they are a chain."""
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class VerdictTask:
     """A slice whose logits are needed.
 

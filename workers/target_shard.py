@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from workers.engine.rank_parts import Progress
 from workers.engine.tensor_parallel.group import Deadlines, Group
 from workers.engine.tensor_parallel.sharding import Place
 from workers.engine.weight_form import Dtype, WeightForm
+from workers.kernels import use_kernels
 from workers.loading import load_engine
 from workers.server import RunningServer, start_server
 from workers.standalone import (
@@ -36,8 +36,8 @@ class TargetShardOptions:
 
     `weights`: the form on a CPU if `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by
     the device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: the system
-    chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` is for a GPU. `place`
-    and `deadlines` are for a tensor-parallel shard.
+    chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` and `kernels` (whether
+    our own kernels run) are for a GPU. `place` and `deadlines` are for a tensor-parallel shard.
     """
 
     folder: Path
@@ -49,6 +49,7 @@ class TargetShardOptions:
     device: Device = "cpu"
     dtype: Dtype = "auto"
     batch_invariant: bool = True
+    kernels: bool = False
     place: Place = field(default_factory=Place)
     deadlines: Deadlines = field(default_factory=Deadlines)
 
@@ -70,13 +71,19 @@ async def serve_target_shard(
     async def load() -> None:
         shard.begin(await load_target(options, group=group, progress=progress))
 
-    return await serve_once_loaded(shard, load, host=host, port=port)
+    server = await start_server(shard.add_to, host=host, port=port, serving=False)
+    shard.on_broken = server.report_broken
+    shard.on_serving = lambda serving: server.report(serving=serving)
+    await server.serve_once(load)
+    return server
 
 
 async def load_target(
     options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
 ) -> AnyEngine:
     """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
+    if options.kernels:
+        use_kernels(True)
     return await load_engine(
         options.folder,
         weights=options.weights,
@@ -89,17 +96,6 @@ async def load_target(
         group=group,
         progress=progress or _LoggedProgress(options.place),
     )
-
-
-async def serve_once_loaded(
-    shard: TargetShard, load: Callable[[], Awaitable[None]], *, host: str, port: int
-) -> RunningServer:
-    """Listen, run `load`, which starts the shard, then report SERVING while its steps succeed."""
-    server = await start_server(shard.add_to, host=host, port=port, serving=False)
-    shard.on_broken = server.report_broken
-    shard.on_serving = lambda serving: server.report(serving=serving)
-    await server.serve_once(load)
-    return server
 
 
 def _group_of(options: TargetShardOptions, host: str) -> Group | None:

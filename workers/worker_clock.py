@@ -10,8 +10,6 @@ class WorkerClock:
     (workers/emulated/device_clock.py).
     """
 
-    dilation = 1.0
-    """Real seconds in a second of `now`."""
     overrun_seconds = 0.0
     """How much longer the last pass took than the device would have. Always 0 for a real device."""
 

@@ -21,10 +21,9 @@ from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
 from paceline.errors import RequestFaultError
 from paceline.rules import Rule
-from paceline.value import value_class
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Commit:
     """What a verdict brought a sequence.
 

@@ -25,7 +25,6 @@ from itertools import accumulate
 from cluster.decoding.instructions import Slice
 from paceline.generation import SpeculationStats
 from paceline.rules import MAX_WINDOW
-from paceline.value import value_class
 
 
 class Foresight(enum.Enum):
@@ -37,7 +36,7 @@ class Foresight(enum.Enum):
     OTHERS = "others"
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class CountedVerdict:
     """A verdict as it is counted. `depth`: of the window's longest path; `accepted` of it.
 

@@ -9,7 +9,6 @@ from typing import Protocol
 from cluster.decoding.policies import PolicyName
 from paceline.rules import Rule, Stopping
 from paceline.sampling import SequenceSpec
-from paceline.value import value_class
 from workers.drafting.proposal import Proposal as Proposal
 
 
@@ -88,7 +87,7 @@ class Resumed:
     sequence_id: int
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
 
@@ -108,7 +107,7 @@ class MalformedProposal:
     drafter: str
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Proposed:
     """One message of a drafter, after a pass of `pass_seconds`; without proposals: a prefill.
 
@@ -138,7 +137,7 @@ class DraftDeclined:
     for_good: bool = False
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class SequenceVerdict:
     """The target's answer for one sequence: accepted candidates and the token after them.
 
@@ -154,7 +153,7 @@ class SequenceVerdict:
     error: str | None = None
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class FedTopTokens:
     """Of a slice without a verdict: the target's likeliest tokens after each that it fed."""
 
@@ -162,7 +161,7 @@ class FedTopTokens:
     top_tokens: tuple[TopTokens, ...]
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """Rank 0 of a target group answered a step.
 

@@ -11,11 +11,10 @@ from paceline.errors import PacelineError
 from paceline.generation import SpeculationStats
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
-from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slice:
     """One sequence's part of a step (target.proto, Slice)."""
 
@@ -47,7 +46,7 @@ class OpenAtTarget:
     token_ids: tuple[int, ...] = ()
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RunStep:
     """Send a step to every shard of a target group, whose steps are numbered by themselves.
 
@@ -77,7 +76,7 @@ class OpenDraft:
     vocab_size: int = 0
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class SendOutcome:
     """Tell a drafter the tokens committed from `position` on.
 
@@ -91,7 +90,7 @@ class SendOutcome:
     top_tokens: tuple[TopTokens, ...] = ()
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grant:
     """Let a drafter draft for positions below `until_position`, at most `nodes` candidates.
 
@@ -127,7 +126,7 @@ class CloseDraft:
     sequence_id: int
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Emit:
     """Committed tokens for the caller. The first `num_drafted` were candidates."""
 

@@ -9,10 +9,8 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from paceline.value import value_class
 
-
-@value_class(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Work:
     """Passes of a device and what they took together."""
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
-from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
 
 
@@ -30,7 +29,7 @@ class Node:
     children: list[Node] = field(default_factory=list)
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Window:
     """Candidates for a step, as target.proto has them; no `parents`: a chain."""
 

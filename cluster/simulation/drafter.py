@@ -11,7 +11,6 @@ from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.costs import HostCosts
-from paceline.value import value_class
 from workers.drafting import tree
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
 from workers.drafting.proposer import DrafterInfo, TopTokens
@@ -28,7 +27,7 @@ DraftMessage = Sequence[OpenDraft | SendOutcome | Grant | CloseDraft]
 _grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class DraftAnswer:
     """What a pass gave for one driver. `declined`: sequences that are not drafted for."""
 

@@ -28,7 +28,7 @@ class Figures:
 
     `ttft_ms`: from asking to the first token. `token_ms`: of a request, from its first token to its
     last one, a token. `completed_per_second`: requests. `draft_used`: of the candidates that
-    drafters computed (counts.py); None without drafters. `measured_seconds`: virtual time.
+    drafters computed (counts.py); None without drafters.
     """
 
     tokens_per_second: float
@@ -39,7 +39,6 @@ class Figures:
     target: Shares
     drafter_busy: float | None
     draft_used: float | None
-    measured_seconds: float
     requests: int
 
 
@@ -98,7 +97,6 @@ def figures_of(courses: Sequence[Course]) -> Figures:
         ),
         drafter_busy=rate("drafter_busy") / drafters if drafters else None,
         draft_used=rate("used") / drafted if drafted else None,
-        measured_seconds=max(one.seconds for one in courses),
         requests=len(answered),
     )
 

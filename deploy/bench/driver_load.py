@@ -22,7 +22,6 @@ from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.dispatch import Dispatch
 from cluster.drafter_link import DrafterDescription
-from cluster.driver_clock import DriverClock
 from cluster.generation import Generation
 from cluster.requests import ResolvedRequest, Speculation
 from cluster.stop_strings import StopStrings
@@ -96,7 +95,6 @@ class _Bench:
                 serves_auto=False,
             ),
             target_patience=600.0,
-            clock=DriverClock(),
         )
         dispatch.connect(self._send_step, self._send_drafts, _no_suspect)
         room = load.prompt_tokens + MAX_TOKENS

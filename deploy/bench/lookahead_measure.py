@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,6 @@ async def measure_cell(
             max_num_seqs=max(64, cell.batch),
             max_step_tokens=2048,
             prefix_cache=False,
-            dilation=pair.dilation,
         )
     )
     try:
@@ -140,6 +140,6 @@ async def _request(driver: Driver, cell: Cell, request: LoadRequest) -> _Answer:
     async for event in await driver.submit(list(request.prompt), options):
         builder.add(event)
         if isinstance(event, Chunk) and event.token_ids:
-            arrivals.append((driver.clock.now(), len(event.token_ids)))
+            arrivals.append((time.monotonic(), len(event.token_ids)))
     completion = builder.build()
     return _Answer(completion.token_ids, completion.stats.steps, tuple(arrivals))

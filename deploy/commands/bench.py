@@ -108,7 +108,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             check_writable("json", json_path)
         config, home = load_config(config_path, environ), default_home(environ)
         if suite == "engine" and device == "cuda":
-            report = bench_suites.gpu(quick=quick)
+            report = bench_suites.gpu(quick=quick, kernels=config.target.kernels)
         elif suite == "engine":
             report = bench_suites.engine(
                 config, part, batch, quick=quick, home=home, json_path=json_path

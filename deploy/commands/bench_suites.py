@@ -104,13 +104,15 @@ def engine(
     return engine_json(result.rows, machine, result.failed)
 
 
-def gpu(*, quick: bool) -> Mapping[str, object]:
-    """Run the suite on a GPU and print it; the document for programs."""
+def gpu(*, quick: bool, kernels: bool) -> Mapping[str, object]:
+    """Run the suite on a GPU and print it; the document for programs. `kernels`: ours run."""
     from deploy.bench.engine_gpu import llama_8b, measure_gpu
     from deploy.bench.engine_report import engine_json, print_engine
     from deploy.bench.engine_rows import with_speedups
     from deploy.bench.machine import describe_machine
+    from workers.kernels import use_kernels
 
+    use_kernels(kernels)
     machine = describe_machine()
     with teller(Console(stderr=True)) as tell:
         rows = with_speedups(measure_gpu(llama_8b(quick=quick), tell))

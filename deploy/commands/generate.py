@@ -219,11 +219,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             seconds = time.monotonic() - start
         announce(console, f"wrote {output_path} after {seconds:.1f} s")
         emulated = config.target.emulated if server is None else None
-        dilation = config.target.dilation if server is None else None
-        told = totals.summary(seconds / (dilation or 1))
-        if dilation is not None:
-            told += f" (emulated: in the devices' time, {dilation:g} x as fast)"
-        elif emulated is not None:
+        told = totals.summary(seconds)
+        if emulated is not None:
             told += f" (emulated: {emulated})"
         typer.echo(told)
         raise typer.Exit(1 if totals.failed else 0)

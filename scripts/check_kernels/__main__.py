@@ -7,7 +7,7 @@ A line a case: what it compares, what was found, and the seconds that the case t
 where kernels break what they promise, FAILED where a case raised; the exit status is then 1. Other
 figures are for the reader. `us`: microseconds of one call in a CUDA graph, the median of its
 replays; each after the name of who computes: `kernels`, or `torch`, which is the engine as it is
-without PACELINE_KERNELS=1. What a check's own words mean its module says (attention.py, layers.py,
+with target.kernels = false. What a check's own words mean its module says (attention.py, layers.py,
 choice.py). An error of the device ends all that follows in a process, so each check has its own.
 
 A dry run shows that the cases run. It times nothing.
@@ -34,7 +34,7 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
-    from workers.kernels import ASKED, can_run_kernels
+    from workers.kernels import can_run_kernels, use_kernels
 
     if given.cpu:
         device = torch.device("cpu")
@@ -42,7 +42,7 @@ def main() -> int:
         parser.error("needs a CUDA device, and there is none; --cpu makes a dry run without one")
     else:
         device = torch.device("cuda", torch.cuda.current_device())
-        os.environ[ASKED] = "1"
+        use_kernels(True)
         if not can_run_kernels(device):
             parser.error("our kernels cannot run on this host: the warning says why")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import traceback
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from workers.kernels import ASKED
+from workers.kernels import use_kernels
 
 WRONG = "WRONG"
 CALLS = 20
@@ -56,13 +55,12 @@ def run(cases: Iterable[Case], device: torch.device) -> int:
 
 @contextmanager
 def by_torch() -> Iterator[None]:
-    """As where our kernels are not asked for: torch's operations take their place."""
-    asked = os.environ.pop(ASKED, None)
+    """As where our kernels are not wanted: torch's operations take their place."""
+    use_kernels(False)
     try:
         yield
     finally:
-        if asked is not None:
-            os.environ[ASKED] = asked
+        use_kernels(True)
 
 
 def verdict(right: bool, word: str) -> str:

@@ -14,19 +14,8 @@ from cluster.text import TextCodec
 from paceline import AsyncClient
 from paceline.generation import Message
 from tests.cluster.test_config import complaint_of, config_of
-from tests.tiny import make_tiny_checkpoint
 from workers.models import STAND_IN, resolve_model
 
-DILATED = """
-[target]
-model = "MODEL"
-emulated = "70b-4xh100"
-dilation = 10
-max_model_len = 256
-[[drafters]]
-model = "MODEL"
-emulated = "1b-h100"
-"""
 EMULATED = """
 [target]
 emulated = "70b-4xh100"
@@ -73,21 +62,12 @@ def test_what_is_emulated_can_be_chatted_with(tmp_path: Path) -> None:
         ),
         (
             EMULATED.replace("acceptance", "prefix_cache = true\nacceptance"),
-            "an emulated drafter has no KV to share unless target.dilation is set",
+            "an emulated drafter has no KV to share",
         ),
         (
             EMULATED.replace('emulated = "70b', "model = 'demo'\nemulated = \"70b"),
             "target: what is",
         ),
-        ("[target]\ndilation = 4\n", 'target: "dilation" is of an emulated target'),
-        (DILATED.replace("= 10", "= 0.5"), "target.dilation: "),
-        (DILATED.replace("= 10", "= 1000"), "target.dilation: "),
-        (DILATED.replace('emulated = "1b-h100"', ""), "drafters: target and model drafters are"),
-        (
-            DILATED.replace('model = "MODEL"\nemulated = "1b', 'emulated = "1b'),
-            "a drafter computes",
-        ),
-        (f"{DILATED}acceptance = 0.5\n", "a drafter guesses as its model does"),
         (
             f"{EMULATED}[speculation]\nverification = 'rejection'\n",
             "speculation.verification: emulated workers have no distributions",
@@ -156,32 +136,3 @@ async def test_two_target_groups_verify_one_sequence(tmp_path: Path) -> None:
         assert [one.name for one in targets] == ["replica-0.shard-0", "replica-1.shard-0"]
         # All in one process, whose emulated steps leave a drafter little time: at least a prefill.
         assert targets[1].passes > 0
-
-
-def test_what_is_dilated_has_models_of_its_own(tmp_path: Path) -> None:
-    config = config_of(tmp_path, f"{DILATED}[speculation]\nverification = 'rejection'\n")
-    assert (config.target.model, config.target.dilation) == ("MODEL", 10.0)
-    assert config.target.resources == "cpu"
-    assert config.drafters[0].model == "MODEL"
-    usual = config_of(
-        tmp_path, DILATED.replace('model = "MODEL"\nemulated = "70b', 'emulated = "70b')
-    )
-    assert usual.target.model == "demo"
-
-
-async def test_the_actors_serve_a_dilated_pair(tmp_path: Path) -> None:
-    folder = make_tiny_checkpoint(tmp_path / "tiny")
-    text = DILATED.replace("MODEL", str(folder)).replace("[[", "kv_memory = 4194304\n[[")
-    config = config_of(tmp_path, f"{text}[server]\ngrpc_port = 0\n")
-    setup = WorkerSetup(config, tmp_path, "127.0.0.1")
-    async with _served(setup) as client:
-        assert (await client.describe()).model == "emulated 70b-4xh100, tiny x10"
-        answer = await client.generate([50, 51], max_tokens=4, seed=1, policy="lockstep")
-        assert len(answer.token_ids) == 4
-        stats = await client.stats()
-    (target,) = (one for one in stats.workers if one.kind == "target")
-    # By the profile a step takes 18.3 ms: that is told, and not the 183 ms that pass here. The last
-    # step is counted a moment after its tokens went out.
-    told_ms = 1000 * target.busy_seconds
-    assert told_ms >= (answer.stats.steps - 1) * 18.28
-    assert told_ms < answer.stats.steps * 60 or target.overruns

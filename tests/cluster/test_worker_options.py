@@ -14,6 +14,7 @@ TEXT = """
 max_num_seqs = 96
 kv_memory = 4194304
 hung_after = 40
+kernels = true
 [[drafters]]
 kind = "ngram"
 [[drafters]]
@@ -30,6 +31,8 @@ def test_workers_get_what_the_configuration_says(tmp_path: Path) -> None:
     drafter = drafter_options(config, model, files)
     assert (drafter.folder, drafter.weights, drafter.kv_memory_bytes) == (tmp_path, "int8", 4194304)
     assert not drafter.prefix_cache
+    assert target.kernels
+    assert drafter.kernels
     tables = drafter_options(config, ngram, None)
     assert (tables.kind, tables.folder) == ("ngram", None)
     assert tables.max_sequences == drafter.max_sequences == 96, "as many as the target decodes"

@@ -11,8 +11,8 @@ import torch
 from paceline.errors import InternalError
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
+from workers import kernels
 from workers.device_verdicts import ROWS_AT_ONCE, choose_tokens, device_verdicts, make_ready
-from workers.kernels import ASKED
 from workers.row_params import Row
 from workers.slice_candidates import Candidates
 from workers.target_session import VerdictTask
@@ -183,7 +183,7 @@ def test_logits_that_decide_must_be_numbers(bad: float) -> None:
 @pytest.mark.gpu
 def test_what_is_ready_is_not_compiled_by_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of any number of rows and any filters: each kernel has the one variant that it had before."""
-    monkeypatch.setenv(ASKED, "1")
+    monkeypatch.setattr(kernels, "_wanted", True)
     from workers.verification import choice_kernels
 
     def variants() -> dict[str, int]:

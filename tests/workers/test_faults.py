@@ -263,7 +263,7 @@ async def test_a_defect_beside_the_steps_ends_the_stream_with_a_status(
     def broken(_: object) -> None:
         raise KeyError("a secret")
 
-    monkeypatch.setattr("workers.target_servicer.StepRehearsal.__init__", broken)
+    monkeypatch.setattr("workers.target_servicer.StepParts.__init__", broken)
     async with open_channel(shard.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await Stepper(channel).call.read()

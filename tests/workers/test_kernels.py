@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
-from workers.kernels import ASKED, can_run_kernels, on_device
+from tests.tiny import make_tiny_checkpoint
+from workers import kernels
+from workers.drafter import DrafterOptions
+from workers.drafter_model import load_model_proposer
+from workers.kernels import can_run_kernels, on_device, use_kernels
+from workers.target_shard import TargetShardOptions, load_target
 
 
-def test_kernels_that_no_gpu_has_run_must_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for value in ("0", "yes"):
-        monkeypatch.setenv(ASKED, value)
-        assert not can_run_kernels(torch.device("cuda"))
-    monkeypatch.delenv(ASKED)
+@pytest.fixture(autouse=True)
+def wanted_as_before() -> Iterator[None]:
+    before = kernels._wanted
+    yield
+    use_kernels(before)
+
+
+def test_kernels_that_no_gpu_has_run_must_be_asked_for() -> None:
+    use_kernels(False)
     assert not can_run_kernels(torch.device("cuda"))
 
 
-def test_they_are_no_matter_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ASKED, "1")
+async def test_a_worker_is_told_by_its_options(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    for wanted in (True, False):
+        use_kernels(False)
+        await load_target(TargetShardOptions(folder=folder, kernels=wanted))
+        assert kernels._wanted is wanted
+        use_kernels(False)
+        await load_model_proposer(DrafterOptions("model", folder, kernels=wanted))
+        assert kernels._wanted is wanted
+
+
+def test_they_are_no_matter_of_a_cpu() -> None:
+    use_kernels(True)
     assert not can_run_kernels(torch.device("cpu"))
 
 
 @pytest.mark.gpu
-def test_a_gpu_with_a_compiler_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ASKED, "1")
+def test_a_gpu_with_a_compiler_can() -> None:
+    use_kernels(True)
     assert can_run_kernels(torch.device("cuda"))
 
 

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush, heapreplace
 from operator import itemgetter
 
-from paceline.value import value_class
 
-
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Leaf:
     """A node that could be fed.
 

@@ -7,12 +7,11 @@ whatever its session, so no stream waits for another one.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
-from paceline.value import value_class
 from workers.drafting.nodes import PIECE, Kept, NewNodes
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import (
@@ -30,7 +29,7 @@ _SLOW_CHANGE = 0.8
 """Weight of the old value in the moving average of a pass's duration."""
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Declined:
     """A sequence that was closed, and why. `for_good`: reopening it would be declined again."""
 
@@ -39,7 +38,7 @@ class Declined:
     for_good: bool = False
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class SessionNews:
     """What a pass produced for one session."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-from paceline.value import value_class
 from workers.drafting.tree import DraftTree
 from workers.verification.draft_probs import SparseProbs
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Excerpt:
     """A subtree under the node `base`, numbered as in drafting.proto. Empty `parents`: a chain."""
 

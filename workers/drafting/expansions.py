@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline.value import value_class
 from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.nodes import ROOT, Kept
 from workers.drafting.tree import DraftTree
 from workers.verification.draft_probs import SparseProbs
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Children:
     """Candidates in the order drawn, and their distribution if the rule needs it.
 

@@ -130,7 +130,6 @@ class ModelProposer:
     def _feed(self, turns: Sequence[_Turn], result: Pass) -> set[DraftTree]:
         """Run the model and draw from its logits. Returns the trees for which that failed."""
         logits_TV = self._engine.step([turn.piece for turn in turns if turn.piece is not None])
-        result.sequences_fed = len(turns)
         fed: list[tuple[DraftTree, Growth, int]] = []
         for turn in turns:
             assert turn.piece is not None

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, extend_hash, hash_on, hash_prefix
-from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
 from workers.verification.prefix import CountedText, Prefix
 
@@ -19,7 +18,7 @@ during which other sequences wait.
 """
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class NewNodes:
     """Nodes that a pass adds to a tree, numbered from its `num_nodes` + 1 on.
 
@@ -34,7 +33,7 @@ class NewNodes:
     multiplicities: Sequence[int] = ()
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Kept:
     """What an outcome (its `token_ids`) left of a tree, in the numbers from before the outcome.
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from paceline.value import value_class
 from workers.verification.draft_probs import SparseProbs
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proposal:
     """Candidates after the first `base_length` tokens: a chain, or a tree if it has `parents`.
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.rules import Rule
-from paceline.value import value_class
 from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.tree import DraftTree
 
@@ -43,7 +42,7 @@ class TopTokens:
     previous_id: int | None = None
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Draft:
     """What a pass adds to a tree.
 
@@ -65,15 +64,13 @@ class Pass:
     """The result of one pass.
 
     `declined`: trees that could not be kept, and why. `took_part`: every tree that the pass worked
-    for, including those whose prefill continues. `sequences_fed`: the number of sequences that a
-    model was fed tokens of; `tokens_fed`: the number of these tokens. `prefilled`: whether some of
-    them were prefill.
+    for, including those whose prefill continues. `tokens_fed`: the number of tokens that a model
+    was fed. `prefilled`: whether some of them were prefill.
     """
 
     drafts: list[Draft] = field(default_factory=list)
     declined: list[tuple[DraftTree, str]] = field(default_factory=list)
     took_part: list[DraftTree] = field(default_factory=list)
-    sequences_fed: int = 0
     tokens_fed: int = 0
     prefilled: bool = False
 

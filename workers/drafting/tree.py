@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from paceline.errors import ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
-from paceline.value import value_class
 from workers.drafting.nodes import ROOT, Kept, NewNodes, NodeTree
 from workers.verification.rules import FACTS
 
 
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Grant:
     """Leave to draft (drafting.proto, Grant)."""
 

@@ -38,23 +38,13 @@ class DeviceClock(WorkerClock):
 
     A pass that began because the one before ended would have begun earlier by as much as that one
     was late: so lateness, which the device has not, does not add up.
-
-    Times are the device's own. `dilation`: how many times longer everything takes here, for a
-    device whose model really computes (workers/emulated/dilated.py).
     """
 
-    def __init__(self, dilation: float = 1.0) -> None:
+    def __init__(self) -> None:
         fine_timer_slack()
-        self.dilation = dilation
         self.overrun_seconds = 0.0
-        self._made_good = MOST_MADE_GOOD / dilation
-        self._back_to_back = _BACK_TO_BACK_SECONDS / dilation
         self._ended = 0.0
         self._late = 0.0
-
-    def now(self) -> float:
-        """The present time on the clock that `finish` uses, in the device's seconds."""
-        return time.perf_counter() / self.dilation
 
     def finish(self, begin: float, seconds: float) -> float:
         """Block until a pass that began at `begin` (by `now`) and takes `seconds` is over.
@@ -63,10 +53,10 @@ class DeviceClock(WorkerClock):
         pass ends later than the next one can make up, the device counts as done that much later,
         and `overrun_seconds` is that excess.
         """
-        late = self._late if begin - self._ended < self._back_to_back else 0.0
+        late = self._late if begin - self._ended < _BACK_TO_BACK_SECONDS else 0.0
         deadline = begin - late + seconds
-        wait_until(deadline * self.dilation)
+        wait_until(deadline)
         self._ended = self.now()
-        self.overrun_seconds = max(0.0, self._ended - deadline - self._made_good)
+        self.overrun_seconds = max(0.0, self._ended - deadline - MOST_MADE_GOOD)
         self._late = self._ended - deadline - self.overrun_seconds
         return deadline + self.overrun_seconds

@@ -5,34 +5,31 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import psutil
+
 from paceline.errors import ConfigError
 
-_MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def check_room(needed: int, what: str, remedy: str) -> None:
     """Raise ConfigError, with the numbers, if the host has fewer than `needed` bytes left."""
     available = available_bytes()
-    if available is not None and needed > available:
+    if needed > available:
         raise ConfigError(
             f"out of memory: {what} {needed} bytes, but this host has {available} bytes left: "
             f"{remedy}"
         )
 
 
-def available_bytes() -> int | None:
+def available_bytes() -> int:
     """Bytes that may still be allocated, within the host's memory and our container's limit.
 
-    None if the system does not say. Other processes may allocate memory at the same time.
+    Other processes may allocate memory at the same time.
     """
-    found = [one for one in (_of_host(), _of_container()) if one is not None]
-    return min(found, default=None)
-
-
-def _of_host() -> int | None:
-    kibibytes = _field(_read(_MEMINFO), "MemAvailable")
-    return None if kibibytes is None else 1024 * kibibytes
+    of_host: int = psutil.virtual_memory().available
+    of_container = _of_container()
+    return of_host if of_container is None else min(of_host, of_container)
 
 
 def _of_container() -> int | None:
@@ -40,13 +37,8 @@ def _of_container() -> int | None:
     limit, used = _read(_CGROUP / "memory.max").strip(), _read(_CGROUP / "memory.current").strip()
     if not limit.isdecimal() or not used.isdecimal():
         return None
-    files = _field(_read(_CGROUP / "memory.stat"), "inactive_file") or 0
-    return max(0, int(limit) - int(used) + files)
-
-
-def _field(text: str, name: str) -> int | None:
-    match = re.search(rf"^{name}:?\s+(\d+)", text, re.MULTILINE)
-    return None if match is None else int(match[1])
+    files = re.search(r"^inactive_file (\d+)", _read(_CGROUP / "memory.stat"), re.MULTILINE)
+    return max(0, int(limit) - int(used) + (int(files[1]) if files else 0))
 
 
 def _read(path: Path) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.value import value_class
 
-
-@value_class(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slice:
     """Tokens of one sequence to feed in a step.
 

@@ -10,8 +10,10 @@ import pytest
 
 from cluster.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
-from paceline.generation import Completion
-from tests.workers.emulated.asking import answers
+from paceline.generation import Completion, GenerateOptions, Stats
+from tests.cluster.system import eventually
+from tests.workers.emulated.asking import answers, complete
+from workers.emulated.device_clock import MOST_MADE_GOOD, DeviceClock
 from workers.emulated.drafter import parse_guess
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.emulated.relay import Relay
@@ -25,6 +27,8 @@ from workers.server import RunningServer
 
 HOST = "127.0.0.1"
 MAX_TOKENS = 40
+STEP_SECONDS = 0.01829
+"""Of plain decoding of one sequence on the 70b-4xh100."""
 PROMPTS = [[100, 101, 102], list(range(200, 240)), [300]]
 
 
@@ -76,6 +80,49 @@ async def test_equal_text_for_chains_and_trees(folder: Path, temperature: float)
         await driver.stop()
         for server in servers:
             await server.stop()
+
+
+async def test_a_step_takes_what_the_profile_says(folder: Path) -> None:
+    """More only by overruns, which are counted."""
+    target = await serve_replay_target(folder, load_profile("70b-4xh100"), host=HOST)
+    driver = Driver(DriverOptions(folder=folder, target_addresses=(target.address,)))
+    try:
+        await driver.start()
+        began = time.monotonic()
+        before = driver.stats()
+        options = GenerateOptions(max_tokens=10, policy="off", ignore_eos=True)
+        answer = await complete(driver, PROMPTS[0], options)
+        # The last step is counted a moment after its tokens went out.
+        all_told = _busy(before)[0] + 10 * STEP_SECONDS * 0.999
+        await eventually(lambda: _busy(driver.stats())[0] >= all_told, 60)
+        after, real_seconds = driver.stats(), time.monotonic() - began
+    finally:
+        await driver.stop()
+        await target.stop()
+    assert answer.stats.steps == 10
+    told = _busy(after)[0] - _busy(before)[0]
+    if not _busy(after)[1]:
+        assert told == pytest.approx(10 * STEP_SECONDS, rel=1e-3)
+    # Passes end by deadline: together they cannot end early but by what one makes good.
+    assert real_seconds >= told - MOST_MADE_GOOD
+
+
+def _busy(stats: Stats) -> tuple[float, int]:
+    """Seconds that the target's passes took, and how many of them were overruns."""
+    (shard,) = (one for one in stats.workers if one.name == "shard-0")
+    return shard.busy_seconds, shard.overruns
+
+
+def test_a_clock_counts_what_the_next_pass_cannot_make_good() -> None:
+    clock = DeviceClock()
+    began = clock.now()
+    end = clock.finish(began, 0.04)
+    assert began + 0.04 <= end <= clock.now()
+    begin = clock.now() - 2.0  # two seconds of the pass have passed already
+    end = clock.finish(begin, 0.4)
+    latest = clock.now()
+    assert 1.6 - MOST_MADE_GOOD <= clock.overrun_seconds <= latest - begin - 0.4
+    assert end == pytest.approx(begin + 0.4 + clock.overrun_seconds, abs=MOST_MADE_GOOD)
 
 
 def _engine(info: CheckpointInfo) -> tuple[ReplayEngine, ReplayText]:
