@@ -670,7 +670,8 @@ register(
     Suite(
         "lookahead",
         "policies on an emulated 70B pair, theory beside them; by default 240 tokens a "
-        "request and 2 rounds (20 minutes; --quick: 2). A part is a policy, or natural: the demo pair as fast as it computes",
+        "request and 2 rounds (20 minutes; --quick: 2). A part is a "
+        "policy, or natural: the demo pair as fast as it computes",
         _run,
         frozenset({"max_tokens", "repeats", "part", "quick"}),
         parts=part_names(),
