@@ -307,7 +307,7 @@ def _run_on_gpu(asked: Asked) -> Report:
 register(
     Suite(
         "engine",
-        "steps (5 minutes), serving (10), prefix (3), driver (1) and delay (2); without --part "
+        "steps (5 minutes), serving (10), prefix (3), driver (2) and delay (2); without --part "
         "steps and serving, beside transformers. A part that fails costs its own rows alone. With "
         "--device cuda: a step of the GPU engine, with a random 8 B model",
         _run,

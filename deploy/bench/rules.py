@@ -638,8 +638,8 @@ def _run(asked: Asked) -> Report:
 register(
     Suite(
         "rules",
-        "verification rules and drafters without a model, in parts time, acceptance and train-free; "
-        "by default all of them, 4 rows of the input, 32 tokens, 2 rounds (some ten minutes)",
+        "verification rules and drafters without a model, in parts time, acceptance and train-free "
+        "(default: all); 4 rows of the input, 32 tokens, 2 rounds (some ten minutes)",
         _run,
         frozenset({"limit", "max_tokens", "repeats", "part", "quick"}),
         parts=PART_NAMES,
