@@ -25,8 +25,14 @@ from deploy.bench.lookahead import (
     LookaheadSettings,
     Rates,
 )
-from deploy.bench.lookahead_cells import ACCEPTANCES, CHAIN_WINDOW, HIT_RATES, Cell
-from deploy.bench.lookahead_load import pinned_guess, set_load
+from deploy.bench.lookahead_cells import (
+    ACCEPTANCES,
+    CHAIN_WINDOW,
+    HIT_RATES,
+    Cell,
+    pinned_guess,
+    set_load,
+)
 from deploy.bench.lookahead_pairs import EmulatedPair, PairLayout
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_text import Guess
@@ -52,7 +58,7 @@ def main(output: Path) -> None:
         rates: dict[Rates, Guess] = {(ACCEPTANCE, HIT_RATE): guess}
         bench = LookaheadBench({"set": pair}, None, rates, settings)
         measured = asyncio.run(bench.run(list(_cells()), tell=_tell, save=lambda _: None))
-    done = [one for one in measured if one.runs]
+    done = [one for one in measured.cells if one.runs]
     simulated = bench.simulate([one.cell for one in done], target, drafter)
     rows = []
     for one in done:

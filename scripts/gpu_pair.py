@@ -33,7 +33,7 @@ from transformers import (
 
 from cluster.driver import Driver, DriverOptions
 from deploy.bench.engine_gpu import gpu_for
-from deploy.bench.worker_processes import WorkerProcess
+from deploy.bench.processes import WorkerProcess
 from paceline.errors import ConfigError
 from paceline.generation import Finished, GenerateOptions, RequestStats
 

@@ -2,7 +2,7 @@
 
 A module imports its own floor and those below (paceline < workers < cluster < deploy), and some
 folders do without some libraries. Imports inside functions and under TYPE_CHECKING count, and so
-do `importlib.import_module("name")` and `__import__("name")`.
+do `importlib.import_module("name")` and `__import__("name")`, and f"package.{name}" in its place.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ def _targets(node: ast.AST, package: str) -> list[str | None]:
             pass
         case _:
             return []
-    name = node.args[0] if node.args else None
-    readable = isinstance(name, ast.Constant) and isinstance(name.value, str)
-    return [name.value if readable else None]
+    match node.args[:1]:
+        case [ast.Constant(value=str(name))]:
+            return [name]
+        case [ast.JoinedStr(values=[ast.Constant(value=str(start)), *_])] if "." in start:
+            return [start.rpartition(".")[0]]  # f"package.{name}": a module of that package
+    return [None]
 
 
 def imports_of(root: Path) -> Iterator[Import]:

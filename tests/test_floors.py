@@ -40,6 +40,8 @@ def test_no_import_breaks_the_rules() -> None:
         ("cluster/driver.py", "from ..deploy import cli"),
         ("cluster/driver.py", "import importlib\nimportlib.import_module('deploy.cli')"),
         ("cluster/driver.py", "import_module(name)"),
+        ("cluster/driver.py", "import_module(f'deploy.commands.{name}')"),
+        ("cluster/driver.py", "import_module(f'dep{name}')"),
         ("cluster/driver.py", "__import__('deploy')"),
         ("deploy/cli.py", "import tests.tiny"),
     ],
@@ -56,6 +58,7 @@ def test_a_module_that_breaks_a_rule_is_reported(tmp_path: Path, module: str, so
     ("module", "source"),
     [
         ("deploy/cli.py", "import ray, torch, cluster.driver, workers.drafter, paceline.errors"),
+        ("deploy/cli.py", "import_module(f'deploy.commands.{name}')"),
         ("cluster/driver.py", "import asyncio\nfrom . import decoding\nfrom paceline.v1 import x"),
         ("workers/verification/coupled.py", "import torch\nfrom ..engine import engine"),
         ("cluster/decoding/sequence.py", "from paceline.prefix_hash import extend\nimport raymond"),

@@ -6,23 +6,40 @@ deployments side by side on one Ray; an idle one takes no processor time.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
+
+from rich.console import Console
 
 from cluster.config import Config, DrafterConfig, TargetConfig
-from deploy.bench.calibrate import C, find_fastest
-from deploy.bench.contenders import Contender, OwnContender, PeerContender
-from deploy.bench.deployments import running_side_by_side
-from deploy.bench.interleave import Measured, Prompts, measure_in_turns
-from deploy.bench.transformers_process import Assistance, TransformersProcess
+from deploy.bench.harness import (
+    CORES,
+    Asked,
+    Contender,
+    Goal,
+    Measured,
+    Prompts,
+    Report,
+    Suite,
+    measure_in_turns,
+    print_goals,
+    register,
+    table,
+)
+from deploy.bench.processes import on_free_ports, running_side_by_side
+from deploy.bench.transformers_peer import Assistance, TransformersProcess
+from deploy.measure import Sample, measure
 from paceline.client import Client
 from paceline.generation import GenerateInput, GenerateOptions
 from workers.models import resolve_model
 
-CORES = 2
+LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 3, 1000
+"""Rows of the input, tokens a row, rounds, and steps over which gaps are taken, by default."""
 GAP_ROWS = ("off", "chain")
 GAP_TEMPERATURES = (0.0, 1.0)
 CALIBRATION_SECONDS = 50.0
@@ -49,6 +66,22 @@ WINDOWS: Mapping[str, Sequence[int]] = {
 }
 """Windows that are tried for each row before the run; the fastest is taken."""
 NUM_SETTINGS = len(ASSISTANCES) + sum(len(windows) for windows in WINDOWS.values())
+RATIOS = (
+    ("off", "hf", 2.0),
+    ("chain", "hf-assisted", 1.8),
+    ("chain", "off-1", 1.15),
+    ("chain", "lockstep", 1.0),
+)
+"""A row, the row it is measured against, and the ratio that we aim at on two cores."""
+LEGEND = """
+spread: of a round over all prompts. len: tokens a step. busy: share of time in
+forward passes, target then drafter. gap: median ms between two passes of the
+target, at temperature 0/1. same: the tokens of off.
+"""
+PROBE_TOKENS = 8
+"""Tokens of the first probes; each round doubles them."""
+
+C = TypeVar("C", bound=Contender)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +102,107 @@ class DecodeResult:
     gaps_ms: Mapping[tuple[str, float], float]
 
 
+@dataclass(frozen=True, slots=True)
+class OwnContender:
+    """A policy of a deployment of ours."""
+
+    name: str
+    client: Client
+    policy: str
+    window: int | None
+    devices: str
+
+    @property
+    def setting(self) -> str:
+        """Policy, window and devices."""
+        window = "" if self.window is None else f", window {self.window}"
+        return f"{self.policy}{window}; {self.devices}"
+
+    def options(self, max_tokens: int, temperature: float = 0.0) -> GenerateOptions:
+        """The request that this row sends."""
+        return GenerateOptions(
+            temperature=temperature,
+            seed=0,
+            max_tokens=max_tokens,
+            policy=self.policy,
+            window=self.window,
+        )
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        """Through the client library, as any caller would."""
+        return measure(self.client, list(prompt_token_ids), self.options(max_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class PeerContender:
+    """transformers' generate, with or without an assistant."""
+
+    name: str
+    process: TransformersProcess
+    assistance: Assistance | None
+    threads: int
+
+    @property
+    def setting(self) -> str:
+        """The assistant's settings and the threads."""
+        assistance = "" if self.assistance is None else f"{self.assistance}; "
+        return f"{assistance}{self.threads} threads"
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        """In its own process, timed there."""
+        answer = self.process.generate(
+            [prompt_token_ids],
+            max_tokens=max_tokens,
+            threads=self.threads,
+            assistance=self.assistance,
+        )
+        return Sample(answer.token_ids[0], answer.seconds)
+
+
+def find_fastest(
+    contenders: Sequence[C],
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    seconds: float,
+    clock: Callable[[], float],
+    on_probe: Callable[[str], None] = lambda name: None,
+) -> C:
+    """The fastest contender, by short probes in a bounded time (successive halving).
+
+    Each decodes a few tokens of one prompt; the faster half goes on to another prompt and to twice
+    as many tokens, until one is left or the time is up (Karnin et al. 2013, "Almost optimal
+    exploration in multi-armed bandits").
+
+    The first round warms everything up: it drops nobody. No probe begins once `seconds` of `clock`
+    have gone, so that the last one alone can pass them. A round that was cut short does not count;
+    where that was the first after the warm-up, those of it that were probed are compared, and where
+    nobody was, the first contender is taken.
+    """
+    until = clock() + seconds
+    left = list(contenders)
+    tokens = PROBE_TOKENS
+    number = 0
+    while len(left) > 1:
+        costs: list[tuple[float, int]] = []
+        for place, contender in enumerate(left):
+            if clock() >= until:
+                return left[min(costs)[1]] if number == 1 and costs else left[0]
+            on_probe(contender.name)
+            sample = contender.decode(prompts[number % len(prompts)], min(tokens, max_tokens))
+            costs.append((sample.seconds / max(1, len(sample.token_ids)), place))
+        if number > 0:
+            left = [left[place] for _, place in sorted(costs)[: math.ceil(len(left) / 2)]]
+            tokens *= 2
+        number += 1
+    return left[0]
+
+
 def deployments(config: Config) -> dict[str, Config]:
     """What is started, by the name that rows refer to. Ports are any free ones.
 
     `config` says the models; how many threads each device has is what is compared.
     """
-    server = config.server.model_copy(update={"http_port": 0, "grpc_port": 0})
     drafter = next(
         (one for one in config.drafters if one.kind == "model"), DrafterConfig(model="demo-draft")
     )
@@ -82,7 +210,7 @@ def deployments(config: Config) -> dict[str, Config]:
     model_drafter = drafter.model_copy(update={"count": 1, "threads": 1})
 
     def deployment(target: TargetConfig, *drafters: DrafterConfig) -> Config:
-        return config.model_copy(update={"target": target, "drafters": drafters, "server": server})
+        return on_free_ports(config, target=target, drafters=drafters)
 
     return {
         "plain": deployment(config.target.model_copy(update={"threads": CORES})),
@@ -219,12 +347,110 @@ def run_decode(
         draft = resolve_model(drafter, home=home)
         process = stack.enter_context(
             TransformersProcess(
-                target.folder,
-                draft.folder,
-                draft_weights=draft.weights,
-                threads=CORES,
-                log=log_folder / "transformers.log",
+                target.folder, draft=draft, threads=CORES, log=log_folder / "transformers.log"
             )
         )
         prompts = encode_prompts(clients["plain"], inputs)
         return DecodeBench(clients, process, prompts, settings, tell=tell).run()
+
+
+def decode_json(result: DecodeResult, machine: Mapping[str, object]) -> dict[str, object]:
+    """The document of `bench decode --json`."""
+    rows = by_name(result)
+    return {
+        "suite": "decode",
+        "machine": machine,
+        "emulated": False,
+        "rows": [_row_json(result, row, rows["off"]) for row in result.rows],
+        "ratios": {goal.name.replace(" ", ""): goal.ratio for goal in goals(result)},
+    }
+
+
+def by_name(result: DecodeResult) -> dict[str, Measured]:
+    """The rows by their names."""
+    return {row.contender.name: row for row in result.rows}
+
+
+def goals(result: DecodeResult) -> Iterator[Goal]:
+    """The ratios of rows' tokens/s that we aim at."""
+    rows = by_name(result)
+    for one, other, aim in RATIOS:
+        ratio = rows[one].tokens_per_second / rows[other].tokens_per_second
+        yield Goal(f"{one} / {other}", ratio, aim)
+
+
+def print_decode(console: Console, result: DecodeResult) -> None:
+    """The rows, how each ran, and the ratios; at most 80 columns."""
+    off = by_name(result)["off"]
+    shown = table(("", "tok/s", "ms/tok", "/off", "spread", "len", "busy", "gap", "same"))
+    for row in result.rows:
+        length = row.acceptance_length
+        shown.add_row(
+            row.contender.name,
+            f"{row.tokens_per_second:.1f}",
+            f"{1000 / row.tokens_per_second:.1f}",
+            f"{row.tokens_per_second / off.tokens_per_second:.2f}",
+            f"{row.spread:.0%}",
+            "" if length is None else f"{length:.2f}",
+            " ".join(f"{share:.0%}" for share in row.busy.values()),
+            _gaps_shown(result, row),
+            "yes" if row.same_text(off) else "no",
+        )
+    console.print(shown)
+    console.print()
+    for row in result.rows:
+        console.print(f"{row.contender.name}: {row.contender.setting}", highlight=False)
+    console.print(LEGEND, highlight=False)
+    print_goals(console, goals(result))
+
+
+def _gaps_shown(result: DecodeResult, row: Measured) -> str:
+    gaps = [result.gaps_ms.get((row.contender.name, one)) for one in GAP_TEMPERATURES]
+    return "/".join(f"{gap:.2f}" for gap in gaps if gap is not None)
+
+
+def _row_json(result: DecodeResult, row: Measured, off: Measured) -> dict[str, object]:
+    name = row.contender.name
+    return {
+        "name": name,
+        "setting": row.contender.setting,
+        "speedup": row.tokens_per_second / off.tokens_per_second,
+        "tokens": row.tokens,
+        "tokens_per_second": row.tokens_per_second,
+        "ms_per_token": 1000 / row.tokens_per_second,
+        "spread": row.spread,
+        "acceptance_length": row.acceptance_length,
+        "busy": dict(row.busy),
+        "gap_ms_p50": result.gaps_ms.get((name, 0.0)),
+        "gap_ms_p50_t1": result.gaps_ms.get((name, 1.0)),
+        "same_text": row.same_text(off),
+    }
+
+
+def _run(asked: Asked) -> Report:
+    settings = DecodeSettings(
+        asked.max_tokens or MAX_TOKENS,
+        asked.repeats or REPEATS,
+        asked.calibrate is not False,
+        asked.gap_steps or GAP_STEPS,
+    )
+    result = run_decode(
+        deployments(asked.config),
+        asked.read_inputs(asked.limit or LIMIT),
+        settings,
+        home=asked.home,
+        log_folder=asked.folder,
+        tell=asked.tell,
+    )
+    return Report(decode_json(result, asked.machine), lambda console: print_decode(console, result))
+
+
+register(
+    Suite(
+        "decode",
+        "speculation beside plain decoding and transformers, one request a time; by default "
+        "8 rows of the input, 64 tokens, 3 rounds (minutes)",
+        _run,
+        frozenset({"limit", "max_tokens", "repeats", "calibrate", "gap_steps"}),
+    )
+)

@@ -1,35 +1,163 @@
-"""`paceline bench engine`: the target engine by itself, beside transformers in the same run."""
+"""`paceline bench engine`: the target engine by itself, beside transformers in the same run.
+
+Its parts register themselves: steps (engine_steps.py), serving, prefix and delay
+(engine_serving.py), driver (engine_driver.py). `--device cuda` is engine_gpu.py.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from deploy.bench.engine_delay import measure_delay
-from deploy.bench.engine_driver import ALL_BATCHES as DRIVER_BATCHES
-from deploy.bench.engine_driver import measure_driver
-from deploy.bench.engine_prefix import measure_prefix
-from deploy.bench.engine_rows import BATCHES, EngineRow, EngineTask, with_speedups
-from deploy.bench.engine_serving import measure_serving
-from deploy.bench.engine_steps import measure_steps
+from rich.console import Console
 
-PARTS: Mapping[str, Callable[[EngineTask], Iterable[EngineRow]]] = {
-    "steps": measure_steps,
-    "serving": measure_serving,
-    "prefix": measure_prefix,
-    "driver": measure_driver,
-    "delay": measure_delay,
-}
-"""What can be measured. A further part is a function that takes the task and gives rows, each as
-soon as it is measured."""
-ALL_BATCHES = sorted({*BATCHES, *DRIVER_BATCHES})
-"""Batches that some part measures."""
+from cluster.config import Config
+from deploy.bench.harness import (
+    CORES,
+    Asked,
+    Document,
+    Goal,
+    Report,
+    Suite,
+    document,
+    print_goals,
+    register,
+    table,
+)
+from paceline.errors import InvalidRequestError
+from workers.engine.weight_form import WeightForm, form_on_cpu
+from workers.models import ModelFiles, resolve_model
+
+OFF = "off"
+BATCHES = (1, 4, 16)
+ALL_BATCHES = (*BATCHES, 64, 1000)
+"""With those of part driver, which has the last two alone."""
+WINDOWS = (0, 4, 8)
 USUAL_PARTS = ("steps", "serving")
 """Those of `bench engine` without --part."""
+CACHE = "prefix cache"
+"""The row of part prefix that has one."""
 
+GOALS = ((1, 2.0), (16, 3.0))
+"""A batch, and how many times transformers' tokens a second plain decoding should reach."""
+GPU_SHARE = 0.8
+"""Of a copy's bandwidth, what plain decoding of one sequence on a GPU should reach."""
+GPU_WINDOW = 1.1
+"""A GPU's step that verifies 8 candidates, over one without: at most this."""
+LEGEND = """
+step: ms, as the sender of the step sees it. share: of the memory bandwidth
+that a plain copy reaches. prefill: tokens/s of one prompt. memory: a shard's
+peak over its share of weights and its KV. Every sequence has its full length.
+"""
+
+_LOWEST_ID = 3
+"""Ids below are often special ones."""
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTask:
+    """What a part measures with.
+
+    `quick`: with less of everything, in two minutes in all. `batches`: those alone; None: all.
+    """
+
+    config: Config
+    home: Path
+    log_folder: Path
+    quick: bool
+    tell: Callable[[str], None]
+    batches: Collection[int] | None = None
+
+    def batches_of(self, all_batches: Iterable[int]) -> list[int]:
+        """Which of these are to be measured."""
+        return [one for one in all_batches if self.batches is None or one in self.batches]
+
+    def target_files(self) -> ModelFiles:
+        """The target's checkpoint, and the form that target.dtype has it held in on a CPU."""
+        target = self.config.target
+        files = resolve_model(target.model, home=self.home)
+        return replace(files, weights=form_on_cpu(target.dtype, files.weights))
+
+
+def peer_dtype(form: WeightForm) -> str:
+    """What transformers computes in beside ours: bfloat16 beside bfloat16, else float32."""
+    return "bfloat16" if form == "bfloat16" else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """One row; None where a figure does not apply. A row is named by part, batch and name.
+
+    `engine` is "paceline" or "transformers"; `degree` the number of shards, `threads` those of
+    each. `tokens_per_second` are output tokens, those of a window counted as if none of its
+    candidates were accepted. `bandwidth_share` is what a step must read over what a copy moves in
+    the same time. `speedup` is against the row `off` of the same part and batch. `details` are
+    further figures by name.
+    """
+
+    part: str
+    name: str
+    engine: str
+    batch: int
+    window: int
+    degree: int
+    dtype: str
+    threads: int
+    step_ms: float | None = None
+    bandwidth_share: float | None = None
+    tokens_per_second: float | None = None
+    speedup: float | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
+
+
+def with_speedups(rows: Sequence[EngineRow]) -> list[EngineRow]:
+    """The rows with `speedup` set where there is a row `off` to compare with."""
+    plain = {(row.part, row.batch): row for row in rows if row.name == OFF}
+
+    def speedup(row: EngineRow) -> float | None:
+        off = plain.get((row.part, row.batch))
+        if off is None or off.tokens_per_second is None or row.tokens_per_second is None:
+            return row.speedup
+        return row.tokens_per_second / off.tokens_per_second
+
+    return [replace(row, speedup=speedup(row)) for row in rows]
+
+
+def own_name(*, window: int, degree: int, threads: int) -> str:
+    """How a row of ours is called: "off" is plain decoding by one shard on all cores."""
+    parts = [f"verify {window}" if window else OFF]
+    if degree > 1:
+        parts.append(f"degree {degree}")
+    if degree * threads < CORES:
+        parts.append(f"{threads} thread" + ("s" if threads > 1 else ""))
+    return ", ".join(parts)
+
+
+Part = Callable[[EngineTask], Iterable[EngineRow]]
+"""What can be measured: a function that takes the task and gives rows, each once it is measured."""
+
+PARTS: dict[str, Part] = {}
+
+
+def measures(name: str) -> Callable[[Part], Part]:
+    """Register what `--part NAME` measures."""
+
+    def add(measure: Part) -> Part:
+        PARTS[name] = measure
+        return measure
+
+    return add
+
+
+def random_tokens(count: int, *, vocab_size: int, seed: int) -> list[int]:
+    """`count` token ids. The same arguments give the same ids."""
+    generator = random.Random(seed)
+    return [generator.randrange(_LOWEST_ID, vocab_size) for _ in range(count)]
 
 
 @dataclass(slots=True)
@@ -60,3 +188,134 @@ def run_engine(
             result.failed[name] = f"{type(error).__name__}: {error}"
             save(result)
     return result
+
+
+def goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
+    """Those whose rows were measured: served, our best thread count against transformers'."""
+    for batch, aim in GOALS:
+        speeds = {
+            row.name: row.tokens_per_second
+            for row in rows
+            if (row.part, row.batch) == ("serving", batch) and row.tokens_per_second
+        }
+        for name in speeds:
+            if name.startswith(OFF) and "hf" in speeds:
+                yield Goal(f"batch {batch}: {name} / hf", speeds[name] / speeds["hf"], aim)
+    for row in rows:
+        if (row.part, row.name) == ("prefix", CACHE) and row.speedup is not None:
+            yield Goal(f"{row.batch} prompts that begin alike: cache / off", row.speedup, 5.0)
+    yield from _gpu_goals(rows)
+
+
+def _gpu_goals(rows: Sequence[EngineRow]) -> Iterator[Goal]:
+    """Plain decoding of one sequence on a GPU against its memory, and a window against it."""
+    for part in dict.fromkeys(row.part for row in rows if row.part.startswith("gpu")):
+        alone = {row.window: row for row in rows if (row.part, row.batch) == (part, 1)}
+        off, verify = alone.get(0), alone.get(8)
+        if off is not None and off.bandwidth_share is not None:
+            yield Goal(f"{part}: share of bandwidth", off.bandwidth_share, GPU_SHARE)
+        if off is not None and verify is not None and off.step_ms and verify.step_ms:
+            ratio = verify.step_ms / off.step_ms
+            yield Goal(f"{part}: step of verify 8 / off, at most", ratio, GPU_WINDOW)
+
+
+def engine_json(
+    rows: Sequence[EngineRow], machine: Mapping[str, object], failed: Mapping[str, str]
+) -> dict[str, object]:
+    """The document of `bench engine --json`; `failed`: of each part that failed, why."""
+    return {**document("engine", rows, goals(rows), machine), "failed": dict(failed)}
+
+
+def print_engine(console: Console, rows: Sequence[EngineRow]) -> None:
+    """A table for each part that was measured, then the ratios; at most 80 columns."""
+    for part in dict.fromkeys(row.part for row in rows):
+        headings = ("batch", "threads", "step", "share", "tok/s", "/off", "prefill", "memory")
+        shown = table((part, *headings))
+        for row in rows:
+            if row.part == part:
+                shown.add_row(*_cells(row))
+        console.print(shown)
+        console.print()
+    console.print(LEGEND, highlight=False)
+    print_goals(console, goals(rows))
+    for row in rows:
+        for line in _remarks(row):
+            console.print(line, highlight=False)
+
+
+def _remarks(row: EngineRow) -> Iterator[str]:
+    """What a row has to say that is no column."""
+    if row.details.get("same_text") is False:
+        yield f"{row.part}, {row.name}: the text is NOT that of the row off"
+    if "driver_ms_p50" in row.details:
+        yield (
+            f"driver, {row.name}, batch {row.batch}: {row.details['driver_ms_p50']:.2f} ms a step "
+            f"(at the least {row.details['driver_ms_least']:.2f}; aim {row.details['aim_ms']:.2f})"
+        )
+    if "delay_steps" in row.details:
+        yield (
+            f"delay, batch {row.batch}: a prompt of {row.details['prompt_tokens']} tokens delays a "
+            f"token by at most {row.details['delay_steps']:.2f} steps (aim 2; 19 of 20 tokens by "
+            f"at most {row.details['delay_steps_p95']:.2f}; without it "
+            f"{row.details['delay_steps_without']:.2f} and "
+            f"{row.details['delay_steps_without_p95']:.2f})"
+        )
+
+
+def _cells(row: EngineRow) -> Iterator[str]:
+    yield row.name
+    yield str(row.batch)
+    yield str(row.threads)
+    for figure, form in (
+        (row.step_ms, ".1f"),
+        (row.bandwidth_share, ".0%"),
+        (row.tokens_per_second, ".1f"),
+        (row.speedup, ".2f"),
+        (row.details.get("prefill_tokens_per_second"), ".0f"),
+        (row.details.get("memory_ratio"), ".2f"),
+    ):
+        yield "" if figure is None else format(figure, form)
+
+
+def _run(asked: Asked) -> Report:
+    if asked.device == "cuda":
+        return _run_on_gpu(asked)
+    if asked.device not in (None, "cpu"):
+        raise InvalidRequestError("device", f"expected cpu or cuda, got {asked.device!r}")
+
+    def written(result: EngineResult) -> Document:
+        return engine_json(result.rows, asked.machine, result.failed)
+
+    task = EngineTask(asked.config, asked.home, asked.folder, asked.quick, asked.tell, asked.batch)
+    result = run_engine(task, asked.part or USUAL_PARTS, lambda result: asked.save(written(result)))
+
+    def show(console: Console) -> None:
+        print_engine(console, result.rows)
+        for name, why in result.failed.items():
+            Console(stderr=True).print(f"part {name} failed: {why}", highlight=False, markup=False)
+
+    return Report(written(result), show)
+
+
+def _run_on_gpu(asked: Asked) -> Report:
+    from deploy.bench.engine_gpu import llama_8b, measure_gpu
+    from workers.kernels import use_kernels
+
+    use_kernels(asked.config.target.kernels)
+
+    rows = with_speedups(measure_gpu(llama_8b(quick=asked.quick), asked.tell))
+    return Report(engine_json(rows, asked.machine, {}), lambda console: print_engine(console, rows))
+
+
+register(
+    Suite(
+        "engine",
+        "steps (5 minutes), serving (10), prefix (3), driver (2) and delay (2); without --part "
+        "steps and serving, beside transformers. A part that fails costs its own rows alone. With "
+        "--device cuda: a step of the GPU engine, with a random 8 B model",
+        _run,
+        frozenset({"part", "batch", "quick", "device"}),
+        parts=PARTS.keys(),
+        batches=ALL_BATCHES,
+    )
+)

@@ -1,32 +1,78 @@
-"""Part "driver" of `bench engine`: what the driver itself does for a step, by the batch's size.
+"""Part "driver" of `bench engine`: what the driver itself does for a step.
 
-It is the processor time of the driver's event loop from one answer of the target to the next:
-scheduling, messages to and from workers, text and its way to the callers. A small model makes the
-other side quick, which is where it matters; then most of it is messages. Rows by the length of the
-prompts are measured without workers and gRPC (driver_load.py).
+It is the processor time of the driver's event loop from one answer of the target to the next, by
+the batch's size and the length of the prompts. The driver's own parts run: scheduler, messages to
+and from workers, text and messages to callers. In place of target and drafter stand plain functions
+in the same thread, whose time is taken off; gRPC is left out. The text of a sequence is a function
+of position alone, so that texts of any length cost the bench nothing. All prompts but their ends
+are the same, and prefilled once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-from cluster.config_model import Config
-from deploy.bench.deployments import running_side_by_side
-from deploy.bench.driver_load import DriverLoad, driver_milliseconds
-from deploy.bench.engine_load import random_tokens
-from deploy.bench.engine_rows import EngineRow, EngineTask
-from paceline.client import AsyncClient
-from paceline.generation import GenerateOptions, Stats
+from cluster.decoding.events import Request
+from cluster.decoding.instructions import RunStep
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.dispatch import Dispatch
+from cluster.drafter_link import DrafterDescription
+from cluster.generation import Generation
+from cluster.requests import ResolvedRequest, Speculation
+from cluster.stop_strings import StopStrings
+from cluster.target_description import TargetDescription
+from cluster.text import TextCodec, TextStream
+from cluster.worker_wire import DraftInstruction, drafts_to_wire, step_messages
+from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
+from paceline.errors import PacelineError, UnavailableError
+from paceline.inference_wire import fill_response
+from paceline.prefix_hash import hash_on, hash_prefix
+from paceline.rules import Rule
+from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
+from workers.drafting.batch_size import count_entries
+from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.nodes import Kept, NewNodes
+from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
+from workers.drafting.tree import DraftTree
+from workers.drafting.wire import apply_request, to_responses
 from workers.engine.checkpoint import describe_checkpoint
+from workers.garbage import spare_what_is_there
 
-PART = "driver"
 POLICIES = ("off", "chain")
-BATCHES = (1, 16, 64)
-PROMPT_TOKENS = 16
-TOKENS, QUICK_TOKENS = 200, 60
 AIM_MS, AIM_MS_A_SEQUENCE = 1.0, 0.05
+WINDOW = 8
+PASSES = 4
+"""Of the drafter in a step, each a token for every sequence that has leave."""
+ACCEPTANCE = 0.75
+STEP_SECONDS, STEP_SECONDS_A_TOKEN = 0.02, 1e-6
+"""What the target says that a step took."""
+BLOCK_SIZE = 128
+OWN_TOKENS = 8
+"""Of a prompt, at its end, that no other has."""
+MAX_TOKENS = 4096
+"""Of output; no sequence ends while it is measured."""
+_LOOP_TURNS = 6
+"""After an event; more than the driver spreads its work over."""
+_DRAFTER = "drafter-0"
+
+
+@dataclass(frozen=True, slots=True)
+class DriverLoad:
+    """Sequences that decode at once, each with a prompt of `prompt_tokens` tokens."""
+
+    policy: str
+    sequences: int
+    prompt_tokens: int
+
 
 LOADS = tuple(
     DriverLoad(policy, sequences, prompt_tokens)
@@ -35,23 +81,16 @@ LOADS = tuple(
     for prompt_tokens in (1_000, 8_000, 32_000)
 )
 QUICK_LOADS = tuple(one for one in LOADS if one.sequences == 64)
-ALL_BATCHES = sorted({*BATCHES, *(load.sequences for load in LOADS)})
 LOAD_STEPS, QUICK_LOAD_STEPS = 60, 15
 
 
+@measures("driver")
 def measure_driver(task: EngineTask) -> Iterator[EngineRow]:
-    """A row for each policy and batch; a deployment of its own each, since meters are medians.
-
-    First those by the length of the prompts.
-    """
+    """A row for each policy, number of sequences and length of the prompts."""
     loads = QUICK_LOADS if task.quick else LOADS
-    chosen = task.batches_of(ALL_BATCHES)
+    chosen = task.batches_of({load.sequences for load in loads})
     for load in (one for one in loads if one.sequences in chosen):
         yield measure_load(task, load)
-    batches = task.batches_of(BATCHES[::2] if task.quick else BATCHES)
-    for policy in POLICIES:
-        for batch in batches:
-            yield measure_one(task, policy, batch)
 
 
 def measure_load(task: EngineTask, load: DriverLoad) -> EngineRow:
@@ -64,7 +103,7 @@ def measure_load(task: EngineTask, load: DriverLoad) -> EngineRow:
     steps = QUICK_LOAD_STEPS if task.quick else LOAD_STEPS
     taken = driver_milliseconds(load, files.folder, vocab_size, steps)
     return EngineRow(
-        part=PART,
+        part="driver",
         name=f"{load.policy}, prompts of {load.prompt_tokens}",
         engine="paceline",
         batch=load.sequences,
@@ -75,6 +114,7 @@ def measure_load(task: EngineTask, load: DriverLoad) -> EngineRow:
         details={
             "driver_ms_p50": statistics.median(taken),
             "driver_ms_least": min(taken),
+            "aim_ms": AIM_MS + AIM_MS_A_SEQUENCE * load.sequences,
             "prompt_tokens": load.prompt_tokens,
             "steps": len(taken),
             "emulated": True,
@@ -82,57 +122,227 @@ def measure_load(task: EngineTask, load: DriverLoad) -> EngineRow:
     )
 
 
-def measure_one(task: EngineTask, policy: str, batch: int) -> EngineRow:
-    """So many sequences at once, on a deployment that has done nothing else."""
-    name = f"{policy}, {batch}"
-    task.tell(f"driver: {name}")
-    only = {name: deployment(task.config, max_num_seqs=batch)}
-    with running_side_by_side(only, home=task.home, tell=task.tell) as clients:
-        client = clients[name]
-        tokens = QUICK_TOKENS if task.quick else TOKENS
-        vocab_size = client.describe().vocab_size
-        asyncio.run(_ask(client.address, batch, vocab_size, policy, tokens))
-        files = task.target_files()
-        return _row(policy, batch, files.weights, client.stats())
+def driver_milliseconds(load: DriverLoad, folder: Path, vocab_size: int, steps: int) -> list[float]:
+    """The processor time of each of `steps` steps in which all decode, in milliseconds.
+
+    `folder`: of the checkpoint whose tokenizer makes the text.
+    """
+    return asyncio.run(_Loop(load, TextCodec(folder), vocab_size).run(steps))
 
 
-def deployment(config: Config, *, max_num_seqs: int) -> Config:
-    """The configured models, with a batch that holds all sequences at once."""
-    server = config.server.model_copy(update={"http_port": 0, "grpc_port": 0})
-    target = config.target.model_copy(
-        update={"threads": 1, "tensor_parallel": 1, "max_num_seqs": max_num_seqs}
-    )
-    return config.model_copy(update={"target": target, "server": server})
+class _Loop:
+    def __init__(self, load: DriverLoad, codec: TextCodec, vocab_size: int) -> None:
+        self._load = load
+        self._codec = codec
+        self._text = _Text(vocab_size)
+        self._elsewhere = 0.0
+        self._sent: list[bytes] = []
+        self._for_drafter: list[bytes] = []
+        self._told: list[Generation] = []
 
-
-def _row(policy: str, batch: int, dtype: str, stats: Stats) -> EngineRow:
-    return EngineRow(
-        part=PART,
-        name=policy,
-        engine="paceline",
-        batch=batch,
-        window=0,
-        degree=1,
-        dtype=dtype,
-        threads=1,
-        details={
-            "driver_ms_p50": stats.driver_ms_p50,
-            "aim_ms": AIM_MS + AIM_MS_A_SEQUENCE * batch,
-            "gap_ms_p50": stats.gap_ms_p50,
-            "steps": stats.steps,
-            "drafted": stats.drafted,
-        },
-    )
-
-
-async def _ask(address: str, batch: int, vocab_size: int, policy: str, tokens: int) -> None:
-    options = GenerateOptions(max_tokens=tokens, seed=1, ignore_eos=True, policy=policy)
-    async with AsyncClient(address) as client:
-        await asyncio.gather(
-            *(
-                client.generate(
-                    random_tokens(PROMPT_TOKENS, vocab_size=vocab_size, seed=number), options
-                )
-                for number in range(batch)
-            )
+    async def run(self, steps: int) -> list[float]:
+        load = self._load
+        dispatch = Dispatch(
+            Scheduler(
+                max_num_seqs=load.sequences,
+                max_step_tokens=max(512, (1 + WINDOW) * load.sequences),
+                serves_auto=False,
+            ),
+            target_patience=600.0,
         )
+        dispatch.connect(self._send_step, self._send_drafts, _no_suspect)
+        room = load.prompt_tokens + MAX_TOKENS
+        own_blocks = -(-(OWN_TOKENS + MAX_TOKENS) // BLOCK_SIZE) + 1
+        num_blocks = room // BLOCK_SIZE + own_blocks * load.sequences
+        dispatch.target_joined(
+            0, TargetDescription("recorded", self._text.vocab_size, room, BLOCK_SIZE, num_blocks)
+        )
+        target = _Target(self._text)
+        drafter = DraftingDesk(_Proposer(self._text, room), max_sequences=load.sequences)
+        session = drafter.open_session()
+        if load.policy != PolicyName.OFF.value:
+            rules = frozenset({Rule.COUPLED})
+            dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", room, rules, False))
+        spare_what_is_there()
+        self._admit(dispatch)
+        taken: list[float] = []
+        while len(taken) < steps:
+            begin = time.thread_time()
+            self._elsewhere = 0.0
+            await _turn()
+            with self._beside():
+                answer = target.answer(self._sent)
+                self._sent.clear()
+            for _ in range(PASSES):
+                with self._beside():
+                    passed = self._draft(drafter, session)
+                for message in passed:
+                    batch = drafting_pb2.DraftResponse.FromString(message).proposals
+                    dispatch.proposed(_DRAFTER, batch, count_entries(batch))
+                await _turn()
+            dispatch.step_answered(0, target_pb2.StepResponse.FromString(answer))
+            await _turn()
+            self._tell()
+            if target.only_decoded:
+                taken.append(1000 * (time.thread_time() - begin - self._elsewhere))
+        dispatch.stop(UnavailableError("the bench is over"))
+        return taken
+
+    def _admit(self, dispatch: Dispatch) -> None:
+        """All requests, as the driver makes them."""
+        load, vocab_size = self._load, self._text.vocab_size
+        count = load.prompt_tokens - OWN_TOKENS
+        shared = tuple(random_tokens(count, vocab_size=vocab_size, seed=0))
+        shared_hash = hash_prefix(shared)
+        for number in range(1, load.sequences + 1):
+            own = random_tokens(OWN_TOKENS, vocab_size=vocab_size, seed=number)
+            prompt = (*shared, *own)
+            spec = SequenceSpec(
+                SamplingParams(temperature=0.0), seed=number, prompt_length=len(prompt)
+            )
+            speculation = Speculation(PolicyName(load.policy), WINDOW)
+            resolved = ResolvedRequest(
+                str(number), prompt, spec, MAX_TOKENS, StopStrings(()), speculation, ""
+            )
+            stream = TextStream(self._codec)
+            generation = Generation(resolved, number, stream, dispatch)
+            generation.on_told(partial(self._told.append, generation))
+            request = Request(
+                number,
+                prompt,
+                spec,
+                MAX_TOKENS,
+                policy=speculation.policy,
+                window=WINDOW,
+                prompt_hash=hash_on(shared_hash, own),
+            )
+            dispatch.admit(request, generation)
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """What is done here is not the driver's work."""
+        begin = time.thread_time()
+        yield
+        self._elsewhere += time.thread_time() - begin
+
+    def _send_step(self, step: RunStep) -> None:
+        self._sent += [message.SerializeToString() for message in step_messages(step)]
+
+    def _send_drafts(self, name: str, instructions: Sequence[DraftInstruction]) -> None:
+        for message in drafts_to_wire(instructions):
+            self._for_drafter.append(message.SerializeToString())
+
+    def _tell(self) -> None:
+        """One message to the callers, as cluster/many_requests.py has it."""
+        message = inference_pb2.GenerateManyResponse()
+        for generation in self._told:
+            while generation.unread:
+                event = generation.take()
+                if isinstance(event, PacelineError):
+                    raise event
+                numbered = message.responses.add()
+                numbered.number = generation.sequence_id
+                fill_response(numbered.response, event)
+        message.SerializeToString()
+        self._told.clear()
+
+    def _draft(self, desk: DraftingDesk, session: DraftingSession) -> list[bytes]:
+        """A pass over what the driver said."""
+        for message in self._for_drafter:
+            apply_request(session, drafting_pb2.DraftRequest.FromString(message))
+        self._for_drafter.clear()
+        news = desk.run_pass() if desk.has_work else []
+        while desk.num_opening:  # long texts are taken in at once here
+            news += desk.run_pass()
+        return [answer.SerializeToString() for one in news for answer in to_responses(one, 0.003)]
+
+
+def _no_suspect(drafter: str, reason: str) -> None:
+    raise AssertionError(f"{drafter}: {reason}")
+
+
+async def _turn() -> None:
+    """Let the driver do what it left for later."""
+    for _ in range(_LOOP_TURNS):
+        await asyncio.sleep(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    vocab_size: int
+
+    def token(self, seed: int, position: int) -> int:
+        """The true token at a position."""
+        return 3 + (seed * 7919 + position * 104729) % (self.vocab_size - 4)
+
+    def guess(self, seed: int, position: int) -> int:
+        """A drafter's, which is true at ACCEPTANCE of all positions."""
+        luck = (seed * 31 + position * 17) * 2654435761 % 2**32
+        return self.token(seed, position) + (luck >= ACCEPTANCE * 2**32)
+
+
+@dataclass(slots=True)
+class _Target:
+    text: _Text
+    only_decoded: bool = False
+    """Whether all slices of the last step decoded, and there were some."""
+    _seeds: dict[int, int] = field(default_factory=dict)
+
+    def answer(self, sent: Sequence[bytes]) -> bytes:
+        """Answer the one step that was sent, in one message or several."""
+        request = target_pb2.StepRequest()
+        for message in sent:
+            request.MergeFromString(message)
+        for opened in request.open:
+            self._seeds[opened.sequence_id] = opened.spec.seed
+        response = target_pb2.StepResponse(step=request.step)
+        tokens = 0
+        for part in request.slices:
+            tokens += len(part.token_ids)
+            if part.verdict:
+                self._judge(part, response.verdicts.add())
+        decoding = [one.verdict and len(one.token_ids) <= 1 + WINDOW for one in request.slices]
+        self.only_decoded = all(decoding) and len(decoding) == len(self._seeds)
+        response.step_seconds = STEP_SECONDS + STEP_SECONDS_A_TOKEN * tokens
+        return response.SerializeToString()
+
+    def _judge(self, part: target_pb2.Slice, verdict: target_pb2.Verdict) -> None:
+        seed, end = self._seeds[part.sequence_id], part.start + len(part.token_ids)
+        accepted = 0
+        for position in range(end - part.window, end):
+            if part.token_ids[position - part.start] != self.text.token(seed, position):
+                break
+            accepted += 1
+        verdict.sequence_id = part.sequence_id
+        verdict.num_accepted = accepted
+        verdict.token_id = self.text.token(seed, end - part.window + accepted)
+
+
+class _Proposer(TakesNoTime):
+    """Drafts a token of each chain a pass, as a model does."""
+
+    def __init__(self, text: _Text, max_position: int) -> None:
+        self._text = text
+        rules = frozenset({Rule.COUPLED})
+        self.info = DrafterInfo("model", "recorded", 0, b"", max_position, rules)
+
+    def open(self, tree: DraftTree) -> None:
+        pass
+
+    def close(self, tree: DraftTree) -> None:
+        pass
+
+    def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
+        pass
+
+    def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
+        result = Pass(took_part=list(trees))
+        for tree in trees:
+            position = tree.num_committed + tree.num_nodes
+            token_id = self._text.guess(tree.spec.seed, position)
+            new = NewNodes((token_id,)) if tree.chain_room else NewNodes()
+            result.drafts.append(Draft(tree, new, grant_used=not new.token_ids))
+        return result
+
+    def check_integrity(self, trees: Sequence[DraftTree]) -> None:
+        pass

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from deploy.bench.engine_rows import BATCHES, OFF, WINDOWS, EngineRow
+from deploy.bench.engine import BATCHES, OFF, WINDOWS, EngineRow
 from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.device_verdicts import choose_tokens

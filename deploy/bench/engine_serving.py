@@ -1,40 +1,110 @@
-"""Part "serving" of `bench engine`: seeded requests through our driver, and through transformers.
+"""Requests that `bench engine` serves: parts "serving", "prefix" and "delay".
 
-Every batch has requests of its own. We serve as many at a time as the batch has, one taking the
-place of another; transformers' static batching takes that many and waits for the longest.
+- "serving": seeded requests through our driver, and through transformers. Every batch has requests
+  of its own. We serve as many at a time as the batch has, one taking the place of another;
+  transformers' static batching takes that many and waits for the longest.
+- "prefix": prompts that begin alike, with the prefix cache and without. All are asked for at once,
+  and what is measured is the time until every one has its first token.
+- "delay": what a long prompt does to the tokens of others. Sequences decode plainly; then comes a
+  prompt of 1,500 tokens, and when it is done, and as many tokens came without it as beside it,
+  another one. A delay is counted in steps of the same batch without a prompt: the time between two
+  tokens of a sequence while one is prefilled, over the usual time, less the one step that it takes
+  in any case. The longest is told beside the longest of the times without: a busy host holds up a
+  step now and then, whatever is in it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from cluster.config_model import Config
-from deploy.bench.decode import CORES
-from deploy.bench.deployments import running_side_by_side
-from deploy.bench.engine_load import Request, batches_of, seeded_requests
-from deploy.bench.engine_peer import PeerProcess
-from deploy.bench.engine_rows import BATCHES, EngineRow, EngineTask, own_name, peer_dtype
+from cluster.config import Config
+from deploy.bench.engine import (
+    BATCHES,
+    CACHE,
+    OFF,
+    EngineRow,
+    EngineTask,
+    measures,
+    own_name,
+    peer_dtype,
+    random_tokens,
+)
+from deploy.bench.harness import CORES
+from deploy.bench.processes import on_free_ports, running_side_by_side
+from deploy.bench.transformers_peer import TransformersProcess
 from deploy.measure import busy_shares
 from paceline.client import AsyncClient, Client
-from paceline.generation import GenerateOptions, Stats
+from paceline.generation import Chunk, GenerateOptions, ModelDescription, Stats
 
-PART = "serving"
-_WARM_UP = Request((5, 6, 7, 8), 4)
+PROMPT_TOKENS = (20, 600)
+OUTPUT_TOKENS = (16, 256)
+SHARED_TOKENS = 800
+OWN_TOKENS = 24
+PREFIX_PROMPTS, QUICK_PREFIX_PROMPTS = 100, 8
+_TEXT_PROMPTS, _TEXT_TOKENS = 4, 16
+"""So many prompts are continued by so many tokens, to compare texts beyond the first token."""
+LONG_PROMPT_TOKENS = 1500
+LONG_PROMPTS, QUICK_LONG_PROMPTS = 3, 1
+_OWN_PROMPT = 20
+_BEFORE, _QUICK_BEFORE = 24, 8
+"""Tokens that every sequence has before the first prompt; of the first half no time counts."""
+
+
+def plain_target(config: Config, **target: object) -> Config:
+    """The configured target, in one shard and without drafters; `target`: changes to it."""
+    changed = config.target.model_copy(update={"tensor_parallel": 1, **target})
+    return on_free_ports(config, target=changed, drafters=())
+
+
+# Part "serving"
 
 
 @dataclass(frozen=True, slots=True)
-class ServingAmount:
-    """Requests of each batch, and how long transformers' continuous batching may take in all."""
+class Request:
+    """A prompt, and how many tokens to continue it with; an end token does not end it.
 
-    requests: Mapping[int, int]
-    continuous_seconds: float
+    Every engine ignores the end of sequence alike, else the lengths would be the model's.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    output_tokens: int
 
 
-FULL = ServingAmount({1: 4, 4: 12, 16: 32}, 20.0)
-QUICK = ServingAmount({1: 1, 16: 16}, 10.0)
+def seeded_requests(
+    count: int,
+    *,
+    vocab_size: int,
+    seed: int,
+    prompt_tokens: tuple[int, int] = PROMPT_TOKENS,
+    output_tokens: tuple[int, int] = OUTPUT_TOKENS,
+) -> list[Request]:
+    """Requests of uniform lengths, bounds included. The same arguments give the same requests."""
+    generator = random.Random(seed)
+    requests = []
+    for number in range(count):
+        length = generator.randint(*prompt_tokens)
+        tokens = random_tokens(length, vocab_size=vocab_size, seed=seed * 100_000 + number)
+        requests.append(Request(tuple(tokens), generator.randint(*output_tokens)))
+    return requests
+
+
+def batches_of(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
+    """The requests in their order, `size` at a time."""
+    return [requests[start : start + size] for start in range(0, len(requests), size)]
+
+
+_WARM_UP = Request((5, 6, 7, 8), 4)
+
+
+REQUESTS: Mapping[int, int] = {1: 4, 4: 12, 16: 32}
+QUICK_REQUESTS: Mapping[int, int] = {1: 1, 16: 16}
+"""How many requests there are for each batch."""
 _REPORTS = 4
 """How often it is told how far the requests of a row are."""
 
@@ -54,19 +124,23 @@ class Served:
         return sum(map(len, self.token_ids))
 
 
+@measures("serving")
 def measure_serving(task: EngineTask) -> Iterator[EngineRow]:
     """Our rows at every thread count and transformers', batch by batch in turns."""
-    amount = QUICK if task.quick else FULL
+    counts = QUICK_REQUESTS if task.quick else REQUESTS
     files = task.target_files()
+    dtype = peer_dtype(files.weights)
     log = task.log_folder / "transformers.log"
     with (
-        running_side_by_side(deployments(task.config), home=task.home, tell=task.tell) as clients,
-        PeerProcess(files.folder, dtype=peer_dtype(files.weights), threads=CORES, log=log) as peer,
+        running_side_by_side(
+            serving_deployments(task.config), home=task.home, tell=task.tell
+        ) as clients,
+        TransformersProcess(files.folder, dtype=dtype, threads=CORES, log=log) as peer,
     ):
         vocab_size = next(iter(clients.values())).describe().vocab_size
         threads = _best_threads(peer, vocab_size)
-        for batch in task.batches_of(amount.requests):
-            requests = seeded_requests(amount.requests[batch], vocab_size=vocab_size, seed=batch)
+        for batch in task.batches_of(counts):
+            requests = seeded_requests(counts[batch], vocab_size=vocab_size, seed=batch)
             for name, client in clients.items():
                 progress = _Progress(task.tell, f"{name}, batch {batch}", len(requests))
                 asyncio.run(serve(client.address, [_WARM_UP], batch=1, tenant="warm-up"))
@@ -78,10 +152,6 @@ def measure_serving(task: EngineTask) -> Iterator[EngineRow]:
             row = _static_row(peer, requests, batch, threads, progress.more)
             progress.end(row)
             yield row
-            if batch == max(BATCHES):
-                task.tell("serving: transformers' continuous batching")
-                limit = amount.continuous_seconds
-                yield _continuous_row(peer, requests, batch, threads, limit)
 
 
 class _Progress:
@@ -105,15 +175,12 @@ class _Progress:
         self._tell(f"serving: {self._name}, {row.tokens_per_second:.1f} tokens/s")
 
 
-def deployments(config: Config) -> dict[str, Config]:
-    """Plain targets without drafters, by the names of their rows, on any free ports."""
-    server = config.server.model_copy(update={"http_port": 0, "grpc_port": 0})
-
-    def plain(threads: int) -> Config:
-        target = config.target.model_copy(update={"threads": threads, "tensor_parallel": 1})
-        return config.model_copy(update={"target": target, "drafters": (), "server": server})
-
-    return {own_name(window=0, degree=1, threads=threads): plain(threads) for threads in (CORES, 1)}
+def serving_deployments(config: Config) -> dict[str, Config]:
+    """Plain targets, by the names of their rows."""
+    return {
+        own_name(window=0, degree=1, threads=threads): plain_target(config, threads=threads)
+        for threads in (CORES, 1)
+    }
 
 
 def measure_own(
@@ -176,12 +243,14 @@ def _counters(before: Stats, after: Stats) -> Mapping[str, object]:
 
 def _own_row(name: str, dtype: str, batch: int, served: Served) -> EngineRow:
     threads = CORES if name == own_name(window=0, degree=1, threads=CORES) else 1
-    return _row(name, "paceline", batch, dtype, threads, served)
+    return _serving_row(name, "paceline", batch, dtype, threads, served)
 
 
-def _row(name: str, engine: str, batch: int, dtype: str, threads: int, served: Served) -> EngineRow:
+def _serving_row(
+    name: str, engine: str, batch: int, dtype: str, threads: int, served: Served
+) -> EngineRow:
     return EngineRow(
-        part=PART,
+        part="serving",
         name=name,
         engine=engine,
         batch=batch,
@@ -201,19 +270,19 @@ def _row(name: str, engine: str, batch: int, dtype: str, threads: int, served: S
     )
 
 
-def _best_threads(peer: PeerProcess, vocab_size: int) -> int:
+def _best_threads(peer: TransformersProcess, vocab_size: int) -> int:
     """The thread count with which transformers generates fastest; the first answer warms up."""
     prompt = seeded_requests(1, vocab_size=vocab_size, seed=0)[0].prompt_token_ids
 
     def seconds(threads: int) -> float:
-        return peer.static([prompt], max_tokens=8, threads=threads).seconds
+        return peer.generate([prompt], max_tokens=8, threads=threads, ignore_eos=True).seconds
 
     seconds(CORES)
     return min(range(CORES, 0, -1), key=lambda threads: min(seconds(threads) for _ in range(2)))
 
 
 def _static_row(
-    peer: PeerProcess,
+    peer: TransformersProcess,
     requests: Sequence[Request],
     batch: int,
     threads: int,
@@ -224,8 +293,11 @@ def _static_row(
     seconds, steps = 0.0, 0
     for group in batches_of(requests, batch):
         longest = max(request.output_tokens for request in group)
-        answer = peer.static(
-            [request.prompt_token_ids for request in group], max_tokens=longest, threads=threads
+        answer = peer.generate(
+            [request.prompt_token_ids for request in group],
+            max_tokens=longest,
+            threads=threads,
+            ignore_eos=True,
         )
         seconds += answer.seconds
         steps += longest
@@ -235,29 +307,257 @@ def _static_row(
         ]
         on_done(len(group))
     served = Served(token_ids, seconds, steps, {})
-    return _row("hf", "transformers", batch, peer.dtype, threads, served)
+    return _serving_row("hf", "transformers", batch, peer.dtype, threads, served)
 
 
-def _continuous_row(
-    peer: PeerProcess, requests: Sequence[Request], batch: int, threads: int, limit: float
-) -> EngineRow:
-    """Tokens made until all are done or the time is over; a row without figures says why."""
-    answer = peer.continuous(requests, batch=batch, threads=threads, limit_seconds=limit)
+# Part "prefix"
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """All first tokens, further text of a few prompts, and what it took to have the former."""
+
+    first_tokens: Sequence[Sequence[int]]
+    texts: Sequence[Sequence[int]]
+    seconds: float
+    prefilled_tokens: int
+    hit_tokens: int
+    steps: int
+
+
+@measures("prefix")
+def measure_prefix(task: EngineTask) -> list[EngineRow]:
+    """Two rows, `off` without the cache; `speedup` is the ratio of their times."""
+    files = task.target_files()
+    count = QUICK_PREFIX_PROMPTS if task.quick else PREFIX_PROMPTS
+    with running_side_by_side(
+        prefix_deployments(task.config), home=task.home, tell=task.tell
+    ) as clients:
+        description = clients[OFF].describe()
+        # A short context, as of a tiny checkpoint, holds fewer shared tokens.
+        longest = description.max_model_len - OWN_TOKENS - _TEXT_TOKENS
+        prompts = prompts_that_begin_alike(
+            count, min(SHARED_TOKENS, longest), vocab_size=description.vocab_size
+        )
+        measured = {}
+        for name, client in clients.items():
+            task.tell(f"prefix: {name}, {count} prompts")
+            measured[name] = _prefill_all(client, prompts, vocab_size=description.vocab_size)
+    off = measured[OFF]
+    return [
+        EngineRow(
+            part="prefix",
+            name=name,
+            engine="paceline",
+            batch=count,
+            window=0,
+            degree=1,
+            dtype=files.weights,
+            threads=CORES,
+            step_ms=1000 * one.seconds / one.steps,
+            speedup=off.seconds / one.seconds,
+            details={
+                "seconds": one.seconds,
+                "prompt_tokens": sum(map(len, prompts)),
+                "prefill_tokens_per_second": sum(map(len, prompts)) / one.seconds,
+                "prefilled_tokens": one.prefilled_tokens,
+                "prefix_hit_tokens": one.hit_tokens,
+                "same_text": (one.first_tokens, one.texts) == (off.first_tokens, off.texts),
+            },
+        )
+        for name, one in measured.items()
+    ]
+
+
+def prefix_deployments(config: Config) -> dict[str, Config]:
+    """Plain targets, by the names of their rows."""
+    return {
+        OFF: plain_target(config, threads=CORES, prefix_cache=False),
+        CACHE: plain_target(config, threads=CORES, prefix_cache=True),
+    }
+
+
+def prompts_that_begin_alike(count: int, shared: int, *, vocab_size: int) -> list[list[int]]:
+    """Random tokens; the same arguments give the same prompts."""
+    begin = random_tokens(shared, vocab_size=vocab_size, seed=1)
+    return [
+        begin + random_tokens(OWN_TOKENS, vocab_size=vocab_size, seed=2 + number)
+        for number in range(count)
+    ]
+
+
+def _prefill_all(client: Client, prompts: Sequence[Sequence[int]], *, vocab_size: int) -> Prefilled:
+    warm_up = random_tokens(SHARED_TOKENS // 4, vocab_size=vocab_size, seed=0)
+    asyncio.run(_ask_all(client.address, [warm_up], max_tokens=4))
+    before = client.stats()
+    start = time.perf_counter()
+    first_tokens = asyncio.run(_ask_all(client.address, prompts, max_tokens=1))
+    seconds = time.perf_counter() - start
+    after = client.stats()
+    few = prompts[:_TEXT_PROMPTS]
+    return Prefilled(
+        first_tokens=first_tokens,
+        texts=asyncio.run(_ask_all(client.address, few, max_tokens=_TEXT_TOKENS)),
+        seconds=seconds,
+        prefilled_tokens=after.prefilled_tokens - before.prefilled_tokens,
+        hit_tokens=after.prefix_hit_tokens - before.prefix_hit_tokens,
+        steps=after.steps - before.steps,
+    )
+
+
+async def _ask_all(
+    address: str, prompts: Sequence[Sequence[int]], *, max_tokens: int
+) -> list[tuple[int, ...]]:
+    options = GenerateOptions(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, policy="off")
+    async with AsyncClient(address) as client:
+        answers = await asyncio.gather(
+            *(client.generate(list(prompt), options) for prompt in prompts)
+        )
+    return [answer.token_ids for answer in answers]
+
+
+# Part "delay"
+
+
+@measures("delay")
+def measure_delay(task: EngineTask) -> Iterator[EngineRow]:
+    """A row for each batch of those who decode."""
+    config = plain_target(task.config, threads=CORES, max_num_seqs=max(BATCHES) + 1)
+    with running_side_by_side({OFF: config}, home=task.home, tell=task.tell) as clients:
+        client = clients[OFF]
+        description = client.describe()
+        for batch in task.batches_of(BATCHES):
+            task.tell(f"delay: batch {batch}")
+            delay = asyncio.run(_Delay(description, batch, quick=task.quick).run(client.address))
+            yield _delay_row(task, batch, delay)
+
+
+def delay_in_steps(usual: Sequence[float], beside: Sequence[float]) -> float:
+    """The longest of the times between two tokens beside a prompt, in usual ones, less that one."""
+    return max(beside) / statistics.median(usual) - 1
+
+
+def all_but_a_twentieth(times: Sequence[float]) -> Sequence[float]:
+    """Without the longest ones: a busy host holds up a step now and then."""
+    return sorted(times)[: max(1, len(times) * 19 // 20)]
+
+
+class _Delay:
+    """One measurement: who decodes, when their tokens came, and when prompts were there."""
+
+    def __init__(self, description: ModelDescription, batch: int, *, quick: bool) -> None:
+        self._vocab_size = description.vocab_size
+        self._batch = batch
+        self._prompts = QUICK_LONG_PROMPTS if quick else LONG_PROMPTS
+        self._before = _QUICK_BEFORE if quick else _BEFORE
+        longest = description.max_model_len
+        self.prompt_tokens = min(LONG_PROMPT_TOKENS, longest - 1)
+        self._max_tokens = min(1000, longest - _OWN_PROMPT)
+        self._times: list[list[float]] = [[] for _ in range(batch)]
+        self._awaited = self._before
+        self._there = asyncio.Event()
+        self._error: BaseException | None = None
+        self.usual: list[float] = []
+        """Seconds between two tokens of a sequence without a prompt."""
+        self.beside: list[list[float]] = []
+        """The same while it was there, by prompt."""
+        self.prefill_seconds: list[float] = []
+
+    async def run(self, address: str) -> _Delay:
+        spans = []
+        async with AsyncClient(address) as client:
+            tasks = [asyncio.create_task(self._decode(client, n)) for n in range(self._batch)]
+            for task in tasks:
+                task.add_done_callback(self._ended)
+            await self._until(self._before)
+            for number in range(self._prompts):
+                first = min(map(len, self._times))
+                # Of its own, else the prefix cache has it from the one before.
+                tokens = random_tokens(
+                    self.prompt_tokens,
+                    vocab_size=self._vocab_size,
+                    seed=1000 * (1 + number) + self._batch,
+                )
+                began = time.perf_counter()
+                await client.generate(tokens, _options(1))
+                spans.append((began, time.perf_counter()))
+                now = min(map(len, self._times))
+                await self._until(now + max(now - first, self._before))
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._sort_times(spans)
+        return self
+
+    def _sort_times(self, spans: Sequence[tuple[float, float]]) -> None:
+        """Tell the times between two tokens apart, by when they began and ended."""
+        self.prefill_seconds = [ended - began for began, ended in spans]
+        self.beside = [[] for _ in spans]
+        for times in self._times:
+            for earlier, later in pairwise(times[self._before // 2 :]):
+                for beside, (began, ended) in zip(self.beside, spans, strict=True):
+                    if began < later and earlier < ended:
+                        beside.append(later - earlier)
+                        break
+                else:
+                    self.usual.append(later - earlier)
+
+    async def _until(self, tokens: int) -> None:
+        """Wait until every sequence has so many tokens, or one has all that it may have."""
+        self._awaited = tokens
+        self._there.clear()
+        self._look()
+        await self._there.wait()
+        if self._error is not None:
+            raise self._error
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Nobody waits for the tokens of one that failed."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._error = error
+            self._there.set()
+
+    def _look(self) -> None:
+        if min(map(len, self._times)) >= min(self._awaited, self._max_tokens):
+            self._there.set()
+
+    async def _decode(self, client: AsyncClient, number: int) -> None:
+        prompt = random_tokens(_OWN_PROMPT, vocab_size=self._vocab_size, seed=1 + number)
+        async for event in client.stream(prompt, _options(self._max_tokens)):
+            if isinstance(event, Chunk):
+                self._times[number].append(time.perf_counter())
+                self._look()
+
+
+def _options(max_tokens: int) -> GenerateOptions:
+    return GenerateOptions(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, policy="off")
+
+
+def _delay_row(task: EngineTask, batch: int, delay: _Delay) -> EngineRow:
+    usual, by_prompt = delay.usual, delay.beside
+    beside = [seconds for times in by_prompt for seconds in times]
     return EngineRow(
-        part=PART,
-        name="hf-continuous",
-        engine="transformers-continuous",
+        part="delay",
+        name=OFF,
+        engine="paceline",
         batch=batch,
         window=0,
         degree=1,
-        dtype=peer.dtype,
-        threads=threads,
-        tokens_per_second=None if answer.error else answer.tokens / answer.seconds,
+        dtype=task.target_files().weights,
+        threads=CORES,
+        step_ms=statistics.median(usual) * 1000,
         details={
-            "requests": len(requests),
-            "finished": answer.finished,
-            "tokens": answer.tokens,
-            "seconds": answer.seconds,
-            "error": answer.error,
+            "prompt_tokens": delay.prompt_tokens,
+            "prefill_tokens_per_second": delay.prompt_tokens
+            / statistics.median(delay.prefill_seconds),
+            "steps_beside": len(beside) // batch,
+            "steps_without": len(usual) // batch,
+            "median_ms_beside": statistics.median(beside) * 1000,
+            "delay_steps": delay_in_steps(usual, beside),
+            "delay_steps_by_prompt": [delay_in_steps(usual, times) for times in by_prompt],
+            "delay_steps_p95": delay_in_steps(usual, all_but_a_twentieth(beside)),
+            # What the host does to a step when nothing of ours is new.
+            "delay_steps_without": delay_in_steps(usual, usual),
+            "delay_steps_without_p95": delay_in_steps(usual, all_but_a_twentieth(usual)),
         },
     )

@@ -6,41 +6,50 @@ after another. Every step decodes or verifies for all sequences of the batch at 
 
 from __future__ import annotations
 
+import queue
 import statistics
+import subprocess
+import sys
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from cluster.decoding.instructions import OpenAtTarget, Slice
-from deploy.bench.decode import CORES
-from deploy.bench.engine_load import random_tokens
-from deploy.bench.engine_memory import (
-    ModelBytes,
-    copy_bandwidth,
-    model_bytes,
-    peak_memory,
-    runtime_memory,
-)
-from deploy.bench.engine_peer import PeerProcess
-from deploy.bench.engine_rows import (
+import grpc
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
+from cluster.target_link import MEET_SECONDS
+from cluster.worker_wire import step_to_wire
+from deploy.bench.engine import (
     BATCHES,
     WINDOWS,
     EngineRow,
     EngineTask,
+    measures,
     own_name,
     peer_dtype,
+    random_tokens,
 )
-from deploy.bench.shard_process import ShardSetting, TargetStream, running_target
+from deploy.bench.harness import CORES
+from deploy.bench.processes import WorkerProcess
+from deploy.bench.transformers_peer import TransformersProcess
+from paceline.channel import client_options
 from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.engine.block_pool import blocks_for
 from workers.engine.kv_cache import BLOCK_SIZE, block_bytes
 from workers.engine.kv_sizes import kv_sizes_of
 from workers.engine.linears import activation_dtype
 from workers.engine.model import part_config
 from workers.engine.tensor_parallel.sharding import Place
+from workers.engine.weight_form import BITS_OF_A_WEIGHT, WeightForm
 from workers.models import ModelFiles
 
-PART = "steps"
 CONTEXT = 256
 """Tokens of every sequence before the step."""
 PREFILL_TOKENS = 512
@@ -48,6 +57,11 @@ PREFILL_TOKENS = 512
 SETTINGS = ((1, CORES), (1, 1), (2, 1))
 """Degrees, with the threads of a shard."""
 _MIB = 1024 * 1024
+COPY_BYTES = 256 * 1024 * 1024
+_COPY_ROUNDS = 7
+STREAM_SECONDS = 600.0
+"""Deadline of a stream with all its steps."""
+_DESCRIBE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,7 @@ class StepAmount:
     peer_tokens: int
 
 
+@measures("steps")
 def measure_steps(task: EngineTask) -> Iterator[EngineRow]:
     """Rows of ours at every degree, batch and window, then transformers at every batch."""
     amount = StepAmount(4, 6) if task.quick else StepAmount(12, 16)
@@ -136,7 +151,7 @@ class StepBench:
         seconds = statistics.median(wall for wall, _ in timed)
         read = self._sizes.of_step([CONTEXT + 1 + window] * len(ids))
         return EngineRow(
-            part=PART,
+            part="steps",
             name=self._name(window),
             engine="paceline",
             batch=len(ids),
@@ -231,7 +246,8 @@ def _peer_rows(
 ) -> Iterator[EngineRow]:
     """transformers' generate over a batch of equal prompts, at the thread count it likes best."""
     log = task.log_folder / "transformers.log"
-    with PeerProcess(files.folder, dtype=peer_dtype(files.weights), threads=CORES, log=log) as peer:
+    dtype = peer_dtype(files.weights)
+    with TransformersProcess(files.folder, dtype=dtype, threads=CORES, log=log) as peer:
         for batch in task.batches_of(BATCHES):
             task.tell(f"steps: transformers, batch {batch}")
             tried = [
@@ -242,7 +258,7 @@ def _peer_rows(
 
 
 def _peer_row(
-    peer: PeerProcess,
+    peer: TransformersProcess,
     batch: int,
     threads: int,
     sizes: ModelBytes,
@@ -256,14 +272,16 @@ def _peer_row(
             random_tokens(length, vocab_size=sizes.vocab_size, seed=number)
             for number in range(num_prompts)
         ]
-        return peer.static(prompts, max_tokens=max_tokens, threads=threads).seconds
+        return peer.generate(
+            prompts, max_tokens=max_tokens, threads=threads, ignore_eos=True
+        ).seconds
 
     seconds(batch, CONTEXT, 2)  # warm up
     first = min(seconds(batch, CONTEXT, 1) for _ in range(2))
     step = (seconds(batch, CONTEXT, 1 + amount.peer_tokens) - first) / amount.peer_tokens
     context = CONTEXT + amount.peer_tokens // 2
     return EngineRow(
-        part=PART,
+        part="steps",
         name="hf",
         engine="transformers",
         batch=batch,
@@ -280,3 +298,188 @@ def _peer_row(
             "copy_gb_per_second": bandwidth / 1e9,
         },
     )
+
+
+# The shards
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSetting:
+    """How a target is held: `degree` shards of `threads` threads each."""
+
+    folder: Path
+    weights: str
+    degree: int
+    threads: int
+    kv_memory_mib: int
+    max_model_len: int
+
+
+@contextmanager
+def running_target(setting: ShardSetting, *, log_folder: Path) -> Iterator[TargetStream]:
+    """Start the shards, yield a stream to them, end them. Raises UnavailableError."""
+    with ExitStack() as stack:
+        shards = []
+        for rank in range(setting.degree):
+            shards.append(_shard(setting, rank, log_folder / f"shard-{rank}.log"))
+            stack.callback(shards[-1].end)
+        addresses = [address for shard in shards for address in shard.addresses(1)]
+        yield stack.enter_context(_stream(addresses))
+
+
+class TargetStream:
+    """Sends a step to every shard and waits for rank 0."""
+
+    def __init__(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:
+        self.description = descriptions[0]
+        self.pids = [description.pid for description in descriptions]
+        self._outboxes: list[queue.SimpleQueue[target_pb2.StepRequest | None]] = []
+        self._answers: list[Iterator[target_pb2.StepResponse]] = []
+        self._last_step = 0
+
+    def connect(self, stubs: Sequence[target_pb2_grpc.TargetServiceStub]) -> None:
+        """Open the streams."""
+        for stub in stubs:
+            outbox: queue.SimpleQueue[target_pb2.StepRequest | None] = queue.SimpleQueue()
+            self._outboxes.append(outbox)
+            call = stub.Step(iter(outbox.get, None), timeout=STREAM_SECONDS)
+            self._answers.append(iter(call))
+
+    def step(
+        self,
+        slices: Sequence[Slice],
+        *,
+        opens: Sequence[OpenAtTarget] = (),
+        closes: Sequence[int] = (),
+    ) -> target_pb2.StepResponse:
+        """Run one step. Raises grpc.RpcError."""
+        self._last_step += 1
+        step = RunStep(self._last_step, tuple(opens), tuple(closes), tuple(slices))
+        request = step_to_wire(step)
+        for outbox in self._outboxes:
+            outbox.put(request)
+        responses = [next(answers) for answers in self._answers]
+        return responses[0]
+
+    def end(self) -> None:
+        """End the streams in good order."""
+        for outbox in self._outboxes:
+            outbox.put(None)
+
+
+def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
+    """A process that loads; all ranks of a target load at the same time."""
+    arguments = [
+        *(str(setting.folder), "--weights", setting.weights, "--threads", str(setting.threads)),
+        *("--kv-memory-mib", str(setting.kv_memory_mib)),
+        *("--max-model-len", str(setting.max_model_len)),
+        *("--rank", str(rank), "--degree", str(setting.degree)),
+    ]
+    return WorkerProcess("workers.target_shard", arguments, log=log, threads=setting.threads)
+
+
+def _meet(
+    stubs: Sequence[target_pb2_grpc.TargetServiceStub],
+) -> list[target_pb2.DescribeTargetResponse]:
+    """What the shards are once they have met, each called at the same time."""
+    request = target_pb2.DescribeTargetRequest()
+    (first, *_) = [stub.DescribeTarget(request, timeout=_DESCRIBE_SECONDS) for stub in stubs]
+    meeting = target_pb2.MeetRequest(session=uuid.uuid4().hex, rendezvous=first.rendezvous)
+    calls = [stub.Meet.future(meeting, timeout=MEET_SECONDS) for stub in stubs]
+    return [call.result().description for call in calls]
+
+
+@contextmanager
+def _stream(addresses: Sequence[str]) -> Iterator[TargetStream]:
+    with ExitStack() as stack:
+        channels = [
+            stack.enter_context(grpc.insecure_channel(address, options=client_options()))
+            for address in addresses
+        ]
+        stubs = [target_pb2_grpc.TargetServiceStub(channel) for channel in channels]
+        stream = TargetStream(_meet(stubs))
+        stream.connect(stubs)
+        try:
+            yield stream
+        finally:
+            stream.end()
+
+
+# Memory
+
+
+def copy_bandwidth(threads: int, *, num_bytes: int = COPY_BYTES) -> float:
+    """Bytes a second that a plain copy reads and writes, both counted; the best of a few."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        source = torch.ones(num_bytes // 4, dtype=torch.float32)
+        target = torch.zeros_like(source)
+        seconds = []
+        for _ in range(_COPY_ROUNDS):
+            start = time.perf_counter()
+            target.copy_(source)
+            seconds.append(time.perf_counter() - start)
+    finally:
+        torch.set_num_threads(before)
+    return 2 * num_bytes / min(seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBytes:
+    """`weights`: of the whole model. `read_a_step`: of the linears, which every step multiplies.
+
+    `kv_a_token`: keys and values of one position in all layers.
+    """
+
+    weights: int
+    read_a_step: int
+    kv_a_token: int
+    vocab_size: int
+
+    def of_step(self, contexts: Sequence[int]) -> int:
+        """What a step over sequences of these lengths reads at least."""
+        return self.read_a_step + self.kv_a_token * sum(contexts)
+
+
+def model_bytes(folder: Path, weights: WeightForm) -> ModelBytes:
+    """Sizes of a checkpoint, its weights in a form; KV has 16 bits unless activations have 32."""
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    each = BITS_OF_A_WEIGHT[weights] / 8
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    in_linears = sum(linear.weight.numel() for linear in linears)
+    kv = kv_sizes_of(config)
+    return ModelBytes(
+        weights=int(sum(one.numel() for one in model.parameters()) * each),
+        read_a_step=int(in_linears * each),
+        kv_a_token=2
+        * kv["num_layers"]
+        * kv["num_heads"]
+        * kv["head_size"]
+        * activation_dtype(weights).itemsize,
+        vocab_size=config.vocab_size,
+    )
+
+
+def peak_memory(pid: int) -> int:
+    """The most bytes that a process has had resident so far."""
+    return _status_bytes(Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
+
+
+def runtime_memory() -> int:
+    """What a shard's process holds before it loads anything: Python, torch and transformers."""
+    program = "import workers.target_shard; print(open('/proc/self/status').read())"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return _status_bytes(done.stdout)
+
+
+def _status_bytes(status: str) -> int:
+    for line in status.splitlines():
+        name, _, value = line.partition(":")
+        if name == "VmHWM":
+            return int(value.split()[0]) * 1024
+    raise AssertionError("/proc/PID/status names no VmHWM")

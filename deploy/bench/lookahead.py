@@ -2,70 +2,84 @@
 
 Emulated workers are processes that replay (workers/emulated); the driver runs in this one. Plain
 decoding is measured in the same run, and every cell's text must equal its. The demo pair, which
-computes, is measured beside them on real processor time, and in slow motion at the pace of those
-devices (dilated). What has been measured is saved after each cell.
+computes, is measured beside them on real processor time. What has been measured is saved after each
+cell.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from rich.console import Console
+from rich.table import Table
+
+from cluster.decoding.policies import PolicyName
+from cluster.simulation import closed_forms
+from deploy.bench.harness import Asked, Document, Report, Suite, register, table
 from deploy.bench.lookahead_cells import (
     ACCEPTANCES,
-    COMPUTED,
-    DILATED,
-    DILATED_RTTS_MS,
-    DILATION,
     HIT_RATES,
+    HITS_BRANCHES,
     NATURAL,
     RTTS_MS,
     Cell,
     Load,
-    cells,
-    plain_cell,
-)
-from deploy.bench.lookahead_load import (
     LoadRequest,
-    first_of_each,
+    cells,
+    part_names,
     pinned_guess,
+    plain_cell,
     recorded_load,
     set_load,
 )
-from deploy.bench.lookahead_measure import CellRun, measure_cell
 from deploy.bench.lookahead_pairs import (
-    DilatedPair,
+    CellRun,
     EmulatedPair,
     NaturalPair,
     Pair,
     PairLayout,
+    measure_cell,
+    simulated_speed,
+    time_sharing,
 )
-from deploy.bench.lookahead_results import CellResult, LookaheadResult, Measured, Save, result_of
-from deploy.bench.lookahead_simulated import simulated_speed
 from deploy.bench.record_replay import demo_recording, recording_path
-from deploy.bench.time_sharing import time_sharing
 from paceline.errors import PacelineError
 from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.recording import Recording
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.emulated.stand_in import VOCAB_SIZE, make_stand_in
-from workers.models import ModelFiles, resolve_model
+from workers.models import resolve_model
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"
-DILATED_TOKENS, DILATED_REQUESTS = 32, 2
-"""In slow motion: most tokens a request, and requests at each temperature."""
 AS_IT_DOES = Guess(None, None)
 """As recorded, or as a drafter that computes does."""
 
 Rates = tuple[float | None, float | None]
 """The acceptance and hit rate of a cell."""
+
+LEGEND = """
+EMULATED: devices replay, with the latency profiles {target} and {drafter}. Rows "natural": the demo
+pair as fast as it computes, on a core each (a core counts as a GPU).
+/GPU: tokens/s a GPU; "!": faster than another row of the same load and link, but worse a GPU.
+/off: tokens/s over plain decoding in the same round, the median of {rounds}. theory: the closed
+form of the policy, without the driver's own time. ideal: every outcome foreseen.
+eff: /off over ideal. gap: median ms between two passes of the target with work at hand.
+idle: target, drafter. sim: tokens/s of the same cell in the simulator, over what was measured.
+spread: of the repeats. same: the tokens of off, at T = 0 and T = 1.
+"""
+_WIDTH_OF_A_FILE = 150
+RECORDING = """recorded: {target} with {drafter}; acceptance {kept:.4f} of what is replayed,
+{long_run:.4f} over {tokens} tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +88,7 @@ class LookaheadSettings:
 
     `max_tokens`: a request, `batched_tokens` where many are decoded at once, `natural_tokens` where
     the demo pair takes real processor time; `repeats`: rounds over all cells; `parts`: of
-    lookahead_cells, or all. `most_seconds`: no round but the first is begun that would end later.
+    `part_names`, or all. `most_seconds`: no round but the first is begun that would end later.
     """
 
     max_tokens: int
@@ -88,6 +102,149 @@ class LookaheadSettings:
 
 FULL = LookaheadSettings(240, 2, quick=False, most_seconds=18 * 60)
 QUICK = LookaheadSettings(200, 1, quick=True)
+
+
+# What was measured
+
+
+@dataclass(slots=True)
+class CellResult:
+    """A cell and its runs by round; the run whose speed is the median stands for it."""
+
+    cell: Cell
+    acceptance: float
+    runs: dict[int, CellRun] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+
+    @property
+    def median(self) -> CellRun:
+        """By speed; the lower of the two in the middle."""
+        middle = statistics.median_low(run.tokens_per_second for run in self.runs.values())
+        return next(run for run in self.runs.values() if run.tokens_per_second == middle)
+
+    @property
+    def speed(self) -> float:
+        """Tokens/s in the middle of the rounds: of two, between them."""
+        return statistics.median(run.tokens_per_second for run in self.runs.values())
+
+    @property
+    def spread(self) -> float:
+        """(fastest - slowest) / median."""
+        speeds = [run.tokens_per_second for run in self.runs.values()]
+        return (max(speeds) - min(speeds)) / self.speed
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a run of the bench has so far. `rounds`: those that count, which is the first, and
+    others once they are whole.
+    """
+
+    cells: list[CellResult]
+    rounds: int = 1
+
+    @property
+    def counted(self) -> list[CellResult]:
+        """The cells with the runs of rounds that count alone.
+
+        A machine is faster in one round than in another. If some cells were in both and plain
+        decoding too, what stands for it would be of another time than what stands for the rest.
+        """
+        return [
+            replace(one, runs={key: run for key, run in one.runs.items() if key < self.rounds})
+            for one in self.cells
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class LookaheadResult:
+    """All that was measured. `plain`: by (load, batch), the cells of policy off.
+
+    Cells without a run are none of these: they are in `failed`, if they were tried. `is_whole`:
+    nothing more will be measured. `rounds`: how many counted.
+    """
+
+    target: DeviceProfile
+    drafter: DeviceProfile
+    recording: Recording | None
+    plain: Mapping[tuple[Load, int], CellResult]
+    cells: Sequence[CellResult]
+    simulated: Mapping[Cell, float]
+    """Tokens a second of the replayed cells in the simulator."""
+    failed: Sequence[CellResult] = ()
+    is_whole: bool = True
+    rounds: int = 1
+
+
+Save = Callable[[LookaheadResult], None]
+"""Takes what has been measured so far."""
+
+
+def result_of(
+    measured: Measured,
+    target: DeviceProfile,
+    drafter: DeviceProfile,
+    recording: Recording | None,
+    simulated: Mapping[Cell, float] | None,
+) -> LookaheadResult:
+    """What has been measured; `simulated` None: there is more to come."""
+    counted = measured.counted
+    plain = {
+        (one.cell.load, one.cell.batch): one
+        for one in counted
+        if one.cell.policy is PolicyName.OFF and one.runs
+    }
+    compared = [
+        one
+        for one in counted
+        if one.cell.policy is not PolicyName.OFF and one.runs
+        if (one.cell.load, one.cell.batch) in plain
+    ]
+    failed = [one for one in counted if one.errors]
+    return LookaheadResult(
+        target,
+        drafter,
+        recording,
+        plain,
+        compared,
+        simulated or {},
+        failed,
+        is_whole=simulated is not None,
+        rounds=measured.rounds,
+    )
+
+
+def plain_of(result: LookaheadResult, one: CellResult) -> CellResult:
+    """Plain decoding of the same load; of itself, if it is that."""
+    return result.plain[one.cell.load, one.cell.batch]
+
+
+def speedup(result: LookaheadResult, one: CellResult) -> float:
+    """Tokens/s over those of plain decoding in the same round; of several rounds the median."""
+    plain = plain_of(result, one)
+    shared = one.runs.keys() & plain.runs.keys()
+    if not shared:  # one of them failed in each round
+        return one.median.tokens_per_second / plain.median.tokens_per_second
+    return statistics.median(
+        one.runs[key].tokens_per_second / plain.runs[key].tokens_per_second for key in shared
+    )
+
+
+def same_text(result: LookaheadResult, one: CellResult) -> bool:
+    """Whether every run gave the tokens of the first run of plain decoding."""
+    texts = next(iter(plain_of(result, one).runs.values())).texts
+    return all(run.texts == texts for run in one.runs.values())
+
+
+def num_gpus(result: LookaheadResult, cell: Cell) -> int:
+    """What a cell's devices are in GPUs; the demo pair's cores are counted as such."""
+    if cell.load == NATURAL:
+        return 1 if cell.policy is PolicyName.OFF else 2
+    drafters = 0 if cell.policy is PolicyName.OFF else cell.num_drafters
+    return cell.num_targets * result.target.gpus + drafters * result.drafter.gpus
+
+
+# Measuring
 
 
 class LookaheadBench:
@@ -114,26 +271,25 @@ class LookaheadBench:
     ) -> Measured:
         """Every cell once a round, plain decoding before the first that is compared with it.
 
-        Those in slow motion take long and are measured in the first round alone. A round that
-        is not over in time does not count. A cell that fails does not end the others. `save`
-        hears of all after each.
+        A round that is not over in time does not count. A cell that fails does not end the others.
+        `save` hears of all after each.
         """
         measured = Measured(self._in_order(wanted))
-        repeated = [one for one in measured.cells if one.cell.load != DILATED]
         took: dict[Cell, float] = {}
         began = time.monotonic()
         for number in range(self._settings.repeats):
-            in_turn = repeated if number else measured.cells
-            until = time.monotonic() - began + sum(took.get(one.cell, 0.0) for one in repeated)
+            until = (
+                time.monotonic() - began + sum(took.get(one.cell, 0.0) for one in measured.cells)
+            )
             if number and until > self._settings.most_seconds:
                 tell(f"{until / 60:.0f} minutes would be over after another round: it is left out")
                 break
-            for place, result in enumerate(in_turn, start=1):
+            for place, result in enumerate(measured.cells, start=1):
                 seconds = time.monotonic() - began
                 if number and seconds > self._settings.most_seconds:
                     tell(f"{seconds / 60:.0f} minutes are over: this round does not count")
                     return measured
-                of_round = f"{place} of {len(in_turn)} in round {number + 1}"
+                of_round = f"{place} of {len(measured.cells)} in round {number + 1}"
                 tell(f"{of_round}, after {seconds:.0f} s: {result.cell.name}")
                 try:
                     result.runs[number] = await self._measure(result.cell)
@@ -171,7 +327,7 @@ class LookaheadBench:
                 cell, self._load(cell), self._guess(cell), text, target=target, drafter=drafter
             )
             for cell in wanted
-            if cell.load not in COMPUTED
+            if cell.load != NATURAL
         }
 
     def _guess(self, cell: Cell) -> Guess:
@@ -187,12 +343,9 @@ class LookaheadBench:
         if cell.load == "set":
             return set_load(cell.batch, tokens)
         assert self._recording is not None
-        if cell.load == DILATED:
-            load = recorded_load(self._recording, min(tokens, DILATED_TOKENS), folded=False)
-            return first_of_each(load, DILATED_REQUESTS)
         if cell.load == NATURAL:
             tokens = min(tokens, self._settings.natural_tokens)
-        return recorded_load(self._recording, tokens, folded=cell.load not in COMPUTED)
+        return recorded_load(self._recording, tokens, folded=cell.load != NATURAL)
 
 
 def run_lookahead(
@@ -239,7 +392,7 @@ def _start(
     """The pairs that the cells need, until the stack is closed."""
     pairs: dict[Load, Pair] = {}
     loads = {cell.load for cell in wanted}
-    replayed = [cell for cell in wanted if cell.load not in COMPUTED]
+    replayed = [cell for cell in wanted if cell.load != NATURAL]
     if replayed:
         layout = PairLayout(
             TARGET_PROFILE,
@@ -254,16 +407,9 @@ def _start(
         pair = stack.enter_context(EmulatedPair(layout, stand_in, scratch))
         pairs |= {"set": pair, "recorded": pair}
     if NATURAL in loads:
-        pairs[NATURAL] = stack.enter_context(NaturalPair(*_demo_files(home), scratch))
-    if DILATED in loads:
-        layout = PairLayout(TARGET_PROFILE, DRAFTER_PROFILE, 1, DILATED_RTTS_MS, (), None)
-        slow = DilatedPair(layout, DILATION, *_demo_files(home), scratch)
-        pairs[DILATED] = stack.enter_context(slow)
+        demo, draft = (resolve_model(name, home=home) for name in ("demo", "demo-draft"))
+        pairs[NATURAL] = stack.enter_context(NaturalPair(demo, draft, scratch))
     return pairs
-
-
-def _demo_files(home: Path) -> tuple[ModelFiles, ModelFiles]:
-    return resolve_model("demo", home=home), resolve_model("demo-draft", home=home)
 
 
 def guesses_of(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
@@ -278,3 +424,256 @@ def guesses_of(wanted: Sequence[Cell], max_tokens: int) -> dict[Rates, Guess]:
         for hit_rate in sorted(hit_rates, key=lambda rate: rate or 0.0):
             found[acceptance, hit_rate] = Guess(acceptance, hit_rate or 0.0, seed)
     return found
+
+
+# Report
+
+
+def lookahead_json(result: LookaheadResult, machine: Mapping[str, object]) -> dict[str, object]:
+    """The document of `bench lookahead --json`."""
+    document: dict[str, object] = {
+        "suite": "lookahead",
+        "machine": machine,
+        "emulated": True,
+        "complete": result.is_whole,
+        "rounds": result.rounds,
+        "profiles": {
+            profile.role: {"name": profile.name, "source": profile.source.strip()}
+            for profile in (result.target, result.drafter)
+        },
+        "rows": _rows(result),
+    }
+    if result.failed:
+        document["failed"] = {one.cell.name: one.errors for one in result.failed}
+    if result.recording is not None:
+        document["recording"] = {
+            "target": result.recording.target,
+            "drafter": result.recording.drafter,
+            "made": result.recording.made,
+            "acceptance": result.recording.acceptance,
+            "long_run_acceptance": result.recording.long_run_acceptance,
+            "long_run_tokens": result.recording.long_run_tokens,
+        }
+    return document
+
+
+def print_lookahead(console: Console, result: LookaheadResult) -> None:
+    """A row a cell. What is no terminal gets all columns, whatever is said of its width."""
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
+    headings = (
+        "",
+        "rtt",
+        "accept",
+        "hits",
+        "batch",
+        "tok/s",
+        "/GPU",
+        "/off",
+        "theory",
+        "ideal",
+        "eff",
+    )
+    shown = table((*headings, "len", "idle", "gap", "sim", "spread", "same"))
+    for row in _rows(result):
+        _add_row(shown, row)
+    console.print(shown)
+    legend = LEGEND.format(
+        target=result.target.name,
+        drafter=result.drafter.name,
+        rounds="1 round" if result.rounds == 1 else f"{result.rounds} whole rounds",
+    )
+    console.print(legend, highlight=False)
+    for one in result.failed:
+        console.print(f"{one.cell.name} failed: {'; '.join(one.errors)}", highlight=False)
+    late = {one.cell.name: one.median.overruns for one in result.cells if one.median.overruns}
+    if late:
+        console.print(
+            "this machine was too slow for passes of "
+            + ", ".join(f"{name} ({count})" for name, count in late.items()),
+            highlight=False,
+        )
+    if result.recording is not None:
+        about = RECORDING.format(
+            target=result.recording.target,
+            drafter=result.recording.drafter,
+            kept=result.recording.acceptance,
+            long_run=result.recording.long_run_acceptance,
+            tokens=result.recording.long_run_tokens,
+        )
+        console.print(about, highlight=False)
+
+
+def _rows(result: LookaheadResult) -> list[dict[str, object]]:
+    """All cells; a layout that is faster than another but worse per GPU is shown as such."""
+    cells = [*result.plain.values(), *result.cells]
+    rows = [_row(result, one) for one in cells]
+    for one, row in zip(cells, rows, strict=True):
+        row["faster_but_worse_per_gpu"] = any(
+            _is_alike(one, other)
+            and other.median.tokens_per_second < one.median.tokens_per_second
+            and _per_gpu(result, other) > _per_gpu(result, one)
+            for other in cells
+        )
+    return rows
+
+
+def _is_alike(one: CellResult, other: CellResult) -> bool:
+    """Whether two cells answer the same load over the same link; plain decoding has no link."""
+    if (one.cell.load, one.cell.batch) != (other.cell.load, other.cell.batch):
+        return False
+    if other.cell.policy is PolicyName.OFF:
+        return True
+    conditions = [(cell.rtt_ms, cell.acceptance) for cell in (one.cell, other.cell)]
+    return conditions[0] == conditions[1]
+
+
+def _per_gpu(result: LookaheadResult, one: CellResult) -> float:
+    return one.median.tokens_per_second / num_gpus(result, one.cell)
+
+
+def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
+    cell, run = one.cell, one.median
+    off, natural = cell.policy is PolicyName.OFF, cell.load == NATURAL
+    gain = speedup(result, one)
+    ideal = None if off else _ideal(result, one)
+    simulated = result.simulated.get(cell)
+    return {
+        "name": cell.name,
+        "policy": cell.policy.value,
+        "emulated": not natural,
+        "rtt_ms": None if off else cell.rtt_ms,
+        "acceptance": None if off else _acceptance(one),
+        "hit_rate": _hit_rate(one),
+        "batch": cell.batch,
+        "window": cell.window,
+        "branches": cell.branches,
+        "drafters": 0 if off else cell.num_drafters,
+        "target_groups": cell.num_targets,
+        "speedup": gain,
+        "tokens_per_second": run.tokens_per_second,
+        "tokens_per_second_per_gpu": _per_gpu(result, one),
+        "gpus": num_gpus(result, cell),
+        "acceptance_length": run.acceptance_length,
+        "target_idle": run.target_idle,
+        "drafter_idle": run.drafter_idle,
+        "target_gap_ms": run.gap_ms,
+        "step_ms": run.step_ms,
+        "draft_ms": run.draft_ms,
+        "overruns": run.overruns,
+        "theory": None if off else _theory(result, one),
+        "ideal": ideal,
+        "efficiency": None if ideal is None else gain / ideal,
+        "simulated_tokens_per_second": simulated,
+        "simulated_over_measured": None if simulated is None else simulated / one.speed,
+        "spread": one.spread,
+        "repeats": len(one.runs),
+        "same_text": same_text(result, one),
+    }
+
+
+def _acceptance(one: CellResult) -> float | str:
+    """A number, that of the demo pair included; "recorded" where the emulated pair replays it."""
+    return "recorded" if one.cell.load == "recorded" else one.acceptance
+
+
+def _hit_rate(one: CellResult) -> float | str | None:
+    cell = one.cell
+    if cell.load == "recorded" and cell.policy.value in HITS_BRANCHES:
+        return "recorded"
+    return cell.hit_rate
+
+
+def _times(result: LookaheadResult, one: CellResult) -> dict[str, float]:
+    """Of plain decoding, and of a draft pass; the demo pair's as they were measured."""
+    batch, run = one.cell.batch, one.median
+    if one.cell.load == NATURAL:
+        step_ms = plain_of(result, one).median.step_ms
+        return {"step_ms": step_ms, "draft_ms": run.draft_ms or step_ms}
+    return {
+        "step_ms": result.target.pass_ms.ms(batch, batch * (1 + one.cell.window)),
+        "draft_ms": result.drafter.pass_ms.ms(batch, batch),
+    }
+
+
+def _ideal(result: LookaheadResult, one: CellResult) -> float:
+    return closed_forms.ideal_overlap(one.acceptance, **_times(result, one))
+
+
+def _theory(result: LookaheadResult, one: CellResult) -> float | None:
+    """Of the policies that have a closed form."""
+    cell, times = one.cell, _times(result, one)
+    if cell.policy is PolicyName.LOCKSTEP:
+        return closed_forms.lockstep(one.acceptance, cell.window, **times, rtt_ms=cell.rtt_ms)
+    if cell.policy is PolicyName.PEARL:
+        return closed_forms.pearl(one.acceptance, **times)
+    return None
+
+
+def _add_row(shown: Table, row: Mapping[str, object]) -> None:
+    acceptance, hits = row["acceptance"], row["hit_rate"]
+    idle = [row["target_idle"], row["drafter_idle"]]
+    shown.add_row(
+        _label(row),
+        _number(row["rtt_ms"], "g"),
+        acceptance if isinstance(acceptance, str) else _number(acceptance, ".2f"),
+        hits if isinstance(hits, str) else _number(hits, ".2f"),
+        str(row["batch"]),
+        _number(row["tokens_per_second"], ".1f"),
+        _number(row["tokens_per_second_per_gpu"], ".1f")
+        + ("!" if row["faster_but_worse_per_gpu"] else ""),
+        _number(row["speedup"], ".2f"),
+        _number(row["theory"], ".2f"),
+        _number(row["ideal"], ".2f"),
+        _number(row["efficiency"], ".0%"),
+        _number(row["acceptance_length"], ".2f"),
+        " ".join(_number(share, ".0%") for share in idle if share is not None),
+        _number(row["target_gap_ms"], ".2f"),
+        _number(row["simulated_over_measured"], ".2f"),
+        _number(row["spread"], ".1%"),
+        "yes" if row["same_text"] else "no",
+    )
+
+
+def _label(row: Mapping[str, object]) -> str:
+    tree = "" if row["branches"] == 1 else f" tree {row['window']}"
+    kind = "" if row["emulated"] else " natural"
+    return f"{row['policy']}{tree}{kind}"
+
+
+def _number(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else ""
+
+
+def _run(asked: Asked) -> Report:
+    usual = QUICK if asked.quick else FULL
+    settings = replace(
+        usual,
+        max_tokens=asked.max_tokens or usual.max_tokens,
+        repeats=asked.repeats or usual.repeats,
+        parts=tuple(asked.part or ()),
+    )
+
+    def written(result: LookaheadResult) -> Document:
+        return lookahead_json(result, asked.machine)
+
+    result = run_lookahead(
+        settings,
+        home=asked.home,
+        tell=asked.tell,
+        save=lambda result: asked.save(written(result)),
+    )
+    return Report(written(result), lambda console: print_lookahead(console, result))
+
+
+register(
+    Suite(
+        "lookahead",
+        "policies on an emulated 70B pair, theory beside them; by default 240 tokens a "
+        "request and 2 rounds (20 minutes; --quick: 2). A part is a "
+        "policy, or natural: the demo pair as fast as it computes",
+        _run,
+        frozenset({"max_tokens", "repeats", "part", "quick"}),
+        parts=part_names(),
+    )
+)

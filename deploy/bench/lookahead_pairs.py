@@ -1,37 +1,56 @@
-"""Targets and drafters for `bench lookahead`: emulated at the ends of links, and the demo pair."""
+"""What a cell of `bench lookahead` runs on: emulated workers, the demo pair, or the simulator."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import gc
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Protocol
 
-from deploy.bench.time_sharing import time_sharing
-from deploy.bench.worker_processes import WorkerProcess, WorkerProcesses
-from workers.emulated.replay_text import Guess
+from cluster.decoding.events import Request
+from cluster.decoding.policies import PolicyName
+from cluster.driver import Driver, DriverOptions
+from cluster.simulation.costs import HostCosts
+from cluster.simulation.figures import in_swing_of
+from cluster.simulation.fleet import Fleet
+from cluster.simulation.layout import Layout
+from cluster.simulation.layout import Load as SimulatedLoad
+from deploy.bench.lookahead_cells import Cell, LoadRequest, rounds_of, warm_up_of
+from deploy.bench.processes import WorkerProcesses
+from paceline.generation import Chunk, CompletionBuilder, GenerateOptions, Stats
+from workers.emulated.profiles import DeviceProfile, LinkProfile
+from workers.emulated.replay_text import Guess, ReplayText
 from workers.models import ModelFiles
 
 LOOPBACK_RTT_MS = 0.1
-"""Links up to this long are loopback itself, whose gRPC round trip is longer than that anyway."""
-
+"""Links up to this long are loopback itself, whose gRPC round trip is longer than that anyway; in
+the simulator they are none, for what loopback takes is among its costs."""
 _NATURAL_KV_MIB = 400
 """A sequence of the demo pair's whole context takes 360."""
+FITTED_PROCESSES = 1.5
+"""A core, where the simulator's costs were fitted: driver, target and drafter on two cores."""
+CROWDING = 0.25
+"""What each process beyond that adds to all costs, for it wants a core as well. Also fitted."""
 
 
 class Pair(Protocol):
     """What a cell is measured on. `folder`: the checkpoint that the driver reads.
 
-    `target_addresses`: of its target groups, a shard each. `dilation`: how many times slower
-    everything is than what it stands for.
+    `target_addresses`: of its target groups, a shard each.
     """
 
     folder: Path
     target_addresses: tuple[str, ...]
-    dilation: float
 
     def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
-        """Addresses by name of `count` drafters at the end of a link, guessing so."""
+        """Addresses by name of `count` drafters at the end of a link, which guess like `guess`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +69,6 @@ class PairLayout:
 class EmulatedPair(WorkerProcesses):
     """Processes that replay. Idle ones take no processor time."""
 
-    dilation = 1.0
-
     def __init__(self, layout: PairLayout, stand_in: Path, log_folder: Path) -> None:
         """`stand_in`: the checkpoint of workers/emulated/stand_in.py."""
         super().__init__(log_folder)
@@ -61,7 +78,7 @@ class EmulatedPair(WorkerProcesses):
         self._drafters: dict[tuple[float, Guess], dict[str, str]] = {}
 
     def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
-        """Addresses by name of `count` drafters at the end of a link, guessing so."""
+        """Addresses by name of `count` drafters at the end of a link, which guess like `guess`."""
         found = self._drafters[rtt_ms, guess]
         return dict(list(found.items())[:count])
 
@@ -106,10 +123,8 @@ class EmulatedPair(WorkerProcesses):
 class NaturalPair(WorkerProcesses):
     """A real target and a real drafter on a core each, whose passes take what they take.
 
-    They compute all the time, so they have no priority over the driver (time_sharing.py).
+    They compute all the time, so they have no priority over the driver (`time_sharing`).
     """
-
-    dilation = 1.0
 
     def __init__(self, target: ModelFiles, drafter: ModelFiles, log_folder: Path) -> None:
         super().__init__(log_folder)
@@ -142,60 +157,232 @@ class NaturalPair(WorkerProcesses):
         (self._drafter_address,) = small.addresses(1)
 
 
-class DilatedPair(WorkerProcesses):
-    """The demo pair in slow motion, links included: a core each, at the pace of other devices."""
-
-    def __init__(
-        self,
-        layout: PairLayout,
-        dilation: float,
-        target: ModelFiles,
-        drafter: ModelFiles,
-        log_folder: Path,
-    ) -> None:
-        """Of `layout` counts: profiles and links."""
-        super().__init__(log_folder)
-        self.folder = target.folder
-        self.target_addresses: tuple[str, ...] = ()
-        self.dilation = dilation
-        self._layout = layout
-        self._target = target
-        self._drafter = drafter
-        self._ends: dict[float, str] = {}
-
-    def drafters(self, rtt_ms: float, guess: Guess, count: int) -> Mapping[str, str]:
-        """The one drafter at the end of a link: it guesses as it does."""
-        return {"drafter-0": self._ends[rtt_ms]}
-
-    def start(self) -> None:
-        """Launch both and the links; return when they serve."""
-        layout = self._layout
-        shard = self._compute("slow-shard", layout.target_profile, self._target)
-        small = self._compute("slow-drafter", layout.drafter_profile, self._drafter)
-        self.target_addresses = tuple(shard.addresses(1))
-        (near,) = small.addresses(1)
-        for rtt_ms in layout.rtts_ms:
-            relay = self.launch(
-                f"slow-link-{rtt_ms:g}ms",
-                "workers.emulated.relay",
-                [near, "--rtt-ms", str(rtt_ms * self.dilation)],
-            )
-            (self._ends[rtt_ms],) = relay.addresses(1)
-
-    def _compute(self, name: str, profile: str, model: ModelFiles) -> WorkerProcess:
-        return self.launch(
-            name,
-            "workers.emulated.slow_motion",
-            [
-                *(str(model.folder), "--weights", model.weights, "--profile", profile),
-                *("--dilation", str(self.dilation), "--kv-memory-mib", str(_NATURAL_KV_MIB)),
-            ],
-        )
-
-
 def _spell(guess: Guess) -> str:
     """As workers/emulated/drafter.py reads it."""
     rates = (guess.acceptance, guess.hit_rate)
     return "/".join(
         ["recorded" if rate is None else str(rate) for rate in rates] + [str(guess.seed)]
+    )
+
+
+@contextmanager
+def time_sharing() -> Iterator[None]:
+    """The usual scheduling class for this thread in the block, and for what it starts there.
+
+    `chrt -f` keeps other work away from processes that sleep most of the time. Of those that
+    compute it lets none give way to another: with as many of them as there are cores, the driver
+    waits for the end of a pass.
+    """
+    policy, parameters = os.sched_getscheduler(0), os.sched_getparam(0)
+    if policy == os.SCHED_OTHER:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, parameters)
+
+
+# Measured
+
+
+@dataclass(frozen=True, slots=True)
+class CellRun:
+    """What one measurement gave.
+
+    Idle shares are of the time that was measured, a drafter's None without one. `step_ms` and
+    `draft_ms`: the mean pass of the target and of the drafters. `gap_ms`: the median time between
+    two passes of the target with work at hand. `overruns`: emulated passes for which this machine
+    was too slow.
+    """
+
+    texts: tuple[tuple[int, ...], ...]
+    tokens_per_second: float
+    acceptance_length: float
+    target_idle: float
+    drafter_idle: float | None
+    step_ms: float
+    draft_ms: float | None
+    gap_ms: float
+    overruns: int
+
+
+async def measure_cell(
+    pair: Pair, cell: Cell, load: Sequence[LoadRequest], guess: Guess
+) -> CellRun:
+    """Decode `load`, `cell.batch` requests at a time. `guess`: how the pair's drafters do."""
+    drafters: Mapping[str, str] = {}
+    if cell.policy is not PolicyName.OFF:
+        drafters = pair.drafters(cell.rtt_ms, guess, cell.num_drafters)
+    driver = Driver(
+        DriverOptions(
+            folder=pair.folder,
+            target_addresses=pair.target_addresses[: cell.num_targets],
+            target_groups=cell.num_targets,
+            drafter_addresses=drafters,
+            max_num_seqs=max(64, cell.batch),
+            max_step_tokens=2048,
+            prefix_cache=False,
+        )
+    )
+    try:
+        await driver.start()
+        await _decode(driver, cell, warm_up_of(load, cell.batch))
+        gc.collect()
+        gc.freeze()
+        return await _decode(driver, cell, load)
+    finally:
+        gc.unfreeze()
+        await driver.stop()
+
+
+async def _decode(driver: Driver, cell: Cell, load: Sequence[LoadRequest]) -> CellRun:
+    before = driver.stats()
+    answers: list[_Answer] = []
+    tokens, seconds = 0, 0.0
+    for requests in rounds_of(load, cell.batch):
+        together = await asyncio.gather(*(_request(driver, cell, one) for one in requests))
+        answers += together
+        # What counts is from when all have a first token to the last one of all.
+        first = max(answer.arrivals[0][0] for answer in together)
+        seconds += max(answer.arrivals[-1][0] for answer in together) - first
+        tokens += sum(answer.tokens_after(first) for answer in together)
+    after = driver.stats()
+    elapsed = after.uptime_seconds - before.uptime_seconds
+    busy, passes = _spent(before, after)
+    targets = [one.name for one in after.workers if one.kind == "target"]
+    step_seconds = sum(busy.pop(name) for name in targets)
+    steps = sum(passes.pop(name) for name in targets)
+    drafts = sum(passes.values())
+    return CellRun(
+        texts=tuple(answer.token_ids for answer in answers),
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        acceptance_length=sum(len(answer.token_ids) for answer in answers)
+        / sum(answer.steps for answer in answers),
+        target_idle=max(0.0, 1 - step_seconds / elapsed / len(targets)),
+        drafter_idle=max(0.0, 1 - statistics.mean(busy.values()) / elapsed) if busy else None,
+        step_ms=1000 * step_seconds / steps,
+        draft_ms=1000 * sum(busy.values()) / drafts if drafts else None,
+        gap_ms=after.gap_ms_p50,
+        overruns=sum(one.overruns for one in after.workers)
+        - sum(one.overruns for one in before.workers),
+    )
+
+
+def _spent(before: Stats, after: Stats) -> tuple[dict[str, float], dict[str, int]]:
+    """By worker: seconds that it was busy, and passes."""
+    pairs = list(zip(before.workers, after.workers, strict=True))
+    return (
+        {late.name: late.busy_seconds - early.busy_seconds for early, late in pairs},
+        {late.name: late.passes - early.passes for early, late in pairs},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """`arrivals`: of each chunk, when (by the driver's clock), and of how many tokens."""
+
+    token_ids: tuple[int, ...]
+    steps: int
+    arrivals: tuple[tuple[float, int], ...]
+
+    def tokens_after(self, moment: float) -> int:
+        return sum(count for at, count in self.arrivals if at > moment)
+
+
+async def _request(driver: Driver, cell: Cell, request: LoadRequest) -> _Answer:
+    options = GenerateOptions(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_k=0,
+        top_p=1.0,
+        seed=request.seed,
+        ignore_eos=True,
+        policy=cell.policy.value,
+        window=cell.window or None,
+        branches=cell.branches,
+        stopping="fixed",
+    )
+    builder = CompletionBuilder()
+    arrivals: list[tuple[float, int]] = []
+    async for event in await driver.submit(list(request.prompt), options):
+        builder.add(event)
+        if isinstance(event, Chunk) and event.token_ids:
+            arrivals.append((time.monotonic(), len(event.token_ids)))
+    completion = builder.build()
+    return _Answer(completion.token_ids, completion.stats.steps, tuple(arrivals))
+
+
+# Simulated
+
+
+def simulated_speed(
+    cell: Cell,
+    load: Sequence[LoadRequest],
+    guess: Guess,
+    text: ReplayText,
+    *,
+    target: DeviceProfile,
+    drafter: DeviceProfile,
+) -> float:
+    """Tokens a second of a cell in the simulator, counted as `measure_cell` does.
+
+    The same requests, luck, profiles and policy: what it says beside what was measured is how well
+    the simulator's costs of driver, drafters and messages (cluster/simulation/costs.py) fit.
+    """
+    off = cell.policy is PolicyName.OFF
+    layout = Layout(
+        target=target,
+        policy=cell.policy,
+        window=max(1, cell.window),
+        drafter=None if off else drafter,
+        drafters=0 if off else cell.num_drafters,
+        replicas=cell.num_targets,
+        branches=cell.branches,
+        link=LinkProfile(rtt_ms=cell.rtt_ms if cell.rtt_ms > LOOPBACK_RTT_MS else 0.0),
+        max_num_seqs=max(64, cell.batch),
+        prefix_cache=False,
+        costs=_costs_here(cell),
+    )
+    rounds = [warm_up_of(load, cell.batch), *rounds_of(load, cell.batch)]
+    starts = list(accumulate(map(len, rounds), initial=0))
+    asked = SimulatedLoad(
+        requests=starts[-1],
+        prompt_tokens=len(load[0].prompt),
+        output_tokens=load[0].max_tokens,
+        guess=guess,
+        concurrency=cell.batch,
+    )
+    requests = [
+        [_simulated_request(number, cell, one) for number, one in enumerate(together, start=start)]
+        for start, together in zip(starts, rounds, strict=False)
+    ]
+    fleet = Fleet(layout, asked, rounds=requests, text=text)
+    fleet.run()
+    answers = {one.request.sequence_id: one for one in fleet.answered}
+    tokens, seconds = 0, 0.0
+    for start, end in pairwise(starts[1:]):
+        counted, lasted = in_swing_of([answers[number] for number in range(start, end)])
+        tokens += counted
+        seconds += lasted
+    return tokens / seconds
+
+
+def _costs_here(cell: Cell) -> HostCosts:
+    """Driver, targets and drafters of a cell share this host's cores."""
+    processes = 1 + cell.num_targets + (0 if cell.policy is PolicyName.OFF else cell.num_drafters)
+    beyond = processes - FITTED_PROCESSES * len(os.sched_getaffinity(0))
+    return HostCosts().times(1 + CROWDING * max(0.0, beyond))
+
+
+def _simulated_request(number: int, cell: Cell, one: LoadRequest) -> Request:
+    return Request(
+        sequence_id=number,
+        prompt_token_ids=one.prompt,
+        spec=one.spec(),
+        max_tokens=one.max_tokens,
+        policy=cell.policy,
+        window=max(1, cell.window),
+        branches=cell.branches,
     )

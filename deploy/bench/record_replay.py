@@ -12,10 +12,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -38,21 +36,11 @@ from workers.verification.coupled import choose_token
 from workers.verification.draws import top_children
 
 TEMPERATURES = (0.0, 1.0)
+TOKENS, REQUESTS, KEPT = 160, 32, 3
+"""Most tokens a request, requests at each temperature, and how many of those are kept."""
 _CHUNK = 32
 _PINNED = 0.01
 _KV_BYTES = 400 * 1024 * 1024
-
-
-@dataclass(frozen=True, slots=True)
-class RecordingSize:
-    """At each temperature `requests` of `tokens` tokens are decoded, and `keep` of them kept."""
-
-    tokens: int = 160
-    requests: int = 32
-    keep: int = 3
-
-
-USUAL_SIZE = RecordingSize()
 
 
 def recording_path(home: Path) -> Path:
@@ -64,11 +52,11 @@ def demo_recording(home: Path, *, tell: Callable[[str], None]) -> Recording:
     """The recording of the demo pair; made, which takes a minute, where there is none."""
     path = recording_path(home)
     if not path.exists():
-        write_recording(path, record_demo(home, USUAL_SIZE, tell=tell))
+        write_recording(path, record_demo(home, tell=tell))
     return load_recording(path)
 
 
-def record_demo(home: Path, size: RecordingSize, *, tell: Callable[[str], None]) -> Recording:
+def record_demo(home: Path, *, tell: Callable[[str], None]) -> Recording:
     """Decode, rank and pin. Raises UnavailableError where nothing kept is near the long run."""
     target, drafter = resolve_model("demo", home=home), resolve_model("demo-draft", home=home)
     tell("recording the demo pair: loading")
@@ -76,12 +64,12 @@ def record_demo(home: Path, size: RecordingSize, *, tell: Callable[[str], None])
     asked = [
         (prompt, spec_of(len(prompt), temperature, seed))
         for temperature in TEMPERATURES
-        for seed, prompt in enumerate(_prompts(target.folder, size.requests))
+        for seed, prompt in enumerate(_prompts(target.folder, REQUESTS))
     ]
     outputs: list[list[int]] = []
     for start in range(0, len(asked), _CHUNK):
         tell(f"recording the demo pair: {start} of {len(asked)} requests are decoded")
-        outputs += decode(engine, asked[start : start + _CHUNK], size.tokens)
+        outputs += decode(engine, asked[start : start + _CHUNK], TOKENS)
     del engine
     guesser = Engine(drafter.folder, weights=drafter.weights, threads=1, kv_memory_bytes=_KV_BYTES)
     sequences = []
@@ -103,7 +91,7 @@ def record_demo(home: Path, size: RecordingSize, *, tell: Callable[[str], None])
         made=made,
         long_run_acceptance=_acceptance(sequences),
         long_run_tokens=sum(len(one.ranks) for one in sequences),
-        sequences=pinned(sequences, size.keep),
+        sequences=pinned(sequences, KEPT),
     )
     off = abs(recording.acceptance / recording.long_run_acceptance - 1)
     if off > _PINNED:
@@ -197,25 +185,12 @@ def _prompts(folder: Path, count: int) -> list[tuple[int, ...]]:
     return found
 
 
-def main(
-    path: Annotated[
-        Path | None, typer.Argument(help="Default: where bench lookahead looks for it.")
-    ] = None,
-    tokens: Annotated[int, typer.Option(help="Most tokens a request.")] = USUAL_SIZE.tokens,
-    requests: Annotated[int, typer.Option(help="At each temperature.")] = USUAL_SIZE.requests,
-    keep: Annotated[int, typer.Option(help="Of them kept.")] = USUAL_SIZE.keep,
-) -> None:
-    """Record the demo pair and write PATH."""
+if __name__ == "__main__":
     home = default_home(os.environ)
-    place = path or recording_path(home)
-    recording = record_demo(home, RecordingSize(tokens, requests, keep), tell=typer.echo)
-    write_recording(place, recording)
+    recording = record_demo(home, tell=typer.echo)
+    write_recording(recording_path(home), recording)
     typer.echo(
-        f"{place}: acceptance {recording.acceptance:.4f} over "
+        f"{recording_path(home)}: acceptance {recording.acceptance:.4f} over "
         f"{sum(len(one.ranks) for one in recording.sequences)} tokens, "
         f"{recording.long_run_acceptance:.4f} over {recording.long_run_tokens}"
     )
-
-
-if __name__ == "__main__":
-    typer.run(main)

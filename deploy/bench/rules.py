@@ -1,31 +1,135 @@
-"""`paceline bench rules`: what rules, stopping rules and drafters without a model bring."""
+"""`paceline bench rules`: what verification rules and drafters without a model bring.
+
+- Part "time": how long each rule takes to verify a window on this CPU.
+- Part "acceptance": tokens a step of each rule, at equal budgets of nodes. One request a time under
+  policy lockstep, where a step waits for the whole window, so that what is accepted does not depend
+  on the speed of the machine. Every row decodes prompt i with seed i.
+- Part "train-free": n-grams and Token Recycling against plain decoding. The drafters need next to
+  nothing, so the target has all cores in every row.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from rich.console import Console
 
 from cluster.config import Config, DrafterConfig
-from deploy.bench.decode import CORES, encode_prompts
-from deploy.bench.deployments import running_side_by_side
-from deploy.bench.rules_acceptance import measure_acceptance
-from deploy.bench.rules_rows import PART_NAMES, RuleRow
-from deploy.bench.rules_stopping import measure_stopping
-from deploy.bench.rules_time import BATCHES, VOCAB_SIZES, WINDOWS, RuleTime, time_rules
-from deploy.bench.rules_train_free import measure_train_free
-from paceline.generation import GenerateInput
+from deploy.bench.decode import encode_prompts
+from deploy.bench.harness import (
+    CORES,
+    Asked,
+    Goal,
+    Measured,
+    Prompts,
+    Report,
+    Suite,
+    TokensAndSteps,
+    document,
+    jackknife_error,
+    length_of,
+    length_ratio,
+    measure_in_turns,
+    print_goals,
+    register,
+    table,
+)
+from deploy.bench.processes import on_free_ports, running_side_by_side
+from deploy.measure import Sample, measure
+from paceline.client import Client
+from paceline.generation import GenerateInput, GenerateOptions
+from paceline.rules import Rule
+from paceline.sampling import SamplingParams, SequenceSpec
+from workers.verification.candidates import CandidateTree, merge_paths
+from workers.verification.draft_probs import DraftProbs, SparseProbs
+from workers.verification.draws import (
+    cut_draft_probs,
+    draw_chain_token,
+    draw_independent,
+    draw_without_replacement,
+    top_children,
+)
+from workers.verification.rules import FACTS
+from workers.verification.verify import Window, verify_batch
 
+PART_NAMES = ("time", "acceptance", "train-free")
 NEEDED: Mapping[str, frozenset[str]] = {
     "time": frozenset(),
     "acceptance": frozenset({"drafted"}),
-    "stopping": frozenset({"drafted", "plain"}),
     "train-free": frozenset({"plain"}),
 }
 """The deployments that each part needs."""
-QUICK_WINDOWS = (1, 8)
+AMOUNT, QUICK_AMOUNT = (4, 32, 2), (2, 24, 1)
+"""Rows of the input, tokens a row and rounds, by default."""
 WAIT_MS = 60_000.0
 """So long lockstep waits for its drafter: how busy a host is must not decide what is accepted."""
+OFF = "off"
+
+VOCAB_SIZES = (49_152, 131_072)
+WINDOWS, QUICK_WINDOWS = (1, 8, 16, 64), (1, 8)
+BATCHES = (1, 16)
+"""Of part "time"."""
+AIM_MS = 3.0
+"""Of the coupled rule on a chain of 8, one sequence, the smaller vocabulary."""
+_FALL = 2.0
+"""Probabilities fall as rank^-2: the 64 likeliest tokens hold 99 %, and no token is out of reach
+of the noise, so that all of it is computed."""
+
+NODES = 8
+"""Candidates a step in part "acceptance", whatever their shape."""
+TEMPERATURES = (0.0, 0.7, 1.0)
+SHAPES: Sequence[tuple[str, int]] = (
+    ("coupled", 1),
+    ("rejection", 1),
+    ("coupled", 2),
+    ("kseq", 2),
+    ("recursive", 2),
+    ("mcsd", 2),
+    ("coupled", 4),
+    ("kseq", 4),
+    ("recursive", 4),
+    ("mcsd", 4),
+)
+"""Rules and children of a node, or paths. On a chain kseq, recursive and mcsd are rejection."""
+
+TRAIN_FREE = ("ngram", "recycling")
+TRAIN_FREE_SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))
+"""Windows and branches of both."""
+BY_COST = (16, 8)
+"""Window and branches within which Token Recycling stops by cost; n-grams have no estimates."""
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """One row; None where a figure does not apply.
+
+    `candidates` is "chain" or "N wide". `ms` is of a batch's verification in part "time", of an
+    output token elsewhere. `speedup` is against plain decoding in the same run. `details` are
+    further figures by name.
+    """
+
+    part: str
+    name: str
+    rule: str
+    candidates: str
+    temperature: float
+    ms: float | None = None
+    acceptance_length: float | None = None
+    speedup: float | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
+
+
+def candidates_shown(branches: int | None) -> str:
+    """How a drafter branches, in words."""
+    return "chain" if branches in (None, 1) else f"{branches} wide"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +144,6 @@ class RulesSettings:
 
 def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]:
     """What the parts need: `drafted` has a model drafter and a core each, `plain` the others."""
-    server = config.server.model_copy(update={"http_port": 0, "grpc_port": 0})
     speculation = config.speculation.model_copy(update={"wait_ms": WAIT_MS})
     drafter = next(
         (one for one in config.drafters if one.kind == "model"), DrafterConfig(model="demo-draft")
@@ -48,14 +151,7 @@ def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]
 
     def deployment(threads: int, *drafters: DrafterConfig) -> Config:
         target = config.target.model_copy(update={"threads": threads})
-        return config.model_copy(
-            update={
-                "target": target,
-                "drafters": drafters,
-                "server": server,
-                "speculation": speculation,
-            }
-        )
+        return on_free_ports(config, target=target, drafters=drafters, speculation=speculation)
 
     both = {
         "drafted": deployment(1, drafter.model_copy(update={"count": 1, "threads": 1})),
@@ -82,63 +178,470 @@ def run_rules(
     parts = [part for part in PART_NAMES if part in settings.parts]
     if "time" in parts:
         windows = QUICK_WINDOWS if settings.quick else WINDOWS
-        rows += measure_time(settings.repeats, tell, windows=windows)
+        rows += time_rules(tell, windows=windows, repeats=settings.repeats)
     configs = rules_deployments(config, parts)
     if not configs:
         return rows
     with running_side_by_side(configs, home=home, tell=tell) as clients:
         prompts = encode_prompts(next(iter(clients.values())), inputs)
-        amount = {"max_tokens": settings.max_tokens, "repeats": settings.repeats}
         if "acceptance" in parts:
             rows += measure_acceptance(
                 clients["drafted"], prompts, max_tokens=settings.max_tokens, tell=tell
             )
-        if "stopping" in parts:
-            rows += measure_stopping(
-                clients["drafted"], clients["plain"], prompts, **amount, tell=tell
-            )
         if "train-free" in parts:
-            rows += measure_train_free(clients["plain"], prompts, **amount, tell=tell)
+            rows += measure_train_free(
+                clients["plain"],
+                prompts,
+                max_tokens=settings.max_tokens,
+                repeats=settings.repeats,
+                tell=tell,
+            )
     return rows
 
 
-def measure_time(
-    repeats: int,
+# Part "time"
+
+
+def time_rules(
     tell: Callable[[str], None],
     *,
+    repeats: int,
     vocab_sizes: Sequence[int] = VOCAB_SIZES,
     windows: Sequence[int] = WINDOWS,
     batches: Sequence[int] = BATCHES,
 ) -> list[RuleRow]:
-    """Part "time", on this process's cores before anything else is started."""
+    """Every rule on a chain of each window, and the rules for trees on one of the same size.
 
-    def told(row: RuleTime) -> None:
-        tell(f"time: {row.rule}, {row.candidates}, {row.vocab_size} tokens, window {row.window}")
+    The drafter's logits are the target's, so the rules with draft probabilities and the coupled
+    one accept nearly all of a chain: the most rows are looked at, which is the dearest case (the
+    one-hot rule accepts by the target's probability alone). The windows of a batch share logits,
+    not seeds.
+    """
+    rows: list[RuleRow] = []
+    for vocab_size in vocab_sizes:
+        rng = np.random.default_rng(vocab_size)
+        ranks_V = 1 + rng.permutation(vocab_size)
+        logits_V = torch.from_numpy((-_FALL * np.log(ranks_V)).astype(np.float32))
+        for window in windows:
+            logits_RV = logits_V.repeat(window + 1, 1)
+            for rule in Rule:
+                for width in (1, 4):
+                    if width > 1 and (window < width or FACTS[rule].chain_only):
+                        continue
+                    for batch in batches:
+                        rows.append(_time_rule(rule, logits_RV, width, batch, repeats))
+                        tell(f"time: {rows[-1].name}")
+    return rows
 
-    return [
-        RuleRow(
-            part="time",
-            name=f"{row.rule}, {row.candidates}, V={row.vocab_size}, window {row.window}, "
-            f"batch {row.batch}",
-            rule=row.rule,
-            candidates=row.candidates,
-            temperature=1.0,
-            ms=row.ms,
-            details={
-                "vocab_size": row.vocab_size,
-                "window": row.window,
-                "batch": row.batch,
-                "best_ms": row.best_ms,
-                "worst_ms": row.worst_ms,
-                "accepted": row.accepted,
-            },
+
+def _time_rule(
+    rule: Rule, logits_RV: torch.Tensor, width: int, batch: int, repeats: int
+) -> RuleRow:
+    """Milliseconds to verify the windows of a batch, noise included; the median of the repeats.
+
+    `accepted` is the mean number of accepted candidates: the walk looks at one row more than that.
+    """
+    window, vocab_size = logits_RV.shape[0] - 1, logits_RV.shape[1]
+    drafted = [_draft(rule, logits_RV, width, seed) for seed in range(batch)]
+    seconds: list[float] = []
+    accepted = 0
+    for _ in range(repeats + 1):
+        begin = time.perf_counter()
+        verdicts = verify_batch(drafted)
+        seconds.append(time.perf_counter() - begin)
+        accepted = sum(verdict.num_accepted for verdict in verdicts)
+    counted = seconds[1:]  # the first warms caches up
+    candidates = candidates_shown(width)
+    return RuleRow(
+        part="time",
+        name=f"{rule.value}, {candidates}, V={vocab_size}, window {window}, batch {batch}",
+        rule=rule.value,
+        candidates=candidates,
+        temperature=1.0,
+        ms=statistics.median(counted) * 1e3,
+        details={
+            "vocab_size": vocab_size,
+            "window": window,
+            "batch": batch,
+            "best_ms": min(counted) * 1e3,
+            "worst_ms": max(counted) * 1e3,
+            "accepted": accepted / batch,
+        },
+    )
+
+
+def _draft(rule: Rule, logits_RV: torch.Tensor, width: int, seed: int) -> Window:
+    """Candidates as the rule wants them: `width` branches at the root, chains below them."""
+    logits_V, window = logits_RV[0], logits_RV.shape[0] - 1
+    spec = SequenceSpec(SamplingParams(temperature=1.0), seed=seed, prompt_length=1)
+    prefix = (1, 2, 3)
+    cut = cut_draft_probs(logits_V, spec, prefix)
+    depth = window // width
+    positions = range(len(prefix) + 1, len(prefix) + depth)
+    if rule is Rule.KSEQ:
+        tree = merge_paths(
+            [
+                [draw_independent(cut, spec, at, (n,))[0] for at in (len(prefix), *positions)]
+                for n in range(width)
+            ]
         )
-        for row in time_rules(
-            vocab_sizes=vocab_sizes,
-            windows=windows,
-            batches=batches,
-            repeats=repeats,
-            temperature=1.0,
-            on_row=told,
-        )
+    else:
+        first = _first_tokens(rule, logits_V, cut, spec, prefix, width)
+        below = [
+            top_children(logits_V, spec, (0,) * at, 1)[0]
+            if rule is Rule.COUPLED
+            else draw_chain_token(cut, spec, at)
+            for at in positions
+        ]
+        tree = _branches(first, below)
+    probs = None
+    if FACTS[rule].needs_draft_probs:
+        probs = DraftProbs({n: cut for n in range(len(tree) + 1) if tree.children(n)})
+    return Window(rule, logits_RV[: len(tree) + 1], tree, spec, prefix, probs)
+
+
+def _first_tokens(
+    rule: Rule,
+    logits_V: torch.Tensor,
+    cut: SparseProbs,
+    spec: SequenceSpec,
+    prefix: tuple[int, ...],
+    width: int,
+) -> tuple[int, ...]:
+    if rule is Rule.COUPLED:
+        return top_children(logits_V, spec, prefix, width)
+    if rule is Rule.MCSD:
+        return draw_independent(cut, spec, len(prefix), range(width))
+    return draw_without_replacement(cut, spec, len(prefix), width)
+
+
+def _branches(first: Sequence[int], below: Sequence[int]) -> CandidateTree:
+    """Every first token, each with the same chain below it."""
+    token_ids, parents = list(first), [0] * len(first)
+    for number in range(len(first)):
+        parent = number + 1
+        for token_id in below:
+            token_ids.append(token_id)
+            parents.append(parent)
+            parent = len(token_ids)
+    return CandidateTree(tuple(token_ids), tuple(parents))
+
+
+# Part "acceptance"
+
+
+@dataclass(slots=True)
+class _Counts:
+    by_prompt: list[TokensAndSteps] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+
+
+def measure_acceptance(
+    client: Client, prompts: Prompts, *, max_tokens: int, tell: Callable[[str], None]
+) -> list[RuleRow]:
+    """A row for each shape and temperature."""
+    rows: list[RuleRow] = []
+    for temperature in TEMPERATURES:
+        for rule, branches in SHAPES:
+            tell(f"acceptance: {rule}, {candidates_shown(branches)}, temperature {temperature:g}")
+            counts = _Counts()
+            for number, prompt in enumerate(prompts):
+                options = GenerateOptions(
+                    temperature=temperature,
+                    top_k=0,
+                    top_p=1.0,
+                    seed=number,
+                    max_tokens=max_tokens,
+                    policy="lockstep",
+                    rule=rule,
+                    window=NODES,
+                    branches=branches,
+                    stopping="fixed",
+                    drafter="model",
+                )
+                completion = client.generate(list(prompt), options)
+                counts.by_prompt.append((len(completion.token_ids), completion.stats.steps))
+                counts.drafted += completion.stats.drafted
+                counts.accepted += completion.stats.accepted
+            rows.append(_acceptance_row(rule, branches, temperature, counts))
+    return rows
+
+
+def _acceptance_row(rule: str, branches: int, temperature: float, counts: _Counts) -> RuleRow:
+    candidates = candidates_shown(branches)
+    return RuleRow(
+        part="acceptance",
+        name=f"{rule}, {candidates}, T={temperature:g}",
+        rule=rule,
+        candidates=candidates,
+        temperature=temperature,
+        acceptance_length=length_of(counts.by_prompt),
+        details={
+            "policy": "lockstep",
+            "drafter": "model",
+            "window": NODES,
+            "tokens": sum(tokens for tokens, _ in counts.by_prompt),
+            "steps": sum(steps for _, steps in counts.by_prompt),
+            "by_prompt": counts.by_prompt,
+            "standard_error": jackknife_error(counts.by_prompt, length_of),
+            "drafted": counts.drafted,
+            "accepted": counts.accepted,
+        },
+    )
+
+
+# Part "train-free"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContender:
+    """A way to ask a deployment of ours.
+
+    No tenant sees a prompt twice: a drafter that learns would know the answer by heart.
+    """
+
+    name: str
+    client: Client
+    options: GenerateOptions
+    seen: Counter[tuple[int, ...]] = field(default_factory=Counter)
+
+    @property
+    def setting(self) -> str:
+        """What the request says of speculation."""
+        options = self.options
+        parts = (options.policy, options.drafter, options.rule, options.stopping)
+        shape = f"window {options.window}, {candidates_shown(options.branches)}"
+        return ", ".join([*(part for part in parts if part is not None), shape])
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        """Through the client library, as any caller would."""
+        prompt = tuple(prompt_token_ids)
+        tenant = f"{self.name} {self.seen[prompt]}"
+        self.seen[prompt] += 1
+        options = replace(self.options, max_tokens=max_tokens, tenant=tenant)
+        return measure(self.client, list(prompt), options)
+
+
+def _train_free_row(measured: Measured, off: Measured) -> RuleRow:
+    """What was measured of a contender, against plain decoding."""
+    contender = measured.contender
+    assert isinstance(contender, RequestContender)
+    options = contender.options
+    plain = options.policy == OFF
+    return RuleRow(
+        part="train-free",
+        name=contender.name,
+        rule=options.rule or "coupled",
+        candidates="none" if plain else candidates_shown(options.branches),
+        temperature=options.temperature or 0.0,
+        ms=1000 / measured.tokens_per_second,
+        acceptance_length=measured.acceptance_length,
+        speedup=measured.tokens_per_second / off.tokens_per_second,
+        details={
+            "policy": options.policy,
+            "drafter": options.drafter,
+            "window": options.window,
+            "stopping": options.stopping,
+            "tokens": measured.tokens,
+            "tokens_per_second": measured.tokens_per_second,
+            "spread": measured.spread,
+            "same_text": measured.same_text(off),
+        },
+    )
+
+
+def train_free_contenders(client: Client) -> list[RequestContender]:
+    """Plain decoding, then chains and trees of each drafter; all greedy."""
+    contenders = [
+        RequestContender(OFF, client, GenerateOptions(temperature=0.0, seed=0, policy=OFF))
     ]
+    shapes = [(drafter, *shape, "fixed") for drafter in TRAIN_FREE for shape in TRAIN_FREE_SHAPES]
+    for drafter, window, branches, stopping in [*shapes, ("recycling", *BY_COST, "cost")]:
+        options = GenerateOptions(
+            temperature=0.0,
+            seed=0,
+            rule="coupled",
+            policy="lockstep",
+            window=window,
+            branches=branches,
+            stopping=stopping,
+            drafter=drafter,
+        )
+        name = f"{drafter} {candidates_shown(branches)} {window}"
+        name += "" if stopping == "fixed" else f" {stopping}"
+        contenders.append(RequestContender(name, client, options))
+    return contenders
+
+
+def measure_train_free(
+    client: Client,
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    repeats: int,
+    tell: Callable[[str], None],
+) -> list[RuleRow]:
+    """All of them in turns."""
+    measured = measure_in_turns(
+        train_free_contenders(client),
+        prompts,
+        max_tokens=max_tokens,
+        repeats=repeats,
+        on_sample=lambda name: tell(f"train-free: {name}"),
+    )
+    return [_train_free_row(one, measured[0]) for one in measured]
+
+
+# Report
+
+
+def goals(rows: Sequence[RuleRow]) -> list[Goal]:
+    """All goals that the rows say something about."""
+    return [*_time_goal(rows), *_acceptance_goals(rows), *_train_free_goal(rows)]
+
+
+def _time_goal(rows: Sequence[RuleRow]) -> Iterator[Goal]:
+    wanted = {"vocab_size": VOCAB_SIZES[0], "window": 8, "batch": 1}
+    for row in rows:
+        if (row.part, row.rule, row.candidates) != ("time", "coupled", "chain"):
+            continue
+        if row.ms is not None and wanted.items() <= dict(row.details).items():
+            yield Goal(f"{AIM_MS:g} ms / coupled chain of 8", AIM_MS / row.ms, 1.0)
+
+
+def _acceptance_goals(rows: Sequence[RuleRow]) -> Iterator[Goal]:
+    counts = {
+        (row.rule, row.candidates, row.temperature): cast(
+            "Sequence[TokensAndSteps]", row.details["by_prompt"]
+        )
+        for row in rows
+        if row.part == "acceptance"
+    }
+    for (rule, candidates, temperature), theirs in counts.items():
+        coupled = counts.get(("coupled", candidates, temperature))
+        if rule in ("kseq", "recursive") and coupled is not None:
+            pairs = list(zip(coupled, theirs, strict=True))
+            yield Goal(
+                f"length, {candidates}, T={temperature:g}: coupled / {rule}",
+                length_ratio(pairs),
+                1.0,
+                jackknife_error(pairs, length_ratio),
+            )
+
+
+def _train_free_goal(rows: Sequence[RuleRow]) -> Iterator[Goal]:
+    speed = {
+        row.name: row.speedup
+        for row in rows
+        if row.details.get("drafter") == "recycling" and row.speedup is not None
+    }
+    if speed:
+        best = max(speed, key=lambda name: speed[name])
+        yield Goal(f"{best} / off", speed[best], 1.5)
+
+
+def rules_json(rows: Sequence[RuleRow], machine: Mapping[str, object]) -> dict[str, object]:
+    """The document of `bench rules --json`."""
+    return document("rules", rows, goals(rows), machine)
+
+
+def print_rules(console: Console, rows: Sequence[RuleRow]) -> None:
+    """A table for each part that was measured, then the ratios; at most 80 columns."""
+    _print_times(console, [row for row in rows if row.part == "time"])
+    _print_acceptance(console, [row for row in rows if row.part == "acceptance"])
+    _print_speeds(console, [row for row in rows if row.part == "train-free"])
+    print_goals(console, goals(rows))
+
+
+def _print_times(console: Console, rows: Sequence[RuleRow]) -> None:
+    """A column a vocabulary and batch; a line a rule, shape and window."""
+    columns = list(dict.fromkeys((row.details["vocab_size"], row.details["batch"]) for row in rows))
+    lines: dict[tuple[object, ...], dict[tuple[object, object], str]] = {}
+    for row in rows:
+        at = (row.details["vocab_size"], row.details["batch"])
+        line = lines.setdefault((row.rule, row.candidates, row.details["window"]), {})
+        line[at] = f"{row.ms:.2f}"
+    if not lines:
+        return
+    headings = [f"V={vocab_size}, {batch}" for vocab_size, batch in columns]
+    console.print("Verification in ms, by vocabulary and batch", highlight=False)
+    shown = table(("rule", "candidates", "window", *headings), left=2)
+    for (rule, candidates, window), cells in sorted(lines.items(), key=lambda one: _order(one[0])):
+        figures = (cells.get(column, "") for column in columns)
+        shown.add_row(str(rule), str(candidates), str(window), *figures)
+    console.print(shown)
+    console.print()
+
+
+def _order(line: tuple[object, ...]) -> tuple[int, str, str]:
+    rule, candidates, window = line
+    assert isinstance(window, int)
+    return window, str(candidates != "chain"), str(rule)
+
+
+def _print_acceptance(console: Console, rows: Sequence[RuleRow]) -> None:
+    temperatures = list(dict.fromkeys(row.temperature for row in rows))
+    lines: dict[tuple[str, str], dict[float, str]] = {}
+    for row in rows:
+        line = lines.setdefault((row.rule, row.candidates), {})
+        error = row.details["standard_error"]
+        line[row.temperature] = f"{row.acceptance_length:.2f}" + (
+            "" if error is None else f" +- {error:.2f}"
+        )
+    if not lines:
+        return
+    console.print(f"Tokens a step, policy lockstep, {NODES} candidates a step", highlight=False)
+    shown = table(("rule", "candidates", *(f"T={one:g}" for one in temperatures)), left=2)
+    for (rule, candidates), cells in lines.items():
+        shown.add_row(rule, candidates, *(cells[one] for one in temperatures))
+    console.print(shown)
+    console.print()
+
+
+def _print_speeds(console: Console, rows: Sequence[RuleRow]) -> None:
+    if not rows:
+        return
+    console.print("Drafters without a model, greedy, policy lockstep", highlight=False)
+    shown = table(("", "tok/s", "/off", "spread", "len", "same"))
+    for row in rows:
+        shown.add_row(
+            row.name,
+            f"{row.details['tokens_per_second']:.1f}",
+            f"{row.speedup:.2f}",
+            f"{row.details['spread']:.0%}",
+            f"{row.acceptance_length:.2f}",
+            "yes" if row.details["same_text"] else "no",
+        )
+    console.print(shown)
+    console.print()
+
+
+def _run(asked: Asked) -> Report:
+    limit, max_tokens, repeats = QUICK_AMOUNT if asked.quick else AMOUNT
+    settings = RulesSettings(
+        asked.part or PART_NAMES,
+        asked.max_tokens or max_tokens,
+        asked.repeats or repeats,
+        asked.quick,
+    )
+    rows = run_rules(
+        asked.config,
+        asked.read_inputs(asked.limit or limit),
+        settings,
+        home=asked.home,
+        tell=asked.tell,
+    )
+    return Report(rules_json(rows, asked.machine), lambda console: print_rules(console, rows))
+
+
+register(
+    Suite(
+        "rules",
+        "verification rules and drafters without a model, in parts time, acceptance and train-free "
+        "(default: all); 4 rows of the input, 32 tokens, 2 rounds (some ten minutes)",
+        _run,
+        frozenset({"limit", "max_tokens", "repeats", "part", "quick"}),
+        parts=PART_NAMES,
+    )
+)

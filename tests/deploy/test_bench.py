@@ -11,18 +11,23 @@ import pytest
 from rich.console import Console
 
 from cluster.config import Config
-from deploy.bench.calibrate import find_fastest
-from deploy.bench.decode import ASSISTANCES, CORES, DecodeResult, deployments
-from deploy.bench.interleave import measure_in_turns
-from deploy.bench.machine import describe_machine
-from deploy.bench.report import decode_json, print_decode
-from deploy.bench.transformers_process import TransformersProcess
+from deploy.bench.decode import (
+    ASSISTANCES,
+    DecodeResult,
+    decode_json,
+    deployments,
+    find_fastest,
+    print_decode,
+)
+from deploy.bench.harness import CORES, describe_machine, measure_in_turns, suites
+from deploy.bench.transformers_peer import TransformersProcess
 from deploy.measure import Sample
 from deploy.peers import TransformersPeer
 from paceline.errors import UnavailableError
 from tests.deploy.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.deploy.test_generate import ROWS, write_rows
+from workers.models import ModelFiles
 
 ROW_NAMES = ("off", "off-1", "lockstep", "chain", "chain-ngram", "hf", "hf-assisted")
 
@@ -133,6 +138,13 @@ def test_deployments_keep_the_models_and_set_the_threads() -> None:
     assert {one.server.grpc_port for one in configs.values()} == {0}
 
 
+def test_the_help_lists_the_suites_that_are_registered(call: Call) -> None:
+    said = " ".join(call("bench", "--help").stdout.split())
+    assert list(suites()) == ["decode", "engine", "lookahead", "rules"]
+    for suite in suites().values():
+        assert f"{suite.name}: {suite.about[:20]}" in said
+
+
 def test_the_machine_is_named() -> None:
     machine = describe_machine()
     assert machine["cpu"]
@@ -147,28 +159,31 @@ def test_transformers_decodes_the_same_text_with_and_without_assistance(
     expected = tuple(peer.greedy(prompt, 12).token_ids)
     folder = served.checkpoint
     log = tmp_path / "log"
-    with TransformersProcess(folder, folder, draft_weights="int8", threads=1, log=log) as process:
+    draft = ModelFiles(folder, "int8")
+    with TransformersProcess(folder, draft=draft, threads=1, log=log) as process:
         for assistance in (None, ASSISTANCES[0], ASSISTANCES[-2]):
-            answer = process.generate(prompt, max_tokens=12, assistance=assistance)
-            assert answer.token_ids == expected
+            answer = process.generate([prompt], max_tokens=12, threads=1, assistance=assistance)
+            assert answer.token_ids == (expected,)
             assert answer.seconds > 0
 
 
 def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with (
-        TransformersProcess(
-            tmp_path, tmp_path, draft_weights="int8", threads=1, log=log
-        ) as process,
+        TransformersProcess(tmp_path, threads=1, log=log) as process,
         pytest.raises(UnavailableError, match="process ended"),
     ):
-        process.generate([1], max_tokens=1, assistance=None)
+        process.generate([[1]], max_tokens=1, threads=1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("nothing",), "suite"),
+        (("nothing",), "suite: expected one of decode, engine, lookahead, rules"),
+        (("decode", "--part", "steps"), "part: suite decode does not take it"),
+        (("decode", "--quick"), "quick: suite decode does not take it"),
+        (("lookahead", "--limit", "1"), "limit: suite lookahead does not take it"),
+        (("engine", "--device", "tpu"), "device: expected cpu or cuda"),
         (("decode", "--repeats", "0"), "repeats"),
         (("decode", "--limit", "0"), "limit"),
         (("decode", "--input", "/nowhere.jsonl"), "input"),

@@ -1,7 +1,8 @@
-"""`paceline bench engine`: its parts on a tiny model."""
+"""`paceline bench engine`: its rows and report, and its parts on a tiny model."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -10,26 +11,42 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from cluster.config import Config, DrafterConfig, TargetConfig
 from deploy.bench import engine_steps
-from deploy.bench.core_waits import CoreWaits
-from deploy.bench.driver_load import DriverLoad
-from deploy.bench.engine import PARTS, USUAL_PARTS, run_engine
-from deploy.bench.engine_delay import delay_in_steps
-from deploy.bench.engine_driver import measure_load, measure_one
-from deploy.bench.engine_load import Request, random_tokens, seeded_requests
-from deploy.bench.engine_memory import model_bytes
-from deploy.bench.engine_peer import PeerProcess
-from deploy.bench.engine_rows import (
+from deploy.bench.engine import (
     BATCHES,
+    PARTS,
+    USUAL_PARTS,
     WINDOWS,
+    EngineRow,
     EngineTask,
+    engine_json,
+    goals,
+    own_name,
     peer_dtype,
+    print_engine,
+    random_tokens,
+    run_engine,
     with_speedups,
 )
-from deploy.bench.engine_serving import deployments, measure_own
-from deploy.bench.shard_process import running_target
+from deploy.bench.engine_driver import DriverLoad, measure_load
+from deploy.bench.engine_serving import (
+    batches_of,
+    delay_in_steps,
+    measure_own,
+    seeded_requests,
+    serving_deployments,
+)
+from deploy.bench.engine_steps import (
+    copy_bandwidth,
+    model_bytes,
+    peak_memory,
+    running_target,
+    runtime_memory,
+)
+from deploy.bench.transformers_peer import TransformersProcess
 from deploy.peers import TransformersPeer
 from paceline.client import Client
 from paceline.errors import UnavailableError
@@ -39,6 +56,26 @@ from tests.tiny import make_tiny_checkpoint
 from workers.engine.block_pool import blocks_for
 from workers.engine.kv_cache import BLOCK_SIZE
 from workers.models import ModelFiles, resolve_model
+
+EVERY_ROW = {
+    *("name", "speedup", "engine", "batch", "window", "degree", "dtype", "threads"),
+    *("step_ms", "bandwidth_share", "tokens_per_second"),
+}
+
+
+def served_row(name: str, batch: int, speed: float) -> EngineRow:
+    engine = "transformers" if name.startswith("hf") else "paceline"
+    return EngineRow("serving", name, engine, batch, 0, 1, "float32", 2, 10.0, None, speed)
+
+
+RUN = (
+    replace(served_row("off", 1, 50.0), part="steps", bandwidth_share=0.5),
+    served_row("off", 1, 40.0),
+    served_row("hf", 1, 20.0),
+    served_row("off", 16, 200.0),
+    served_row("off, 1 thread", 16, 150.0),
+    served_row("hf", 16, 50.0),
+)
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +90,74 @@ def task(checkpoint: Path, tmp_path: Path) -> EngineTask:
 
 
 @pytest.fixture(scope="module")
-def peer(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PeerProcess]:
+def peer(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TransformersProcess]:
     log = tmp_path_factory.mktemp("peer") / "log"
-    with PeerProcess(checkpoint, dtype="float32", threads=1, log=log) as process:
+    with TransformersProcess(checkpoint, threads=1, log=log) as process:
         yield process
+
+
+def test_the_load_is_seeded_and_covers_its_range() -> None:
+    requests = seeded_requests(2000, vocab_size=300, seed=7)
+    assert requests == seeded_requests(2000, vocab_size=300, seed=7)
+    assert requests != seeded_requests(2000, vocab_size=300, seed=8)
+    prompts = {len(request.prompt_token_ids) for request in requests}
+    outputs = {request.output_tokens for request in requests}
+    assert (min(prompts), max(prompts)) == (20, 600)
+    assert (min(outputs), max(outputs)) == (16, 256)
+    assert len({request.prompt_token_ids[:20] for request in requests}) == 2000
+    assert [len(group) for group in batches_of(requests[:9], 4)] == [4, 4, 1]
+
+
+def test_a_copy_has_a_bandwidth() -> None:
+    assert copy_bandwidth(1, num_bytes=1 << 20) > 0
+
+
+def test_memory_of_a_process_is_its_peak() -> None:
+    before = peak_memory(os.getpid())
+    held = b"1" * (64 << 20)
+    assert peak_memory(os.getpid()) >= before
+    assert peak_memory(os.getpid()) > len(held)
+    assert runtime_memory() > 50 << 20
+
+
+def test_speedups_are_against_plain_decoding_of_the_same_part_and_batch() -> None:
+    rows = with_speedups(RUN)
+    assert [row.speedup for row in rows] == [1, 1, 0.5, 1, 0.75, 0.25]
+    assert with_speedups(RUN[2:3])[0].speedup is None
+    found = {goal.name: (goal.ratio, goal.aim) for goal in goals(rows)}
+    assert found == {
+        "batch 1: off / hf": (2.0, 2.0),
+        "batch 16: off / hf": (4.0, 3.0),
+        "batch 16: off, 1 thread / hf": (3.0, 3.0),
+    }
+    assert list(goals(RUN[:1])) == []
+
+
+def test_rows_of_ours_are_named_apart() -> None:
+    names = {
+        own_name(window=window, degree=degree, threads=threads)
+        for window in WINDOWS
+        for degree, threads in ((1, 2), (1, 1), (2, 1))
+    }
+    assert len(names) == 9
+    assert own_name(window=0, degree=1, threads=2) == "off"
+
+
+def test_the_report_is_narrow_and_has_every_row() -> None:
+    stream = io.StringIO()
+    print_engine(Console(file=stream, width=80), with_speedups(RUN))
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "batch 16: off / hf = 4.00 (aim 3)" in lines
+    assert any("off, 1 thread" in line for line in lines)
+    report = engine_json(RUN, {"cores": 2}, {"delay": "UnavailableError: no"})
+    assert report["failed"] == {"delay": "UnavailableError: no"}
+    assert (report["suite"], report["emulated"]) == ("engine", False)
+    rows = report["rows"]
+    assert isinstance(rows, list)
+    assert all(row.keys() >= EVERY_ROW for row in rows)
 
 
 def test_what_a_step_reads_is_counted(checkpoint: Path) -> None:
@@ -95,7 +196,7 @@ def test_the_peer_computes_in_what_we_compute_in(task: EngineTask) -> None:
 
 def test_deployments_are_plain(checkpoint: Path) -> None:
     model = TargetConfig(model=str(checkpoint))
-    configs = deployments(Config(target=model, drafters=(DrafterConfig(kind="ngram"),)))
+    configs = serving_deployments(Config(target=model, drafters=(DrafterConfig(kind="ngram"),)))
     assert {name: one.target.threads for name, one in configs.items()} == {
         "off": 2,
         "off, 1 thread": 1,
@@ -162,27 +263,16 @@ def test_serving_gives_every_request_its_length_and_plain_text(served: Served) -
 
 
 def test_static_batching_pads_to_the_left_and_goes_beyond_the_end(
-    peer: PeerProcess, checkpoint: Path
+    peer: TransformersProcess, checkpoint: Path
 ) -> None:
     reference = TransformersPeer(checkpoint, threads=1)
     prompts = [random_tokens(length, vocab_size=300, seed=length) for length in (7, 19)]
-    answer = peer.static(prompts, max_tokens=12, threads=1)
+    answer = peer.generate(prompts, max_tokens=12, threads=1, ignore_eos=True)
     assert [len(ids) for ids in answer.token_ids] == [12, 12]
     assert answer.seconds > 0
     for prompt, ids in zip(prompts, answer.token_ids, strict=True):
         alone = reference.greedy(prompt, 12).token_ids
         assert list(ids[: len(alone)]) == alone
-
-
-def test_continuous_batching_makes_the_wanted_tokens(peer: PeerProcess) -> None:
-    requests = [
-        Request(tuple(random_tokens(9, vocab_size=300, seed=seed)), 3 + seed) for seed in range(3)
-    ]
-    answer = peer.continuous(requests, batch=2, threads=1, limit_seconds=60)
-    assert answer.error is None
-    assert (answer.finished, answer.tokens) == (3, 12)
-    stopped = peer.continuous(requests, batch=2, threads=1, limit_seconds=0)
-    assert stopped.finished == 0
 
 
 @pytest.mark.ray
@@ -194,7 +284,7 @@ def test_serving_measures_every_row(tmp_path: Path) -> None:
     rows, said = run_bench("engine", config, tmp_path, "--part", "serving", "--quick")
     assert {(row["name"], row["batch"]) for row in rows} == {
         *(("off", 1), ("off, 1 thread", 1), ("hf", 1)),
-        *(("off", 16), ("off, 1 thread", 16), ("hf", 16), ("hf-continuous", 16)),
+        *(("off", 16), ("off, 1 thread", 16), ("hf", 16)),
     }
     assert all(row["tokens_per_second"] > 0 for row in rows)
     assert "off / hf" in said
@@ -237,9 +327,6 @@ def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_p
     assert details["prompt_tokens"] > 100
     assert isinstance(details["delay_steps"], float)
     assert details["delay_steps_by_prompt"] == [details["delay_steps"]]
-    less_waits = details["delay_steps_less_waits"]
-    assert isinstance(less_waits, float) == CoreWaits(os.getpid(), 1).are_known
-    assert not isinstance(less_waits, float) or less_waits <= details["delay_steps"]
     assert isinstance(details["steps_without"], int)
     assert details["steps_without"] >= 4
 
@@ -269,12 +356,5 @@ def test_the_drivers_time_is_measured_by_the_length_of_prompts(
     """Texts that need several pieces at the drafter; the target's first token ends the prefill."""
     row = measure_load(task, DriverLoad(policy, 3, 5000))
     assert (row.batch, row.details["prompt_tokens"], row.details["emulated"]) == (3, 5000, True)
-    assert 0 < row.details["driver_ms_least"] <= row.details["driver_ms_p50"] < 1000
-
-
-def test_the_drivers_time_is_measured_with_so_many_sequences_at_once(task: EngineTask) -> None:
-    row = measure_one(task, "off", 3)
-    assert (row.part, row.name, row.batch) == ("driver", "off", 3)
     assert row.details["aim_ms"] == pytest.approx(1.15)
-    assert isinstance(row.details["driver_ms_p50"], float)
-    assert 0 < row.details["driver_ms_p50"] < 1000
+    assert 0 < row.details["driver_ms_least"] <= row.details["driver_ms_p50"] < 1000

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from deploy.bench.engine import goals
 from deploy.bench.engine_gpu import GpuTask, llama_8b, measure_gpu
-from deploy.bench.engine_report import goals
 from paceline.errors import ConfigError
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,29 +15,30 @@ import pytest
 
 from cluster.decoding.policies import PolicyName
 from cluster.simulation import closed_forms
-from deploy.bench.lookahead import LookaheadBench, LookaheadSettings, run_lookahead
+from deploy.bench.lookahead import (
+    CellResult,
+    LookaheadBench,
+    LookaheadSettings,
+    Measured,
+    lookahead_json,
+    result_of,
+    run_lookahead,
+)
 from deploy.bench.lookahead_cells import (
-    COMPUTED,
     NATURAL,
+    WARM_UP_TOKENS,
     Cell,
     cells,
-    part_names,
-    plain_cell,
-)
-from deploy.bench.lookahead_load import (
-    WARM_UP_TOKENS,
     expected_walk,
-    first_of_each,
+    part_names,
     pinned_guess,
+    plain_cell,
     recorded_load,
     set_load,
     walk,
     warm_up_of,
 )
-from deploy.bench.lookahead_measure import CellRun
-from deploy.bench.lookahead_report import lookahead_json
-from deploy.bench.lookahead_results import CellResult, Measured, result_of
-from deploy.bench.lookahead_simulated import simulated_speed
+from deploy.bench.lookahead_pairs import CellRun, simulated_speed, time_sharing
 from deploy.bench.record_replay import pinned
 from workers.emulated.profiles import load_profile
 from workers.emulated.recording import RecordedSequence, Recording
@@ -65,7 +70,7 @@ def test_every_policy_meets_every_link_and_acceptance() -> None:
     one = Counter(
         cell.policy
         for cell in found
-        if cell.batch == 1 and cell.hit_rate in (None, 0.85) and cell.load not in COMPUTED
+        if cell.batch == 1 and cell.hit_rate in (None, 0.85) and cell.load != NATURAL
         if cell.branches == 1
     )
     drafting = set(PolicyName) - {PolicyName.OFF}
@@ -78,17 +83,14 @@ def test_a_part_is_one_policy_or_the_demo_pair() -> None:
     assert "off" not in part_names()
     chain = cells(TARGET, DRAFTER, quick=False, parts=("chain",))
     assert {cell.policy for cell in chain} == {PolicyName.CHAIN}
-    for load in COMPUTED:
-        computed = cells(TARGET, DRAFTER, quick=False, parts=(load,))
-        assert {cell.load for cell in computed} == {load}
-        assert {cell.policy for cell in computed} == set(PolicyName) - {
-            PolicyName.OFF,
-            PolicyName.SPREAD,  # it needs two drafters
-            PolicyName.REPLICAS,  # it needs two targets
-        }
-    everything = cells(TARGET, DRAFTER, quick=False)
-    assert set(computed) <= set(everything)
-    assert {cell.rtt_ms for cell in computed} == {0.1, 10.0}
+    natural = cells(TARGET, DRAFTER, quick=False, parts=(NATURAL,))
+    assert {cell.load for cell in natural} == {NATURAL}
+    assert {cell.policy for cell in natural} == set(PolicyName) - {
+        PolicyName.OFF,
+        PolicyName.SPREAD,  # it needs two drafters
+        PolicyName.REPLICAS,  # it needs two targets
+    }
+    assert set(natural) <= set(cells(TARGET, DRAFTER, quick=False))
 
 
 @pytest.mark.parametrize("acceptance", [0.75, 0.85])
@@ -123,13 +125,6 @@ def test_expected_tokens_of_a_walk_are_those_over_a_long_text() -> None:
     for foreseen, hit_rate in (({0}, 0.0), ({0, 1}, 0.6)):
         assert walk(ranks, foreseen) == pytest.approx(expected_walk(0.8, hit_rate), abs=0.05)
     assert expected_walk(0.8, 0.0) == pytest.approx(closed_forms.pearl(0.8, step_ms=7, draft_ms=1))
-
-
-def test_slow_cells_decode_a_few_requests_at_each_temperature() -> None:
-    load = set_load(3, 10)
-    few = first_of_each(load, 2)
-    assert [one.temperature for one in few] == [0.0, 0.0, 1.0, 1.0]
-    assert few == [load[0], load[1], load[3], load[4]]
 
 
 def test_a_warm_up_is_as_hard_to_guess_as_what_is_measured() -> None:
@@ -211,7 +206,6 @@ class _NoPair:
     """Nothing is there."""
 
     target_addresses: tuple[str, ...] = ("",)
-    dilation = 1.0
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -276,6 +270,34 @@ def test_what_a_cell_gains_is_told_within_a_round_and_of_whole_rounds() -> None:
     rounds, ratios = speedups()
     assert rounds == 2
     assert ratios == [(1.0, 2), (pytest.approx(2.05), 2), (pytest.approx(3.05), 2)]
+
+
+POLICY_OF_A_CHILD = [sys.executable, "-c", "import os; print(os.sched_getscheduler(0))"]
+
+
+def test_in_the_block_all_share_their_time_and_after_it_the_class_is_back() -> None:
+    """SCHED_BATCH, which anybody may take, stands for real-time priority."""
+    found: list[int] = []
+
+    def look() -> None:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with time_sharing():
+            found.append(os.sched_getscheduler(0))
+            child = subprocess.run(POLICY_OF_A_CHILD, capture_output=True, text=True, check=True)
+            found.append(int(child.stdout))
+        found.append(os.sched_getscheduler(0))
+
+    thread = threading.Thread(target=look)  # it alone changes its class
+    thread.start()
+    thread.join()
+    assert found == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_BATCH]
+
+
+def test_without_priority_nothing_changes() -> None:
+    before = os.sched_getscheduler(0)
+    with time_sharing():
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
+    assert os.sched_getscheduler(0) == before
 
 
 @pytest.mark.slow

@@ -10,25 +10,29 @@ import pytest
 from rich.console import Console
 
 from cluster.config import Config
-from deploy.bench.rules import measure_time, rules_deployments
-from deploy.bench.rules_goals import goals
-from deploy.bench.rules_report import print_rules, rules_json
-from deploy.bench.rules_rows import PART_NAMES, RequestContender, RuleRow
-from deploy.bench.rules_stopping import stopping_contenders
-from deploy.bench.rules_train_free import train_free_contenders
-from deploy.bench.spread import TokensAndSteps, jackknife_error, length_of
+from deploy.bench.harness import TokensAndSteps, jackknife_error, length_of
+from deploy.bench.rules import (
+    PART_NAMES,
+    RequestContender,
+    RuleRow,
+    goals,
+    print_rules,
+    rules_deployments,
+    rules_json,
+    time_rules,
+    train_free_contenders,
+)
 from paceline.client import Client
 from paceline.generation import GenerateOptions
 from tests.deploy.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.deploy.test_generate import ROWS, write_rows
+from workers.verification.rules import Rule
 
-POLICY = "lockstep"
 
-
-def speed_row(part: str, name: str, speedup: float, **details: object) -> RuleRow:
+def speed_row(name: str, speedup: float, **details: object) -> RuleRow:
     more = {"tokens_per_second": 10 * speedup, "spread": 0.1, "same_text": True, **details}
-    return RuleRow(part, name, "coupled", "chain", 0.0, 100.0, 1.5, speedup, more)
+    return RuleRow("train-free", name, "coupled", "chain", 0.0, 100.0, 1.5, speedup, more)
 
 
 def time_row(rule: str, ms: float, window: int) -> RuleRow:
@@ -56,15 +60,10 @@ ROWS_OF_A_RUN = (
     length_row("coupled", [(40, 10), (20, 10)]),
     length_row("kseq", [(20, 10), (20, 10)]),
     length_row("mcsd", [(30, 10), (20, 10)]),
-    speed_row("stopping", "off", 1.0, policy="off"),
-    speed_row("stopping", "lockstep fixed 2", 1.0, policy=POLICY),
-    speed_row("stopping", "lockstep fixed 4", 1.6, policy=POLICY),
-    speed_row("stopping", "lockstep fixed 8", 1.2, policy=POLICY),
-    speed_row("stopping", "lockstep adaedl", 1.5, policy=POLICY),
-    speed_row("stopping", "lockstep cost", 1.8, policy=POLICY),
-    speed_row("train-free", "recycling chain 4", 1.1, drafter="recycling"),
-    speed_row("train-free", "recycling 2 wide 8", 1.4, drafter="recycling"),
-    speed_row("train-free", "ngram chain 4", 3.0, drafter="ngram"),
+    speed_row("off", 1.0, policy="off"),
+    speed_row("recycling chain 4", 1.1, drafter="recycling"),
+    speed_row("recycling 2 wide 8", 1.4, drafter="recycling"),
+    speed_row("ngram chain 4", 3.0, drafter="ngram"),
 )
 
 
@@ -73,9 +72,6 @@ def test_goals_are_ratios_of_the_rows_that_are_there() -> None:
     assert found == {
         "3 ms / coupled chain of 8": pytest.approx(2.0),
         "length, 2 wide, T=0.7: coupled / kseq": pytest.approx(1.5),
-        "lockstep: cost / adaedl": pytest.approx(1.2),
-        "lockstep: adaedl / median fixed": pytest.approx(1.25),
-        "lockstep: cost / best fixed": pytest.approx(1.125),
         "recycling 2 wide 8 / off": pytest.approx(1.4),
     }
     assert goals(ROWS_OF_A_RUN[:0]) == []
@@ -95,7 +91,6 @@ def test_the_report_is_narrow_and_has_every_row() -> None:
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert any("recycling 2 wide 8" in line and "1.40" in line for line in lines)
-    assert "lockstep: cost / adaedl = 1.20 (aim 1)" in lines
     assert "length, 2 wide, T=0.7: coupled / kseq = 1.50 +- 0.50 (aim 1)" in lines
     report = rules_json(ROWS_OF_A_RUN, {"cores": 2})
     assert (report["suite"], report["emulated"]) == ("rules", False)
@@ -129,17 +124,23 @@ def test_no_tenant_sees_a_prompt_twice(served: Served) -> None:
 
 def test_rows_are_named_apart(served: Served) -> None:
     with Client(served.address) as client:
-        for contenders in (stopping_contenders(client, client), train_free_contenders(client)):
-            assert contenders[0].name == "off"
-            assert len({one.name for one in contenders}) == len(contenders)
+        contenders = train_free_contenders(client)
+    assert contenders[0].name == "off"
+    assert len({one.name for one in contenders}) == len(contenders)
 
 
-def test_times_become_rows() -> None:
+def test_every_rule_is_timed_on_chains_and_trees() -> None:
+    """A row each, told as it is done; draws of the drafter's own distribution are accepted."""
     told: list[str] = []
-    rows = measure_time(1, told.append, vocab_sizes=(200,), windows=(8,), batches=(1,))
-    assert len(rows) == len(told)
-    assert {row.part for row in rows} == {"time"}
-    assert all(row.ms is not None and row.ms > 0 for row in rows)
+    rows = time_rules(told.append, repeats=1, vocab_sizes=(200,), windows=(1, 8), batches=(1, 2))
+    assert [f"time: {row.name}" for row in rows] == told
+    # Chains of two windows and trees of one, two batches each; rejection has no trees.
+    assert len(rows) == 2 * (2 * len(Rule) + len(Rule) - 1)
+    for row in rows:
+        details = row.details
+        assert 0 < details["best_ms"] <= row.ms <= details["worst_ms"]  # type: ignore[operator]
+        if (row.rule, row.candidates) == ("coupled", "chain"):
+            assert details["accepted"] == details["window"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,6 @@ def test_times_become_rows() -> None:
     [
         (("rules", "--part", "nothing"), "part"),
         (("rules", "--limit", "0"), "limit"),
-        (("decode", "--quick"), "quick"),
         (("rules", "--json", "/nowhere/out.json"), "json"),
     ],
 )
@@ -160,7 +160,7 @@ def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str
 @pytest.mark.ray
 @pytest.mark.slow
 def test_rules_measures_every_part(served: Served, tmp_path: Path) -> None:
-    parts = ("acceptance", "stopping", "train-free")
+    parts = ("acceptance", "train-free")
     source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
     flags = [*("--max-tokens", "8", "--quick"), *(f for part in parts for f in ("--part", part))]
     rows, _ = run_bench("rules", served.config, tmp_path, "--input", source, *flags)

@@ -1,0 +1,314 @@
+"""What all suites of `paceline bench` share: how they register, measure in turns, and report."""
+
+from __future__ import annotations
+
+import math
+import os
+import pkgutil
+import platform
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import Field, dataclass, fields
+from importlib import import_module
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from rich.console import Console
+from rich.table import Table
+
+import deploy.bench
+from cluster.config import Config
+from deploy.measure import Sample, acceptance_length, median_busy
+from paceline.generation import GenerateInput
+
+CORES = 2
+"""Cores that the suites on real devices are made for: threads of a target that has the host."""
+
+Document = Mapping[str, object]
+"""What `--json` writes."""
+
+
+# Suites
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks of a suite; None: the suite's own default.
+
+    `read_inputs` reads the first N rows of the input. `folder` is for logs and ends with the run.
+    `tell` says what goes on. `save` writes the document so far, if a file is asked for.
+    """
+
+    config: Config
+    home: Path
+    folder: Path
+    machine: Mapping[str, object]
+    read_inputs: Callable[[int], Sequence[GenerateInput]]
+    tell: Callable[[str], None]
+    save: Callable[[Document], None]
+    limit: int | None = None
+    max_tokens: int | None = None
+    repeats: int | None = None
+    calibrate: bool | None = None
+    gap_steps: int | None = None
+    part: Sequence[str] | None = None
+    batch: Sequence[int] | None = None
+    quick: bool = False
+    device: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a suite measured: the document for programs, and how to print it for people."""
+
+    document: Document
+    show: Callable[[Console], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """One suite. `flags`: those fields of Asked that it reads, of the ones with a default.
+
+    `parts` and `batches` are the values that --part and --batch may have.
+    """
+
+    name: str
+    about: str
+    run: Callable[[Asked], Report]
+    flags: frozenset[str]
+    parts: Collection[str] = ()
+    batches: Collection[int] = ()
+
+
+_suites: dict[str, Suite] = {}
+
+
+def register(suite: Suite) -> None:
+    """Make `paceline bench NAME` run the suite."""
+    _suites[suite.name] = suite
+
+
+def suites() -> Mapping[str, Suite]:
+    """All suites by name. A suite is there because its file is in this folder."""
+    for module in pkgutil.iter_modules(deploy.bench.__path__):
+        import_module(f"deploy.bench.{module.name}")
+    return dict(sorted(_suites.items()))
+
+
+# Measuring in turns
+
+Prompts = Sequence[Sequence[int]]
+
+
+class Contender(Protocol):
+    """A row of a suite: it decodes a prompt greedily and says how long it took."""
+
+    @property
+    def name(self) -> str:
+        """The row's name."""
+
+    @property
+    def setting(self) -> str:
+        """How it runs, for people."""
+
+    def decode(self, prompt_token_ids: Sequence[int], max_tokens: int) -> Sample:
+        """Continue a prompt greedily, up to the end token or `max_tokens`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One contender's samples: `samples[prompt][repeat]`."""
+
+    contender: Contender
+    samples: Sequence[Sequence[Sample]]
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all prompts, once each."""
+        return sum(len(repeats[0].token_ids) for repeats in self.samples)
+
+    @property
+    def seconds(self) -> float:
+        """Time for all prompts, each its median over the repeats."""
+        return sum(
+            statistics.median(sample.seconds for sample in repeats) for repeats in self.samples
+        )
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens over time, prefill included."""
+        return self.tokens / self.seconds
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest round over all prompts) / the median round."""
+        rounds: list[float] = [
+            sum(sample.seconds for sample in one) for one in zip(*self.samples, strict=True)
+        ]
+        return (max(rounds) - min(rounds)) / statistics.median(rounds)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Committed tokens over steps; None for peers."""
+        return acceptance_length(sample for repeats in self.samples for sample in repeats)
+
+    @property
+    def busy(self) -> Mapping[str, float]:
+        """The median busy share of each worker."""
+        return median_busy([sample for repeats in self.samples for sample in repeats])
+
+    def same_text(self, other: Measured) -> bool:
+        """Whether every repeat of every prompt gave the tokens that `other` gave first."""
+        return all(
+            sample.token_ids == theirs[0].token_ids
+            for ours, theirs in zip(self.samples, other.samples, strict=True)
+            for sample in ours
+        )
+
+
+def measure_in_turns(
+    contenders: Sequence[Contender],
+    prompts: Prompts,
+    *,
+    max_tokens: int,
+    repeats: int,
+    on_sample: Callable[[str], None] = lambda name: None,
+) -> list[Measured]:
+    """Every contender decodes every prompt `repeats` times.
+
+    All contenders take a prompt before the next one comes, each time another first. A first
+    round over one prompt warms everything up and is not counted.
+    """
+    for contender in contenders:
+        contender.decode(prompts[0], min(max_tokens, 8))
+    samples: dict[str, list[list[Sample]]] = {
+        contender.name: [[] for _ in prompts] for contender in contenders
+    }
+    for repeat in range(repeats):
+        for number, prompt in enumerate(prompts):
+            first = (repeat + number) % len(contenders)
+            for contender in [*contenders[first:], *contenders[:first]]:
+                sample = contender.decode(prompt, max_tokens)
+                samples[contender.name][number].append(sample)
+                on_sample(contender.name)
+    return [Measured(contender, samples[contender.name]) for contender in contenders]
+
+
+# Spread
+
+TokensAndSteps = tuple[int, int]
+"""Output tokens of a prompt, and the steps that they took."""
+
+T = TypeVar("T")
+
+
+def length_of(by_prompt: Sequence[TokensAndSteps]) -> float:
+    """Committed tokens over steps, of all prompts together."""
+    return sum(tokens for tokens, _ in by_prompt) / sum(steps for _, steps in by_prompt)
+
+
+def length_ratio(
+    pairs: Sequence[tuple[TokensAndSteps, TokensAndSteps]],
+) -> float:
+    """The length of the first of each pair over that of the second."""
+    return length_of([one for one, _ in pairs]) / length_of([other for _, other in pairs])
+
+
+def jackknife_error(samples: Sequence[T], figure: Callable[[Sequence[T]], float]) -> float | None:
+    """The standard error of a figure over prompts: each is left out in turn (Tukey 1958).
+
+    None for a single prompt, of which nothing can be said.
+    """
+    count = len(samples)
+    if count < 2:
+        return None
+    without = [figure([*samples[:at], *samples[at + 1 :]]) for at in range(count)]
+    mean = sum(without) / count
+    return math.sqrt((count - 1) / count * sum((one - mean) ** 2 for one in without))
+
+
+# Reports
+
+
+def describe_machine() -> Mapping[str, object]:
+    """Processor, usable cores, instruction set and the versions that set the speed."""
+    import torch
+
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "ray": version("ray"),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+class DetailedRow(Protocol):
+    """A dataclass with further figures by name in `details`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    @property
+    def details(self) -> Mapping[str, object]:
+        """Figures that not every row has."""
+
+
+def row_json(row: DetailedRow) -> dict[str, object]:
+    """Every field by its name, and the details beside them."""
+    named = {
+        field.name: getattr(row, field.name) for field in fields(row) if field.name != "details"
+    }
+    return {**named, **row.details}
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A ratio that should be at least `aim`. `error`: its standard error over prompts, if known."""
+
+    name: str
+    ratio: float
+    aim: float
+    error: float | None = None
+
+
+def document(
+    suite: str,
+    rows: Sequence[DetailedRow],
+    goals: Iterable[Goal],
+    machine: Mapping[str, object],
+) -> dict[str, object]:
+    """What `bench --json` writes of a suite on real devices."""
+    return {
+        "suite": suite,
+        "machine": machine,
+        "emulated": False,
+        "rows": [row_json(row) for row in rows],
+        "ratios": {goal.name: goal.ratio for goal in goals},
+    }
+
+
+def print_goals(console: Console, goals: Iterable[Goal]) -> None:
+    """A line each."""
+    for goal in goals:
+        error = "" if goal.error is None else f" +- {goal.error:.2f}"
+        console.print(f"{goal.name} = {goal.ratio:.2f}{error} (aim {goal.aim:g})", highlight=False)
+
+
+def table(headings: Sequence[str], *, left: int = 1) -> Table:
+    """A table without lines whose first `left` columns are texts and whose others are figures."""
+    made = Table(box=None, pad_edge=False)
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if number < left else "right", no_wrap=True)
+    return made

@@ -1,0 +1,203 @@
+"""Processes under measurement: deployments on Ray, workers without Ray, and peers asked by line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from cluster.config import Config
+from deploy.head_guard import guarded
+from deploy.ray_head import plan_head, start_head
+from deploy.session import check_models, enter_ray, own_cores
+from paceline.client import Client
+from paceline.errors import UnavailableError
+from workers.logs import new_run
+
+CPUS_EACH = 2
+"""What Ray is told that a deployment may reserve; all share the same cores."""
+_END_SECONDS = 5.0
+
+
+def on_free_ports(config: Config, **changes: object) -> Config:
+    """The configuration with `changes`, served on any free ports."""
+    server = config.server.model_copy(update={"http_port": 0, "grpc_port": 0})
+    return config.model_copy(update={**changes, "server": server})
+
+
+@contextmanager
+def running_side_by_side(
+    configs: Mapping[str, Config], *, home: Path, tell: Callable[[str], None]
+) -> Iterator[dict[str, Client]]:
+    """Yield a client a deployment; all is ended with the block.
+
+    Workers are pinned to the cores of this process, the target to the first. Raises what
+    check_models and start_cluster raise.
+    """
+    for config in configs.values():
+        check_models(config, home=home)
+    with ExitStack() as stack:
+        tell("Ray: starting a local cluster")
+        head = plan_head()
+        stack.enter_context(guarded(head))
+        start_head(head, num_cpus=CPUS_EACH * len(configs))
+        if leave := enter_ray(head.address, own=True):
+            stack.callback(leave)
+        from cluster.launch import start_cluster
+
+        clients: dict[str, Client] = {}
+        for name, config in configs.items():
+            handle = start_cluster(
+                config,
+                home=home,
+                logs=new_run(home),
+                progress=lambda line, name=name: tell(f"{name}: {line}"),  # type: ignore[misc]
+                detached=False,
+                name=None,
+                cores=own_cores(),
+            )
+            stack.callback(handle.stop)
+            clients[name] = stack.enter_context(Client(handle.address))
+        yield clients
+
+
+class _Process:
+    """`python -m MODULE ARGUMENTS`, whose standard error goes to the file `log`."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], *, log: Path, threads: int | None = None
+    ) -> None:
+        """`threads`: of OpenMP; None: as it likes."""
+        self._log = log
+        limits = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env={**os.environ, **limits},
+            )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+
+    def _said_last(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace").strip()[-400:]
+
+    def _wait_or_kill(self) -> None:
+        try:
+            self._process.wait(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._stdin.close()
+        self._stdout.close()
+
+
+class LineProcess(_Process):
+    """A process that answers one JSON request a line with one JSON line (`answer_lines`).
+
+    An idle one waits on a pipe and takes no time.
+    """
+
+    def ask(self, task: Mapping[str, object]) -> dict[str, Any]:
+        """Send a task and await its answer. Raises UnavailableError when the process is gone."""
+        try:
+            self._stdin.write(json.dumps(task) + "\n")
+            self._stdin.flush()
+            line = self._stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise UnavailableError(f"a peer's process ended: {self._said_last()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with suppress(BrokenPipeError):  # it had ended with a task in its pipe
+            self._stdin.close()
+        self._wait_or_kill()
+
+
+def answer_lines(
+    make_answer: Callable[[], Callable[[Mapping[str, Any]], Mapping[str, object]]],
+) -> None:
+    """The process's side: answer the tasks of stdin until it ends.
+
+    `make_answer` is called once what libraries print can no longer mix with the answers.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    answer = make_answer()
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(line))) + "\n")
+        answers.flush()
+
+
+class WorkerProcess(_Process):
+    """A worker that prints an address a line once it serves (workers/standalone.py)."""
+
+    def addresses(self, count: int) -> list[str]:
+        """The next `count` addresses that it prints. Blocks. Raises UnavailableError if it ends."""
+        found = []
+        for _ in range(count):
+            line = self._stdout.readline().strip()
+            if not line:
+                raise UnavailableError(f"a worker ended as it started: {self._said_last()}")
+            found.append(line)
+        return found
+
+    def end(self) -> None:
+        """SIGTERM, and SIGKILL where that does not help."""
+        self._process.terminate()
+        self._wait_or_kill()
+
+
+class WorkerProcesses:
+    """Processes that end with the block; `start` of a subclass launches them."""
+
+    def __init__(self, log_folder: Path) -> None:
+        self._log_folder = log_folder
+        self._stack = ExitStack()
+
+    def start(self) -> None:
+        """Launch them."""
+        raise NotImplementedError
+
+    def launch(self, name: str, module: str, arguments: Sequence[str]) -> WorkerProcess:
+        """A process of the block; `name` is of its log."""
+        process = WorkerProcess(module, arguments, log=self._log_folder / f"{name}.log")
+        self._stack.callback(process.end)
+        return process
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()

@@ -1,0 +1,136 @@
+"""transformers' own decoding in a process of its own, so that no thread or cache is shared with us.
+
+    python -m deploy.bench.transformers_peer FOLDER DTYPE [DRAFT_FOLDER DRAFT_WEIGHTS]
+
+A batch is padded and runs until its longest output is done. An assistant is float32 with the very
+weights of our engine's drafter.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.bench.processes import LineProcess, answer_lines
+from workers.models import ModelFiles
+
+
+@dataclass(frozen=True, slots=True)
+class Assistance:
+    """Settings of assisted generation, as transformers names them."""
+
+    num_assistant_tokens: int
+    num_assistant_tokens_schedule: str
+    assistant_confidence_threshold: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_assistant_tokens} tokens, {self.num_assistant_tokens_schedule}, "
+            f"threshold {self.assistant_confidence_threshold:g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """New tokens of each prompt, and how long `generate` took for them, prefill included."""
+
+    token_ids: tuple[tuple[int, ...], ...]
+    seconds: float
+
+
+class TransformersProcess(LineProcess):
+    """Asks the process; UnavailableError says why it ended, if it did."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        threads: int,
+        log: Path,
+        dtype: str = "float32",
+        draft: ModelFiles | None = None,
+    ) -> None:
+        """`threads`: the most that a task may ask for. `draft`: the assistant."""
+        self.dtype = dtype
+        assistant = () if draft is None else (str(draft.folder), draft.weights)
+        super().__init__(
+            "deploy.bench.transformers_peer",
+            (str(folder), dtype, *assistant),
+            threads=threads,
+            log=log,
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        threads: int,
+        assistance: Assistance | None = None,
+        ignore_eos: bool = False,
+    ) -> Answer:
+        """Continue every prompt greedily; an assistant helps with one prompt alone."""
+        answer = self.ask(
+            {
+                "prompts": [list(prompt) for prompt in prompts],
+                "max_tokens": max_tokens,
+                "threads": threads,
+                "assistance": None if assistance is None else asdict(assistance),
+                "ignore_eos": ignore_eos,
+            }
+        )
+        return Answer(tuple(tuple(ids) for ids in answer["token_ids"]), answer["seconds"])
+
+
+def load(
+    folder: str, dtype: str, *assistant: str
+) -> Callable[[Mapping[str, Any]], Mapping[str, object]]:
+    """Load the models; what answers a task. `assistant`: its folder and the form of its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from deploy.peers import greedy_config
+    from workers.engine.linears import convert_weights
+    from workers.standalone import parse_weights
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    drafter: Any = None
+    if assistant:
+        draft_folder, weights = assistant
+        drafter = AutoModelForCausalLM.from_pretrained(draft_folder, dtype=torch.float32)
+        if weights != "float32":
+            convert_weights(drafter, parse_weights(weights))
+
+    def answer(task: Mapping[str, Any]) -> Mapping[str, object]:
+        torch.set_num_threads(task["threads"])
+        extra: dict[str, Any] = {}
+        if task["assistance"] is not None:
+            # Set anew for every task: the heuristic schedule writes into it.
+            for name, value in task["assistance"].items():
+                setattr(drafter.generation_config, name, value)
+            extra["assistant_model"] = drafter
+        config = greedy_config(model.generation_config, task["max_tokens"])
+        if task["ignore_eos"]:
+            config.eos_token_id = None
+            config.pad_token_id = 0
+        prompts = task["prompts"]
+        width = max(map(len, prompts))
+        prompts_BT = torch.tensor([[0] * (width - len(one)) + one for one in prompts])
+        mask_BT = torch.tensor([[0] * (width - len(one)) + [1] * len(one) for one in prompts])
+        with torch.inference_mode():
+            start = time.perf_counter()
+            answer_BT = model.generate(
+                prompts_BT, attention_mask=mask_BT, generation_config=config, **extra
+            )
+            seconds = time.perf_counter() - start
+        return {"token_ids": answer_BT[:, width:].tolist(), "seconds": seconds}
+
+    return answer
+
+
+if __name__ == "__main__":
+    answer_lines(lambda: load(*sys.argv[1:]))
