@@ -7,10 +7,10 @@ checks one that nobody sent, while the answer is on its way (docs/performance/lo
 
 from __future__ import annotations
 
-from paceline.convert import spec_to_wire
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
+from paceline.wire import spec_to_wire
 from workers.target_session import EngineLimits, TargetSession
 
 WORTH_SECONDS = 0.005

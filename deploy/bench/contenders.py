@@ -9,7 +9,7 @@ from typing import Protocol
 from deploy.bench.transformers_process import Assistance, TransformersProcess
 from deploy.measure import Sample, measure
 from paceline.client import Client
-from paceline.generation import GenerateOptions
+from paceline.options import GenerateOptions
 
 
 class Contender(Protocol):

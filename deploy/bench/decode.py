@@ -19,7 +19,8 @@ from deploy.bench.deployments import running_side_by_side
 from deploy.bench.interleave import Measured, Prompts, measure_in_turns
 from deploy.bench.transformers_process import Assistance, TransformersProcess
 from paceline.client import Client
-from paceline.generation import GenerateInput, GenerateOptions
+from paceline.generation import GenerateInput
+from paceline.options import GenerateOptions
 from workers.models import resolve_model
 
 CORES = 2

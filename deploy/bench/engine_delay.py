@@ -24,7 +24,8 @@ from deploy.bench.deployments import running_side_by_side
 from deploy.bench.engine_load import random_tokens
 from deploy.bench.engine_rows import BATCHES, OFF, EngineRow, EngineTask
 from paceline.client import AsyncClient
-from paceline.generation import Chunk, GenerateOptions, ModelDescription
+from paceline.generation import Chunk, ModelDescription
+from paceline.options import GenerateOptions
 
 PART = "delay"
 PROMPT_TOKENS = 1500

@@ -18,7 +18,8 @@ from deploy.bench.driver_load import DriverLoad, driver_milliseconds
 from deploy.bench.engine_load import random_tokens
 from deploy.bench.engine_rows import EngineRow, EngineTask
 from paceline.client import AsyncClient
-from paceline.generation import GenerateOptions, Stats
+from paceline.generation import Stats
+from paceline.options import GenerateOptions
 from workers.engine.checkpoint import describe_checkpoint
 
 PART = "driver"

@@ -17,7 +17,7 @@ from deploy.bench.deployments import running_side_by_side
 from deploy.bench.engine_load import random_tokens
 from deploy.bench.engine_rows import OFF, EngineRow, EngineTask
 from paceline.client import AsyncClient, Client
-from paceline.generation import GenerateOptions
+from paceline.options import GenerateOptions
 
 PART = "prefix"
 CACHE = "prefix cache"

@@ -19,7 +19,8 @@ from deploy.bench.engine_peer import PeerProcess
 from deploy.bench.engine_rows import BATCHES, EngineRow, EngineTask, own_name, peer_dtype
 from deploy.measure import busy_shares
 from paceline.client import AsyncClient, Client
-from paceline.generation import GenerateOptions, Stats
+from paceline.generation import Stats
+from paceline.options import GenerateOptions
 
 PART = "serving"
 _WARM_UP = Request((5, 6, 7, 8), 4)

@@ -13,7 +13,8 @@ from cluster.driver import Driver, DriverOptions
 from deploy.bench.lookahead_cells import Cell
 from deploy.bench.lookahead_load import LoadRequest, rounds_of, warm_up_of
 from deploy.bench.lookahead_pairs import Pair
-from paceline.generation import Chunk, CompletionBuilder, GenerateOptions, Stats
+from paceline.generation import Chunk, CompletionBuilder, Stats
+from paceline.options import GenerateOptions
 from workers.emulated.replay_text import Guess
 
 

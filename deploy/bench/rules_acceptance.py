@@ -14,7 +14,7 @@ from deploy.bench.interleave import Prompts
 from deploy.bench.rules_rows import RuleRow, candidates_shown
 from deploy.bench.spread import TokensAndSteps, jackknife_error, length_of
 from paceline.client import Client
-from paceline.generation import GenerateOptions
+from paceline.options import GenerateOptions
 
 WINDOW = 8
 """Nodes a step, whatever their shape."""

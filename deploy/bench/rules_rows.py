@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from deploy.bench.interleave import Measured
 from deploy.measure import Sample, measure
 from paceline.client import Client
-from paceline.generation import GenerateOptions
+from paceline.options import GenerateOptions
 
 PART_NAMES = ("time", "acceptance", "stopping", "train-free")
 OFF = "off"

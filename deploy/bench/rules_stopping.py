@@ -7,7 +7,7 @@ from collections.abc import Callable
 from deploy.bench.interleave import Prompts, measure_in_turns
 from deploy.bench.rules_rows import OFF, RequestContender, RuleRow, row_of
 from paceline.client import Client
-from paceline.generation import GenerateOptions
+from paceline.options import GenerateOptions
 
 POLICIES = ("lockstep", "chain")
 FIXED_WINDOWS = (2, 3, 4, 6, 8, 12)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from deploy.bench.interleave import Prompts, measure_in_turns
 from deploy.bench.rules_rows import OFF, RequestContender, RuleRow, candidates_shown, row_of
 from paceline.client import Client
-from paceline.generation import GenerateOptions
+from paceline.options import GenerateOptions
 
 DRAFTERS = ("ngram", "recycling")
 SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))

@@ -16,9 +16,9 @@ from cluster.text import TextCodec
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
-from paceline.request_wire import request_from_wire, request_to_wire
 from paceline.rules import Rule, Stopping
 from paceline.v1 import inference_pb2
+from paceline.wire import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.checkpoint import inspect_checkpoint
 

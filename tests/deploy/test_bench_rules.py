@@ -18,7 +18,7 @@ from deploy.bench.rules_stopping import stopping_contenders
 from deploy.bench.rules_train_free import train_free_contenders
 from deploy.bench.spread import TokensAndSteps, jackknife_error, length_of
 from paceline.client import Client
-from paceline.generation import GenerateOptions
+from paceline.options import GenerateOptions
 from tests.deploy.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.deploy.test_generate import ROWS, write_rows

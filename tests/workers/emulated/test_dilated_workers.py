@@ -12,7 +12,8 @@ import pytest
 
 from cluster.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
-from paceline.generation import Completion, GenerateOptions, Stats
+from paceline.generation import Completion, Stats
+from paceline.options import GenerateOptions
 from tests.cluster.system import (
     HOST,
     Checkpoints,
