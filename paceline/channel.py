@@ -19,7 +19,7 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 """Largest message that either side accepts or sends."""
 
 PART_BYTES = 4 * 1024 * 1024
-"""Size at which a message to a worker is divided: its lists continue in the next message. What cannot
+"""Size at which a message to a worker is divided: its lists go on in the next message. What cannot
 be divided, such as the opening of a sequence, has at most 12 MiB (paceline/rules.py)."""
 
 MAX_REQUEST_BYTES = MAX_MESSAGE_BYTES - 1024

@@ -56,8 +56,8 @@ GenerateInput = str | Sequence[int] | Sequence[Message]
 """Text to continue, token ids to continue, or a chat to answer."""
 
 CallerInput = GenerateInput | Sequence[Mapping[str, object]]
-"""The same, or a chat as OpenAI's clients write it: tables with a `role` and a `content`, a text or a
-list of parts such as `{"type": "text", "text": "..."}`."""
+"""The same, or a chat as OpenAI's clients write it: tables with a `role` and a `content`, which is
+a text or a list of parts such as `{"type": "text", "text": "..."}`."""
 
 
 @dataclass(frozen=True, slots=True)

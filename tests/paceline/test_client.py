@@ -294,6 +294,15 @@ def test_the_keywords_are_the_fields() -> None:
     assert get_type_hints(OptionFields) == get_type_hints(GenerateOptions)
 
 
+def test_importing_the_package_loads_grpc_and_protobuf_only_when_a_client_is_named() -> None:
+    """They take ten times as long to import as all the rest."""
+    loaded = "print(sorted({'grpc', 'google.protobuf', 'asyncio'} & set(sys.modules)))"
+    program = f"import sys, paceline\n{loaded}\nfrom paceline import Client\n{loaded}"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.splitlines() == ["[]", "['asyncio', 'google.protobuf', 'grpc']"]
+
+
 LOOPS = """
 import asyncio, sys
 from paceline import AsyncClient, UnavailableError
