@@ -74,6 +74,8 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
         rules.MAX_STOP_TOKENS,
         _option("stop_token_ids", lambda n: [7] * n),
     ),
+    "window": ("window", rules.MAX_WINDOW, _option("window", lambda n: n)),
+    "branches": ("branches", rules.MAX_BRANCHES, _option("branches", lambda n: n)),
     **{
         name: (name, rules.MAX_NAME_LENGTH, _option(name, lambda n: "n" * n))
         for name in ("request_id", "tenant", "drafter")

@@ -85,10 +85,13 @@ def _through_the_wire(
 
 @pytest.mark.parametrize(("field", "values"), BAD_OPTIONS)
 def test_bad_options(resolver: RequestResolver, field: str, values: dict[str, Any]) -> None:
-    bad = _through_the_wire("hello", replace(GenerateOptions(), **values))
+    options = replace(GenerateOptions(), **values)
     with pytest.raises(InvalidRequestError) as caught:
-        resolver.resolve(*bad, room=ROOM)
+        resolver.resolve("hello", options, room=ROOM)
     assert caught.value.field == field
+    with pytest.raises(InvalidRequestError) as caught_on_the_way:
+        resolver.resolve(*_through_the_wire("hello", options), room=ROOM)
+    assert caught_on_the_way.value.field == field
 
 
 @pytest.mark.parametrize(("field", "generate_input"), BAD_INPUTS)
