@@ -28,14 +28,8 @@ from cluster.target_link import StepTimeout
 from cluster.target_pool import TargetPool
 from cluster.text import TextCodec, TextStream
 from paceline.errors import OverloadedError, UnavailableError
-from paceline.generation import (
-    GenerateInput,
-    GenerateOptions,
-    Message,
-    ModelDescription,
-    Stats,
-    WorkerLife,
-)
+from paceline.generation import GenerateInput, Message, ModelDescription, Stats, WorkerLife
+from paceline.options import GenerateOptions
 from workers.engine.checkpoint import CheckpointInfo, describe_checkpoint
 
 SHORT_PROMPT_CHARACTERS = 64 * 1024

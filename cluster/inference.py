@@ -14,11 +14,9 @@ from cluster.tracing import SERVICE_NAME as TRACE_SERVICE
 from cluster.tracing import TraceServicer
 from paceline.channel import CALLERS
 from paceline.errors import PacelineError
-from paceline.inference_wire import description_to_wire, event_to_wire
-from paceline.request_wire import request_from_wire
-from paceline.stats_wire import stats_to_wire
 from paceline.status import status_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2_grpc
+from paceline.wire import description_to_wire, event_to_wire, request_from_wire, stats_to_wire
 from workers.server import RunningServer, start_server
 
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name

@@ -23,10 +23,9 @@ from paceline.errors import (
     PromptTooLongError,
 )
 from paceline.generation import Finished, Started
-from paceline.inference_wire import failure_to_wire, fill_response
-from paceline.request_wire import request_from_wire
 from paceline.status import MAX_DETAILS_BYTES
 from paceline.v1 import inference_pb2
+from paceline.wire import failure_to_wire, fill_response, request_from_wire
 from workers.server import unexpected
 
 USUAL_BYTES = 256 * 1024

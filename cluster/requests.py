@@ -26,7 +26,8 @@ from cluster.fitting import (
 from cluster.stop_strings import StopStrings
 from cluster.text import TextCodec
 from paceline.errors import InvalidRequestError, PromptTooLongError
-from paceline.generation import GenerateInput, GenerateOptions, Message
+from paceline.generation import GenerateInput, Message
+from paceline.options import GenerateOptions
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
 from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
@@ -79,7 +80,7 @@ class ResolvedRequest:
 class RequestResolver:
     """Checks requests against the checkpoint and fills in its defaults.
 
-    How much a request may hold is checked where it is read (paceline/request_wire.py).
+    How much a request may hold is checked where it is read (paceline/wire.py).
     """
 
     def __init__(self, codec: TextCodec, checkpoint: CheckpointInfo, defaults: Speculation) -> None:

@@ -18,10 +18,10 @@ from cluster.decoding.instructions import (
     Slice,
 )
 from paceline.channel import PART_BYTES
-from paceline.convert import rule_from_wire, spec_to_wire, stopping_to_wire
 from paceline.errors import InvalidRequestError
 from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
+from paceline.wire import rule_from_wire, spec_to_wire, stopping_to_wire
 from workers.draft_probs_wire import distributions_to_wire
 
 DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft

@@ -10,7 +10,8 @@ from deploy.inputs import BadRow, InputRow
 from deploy.request_flags import RequestFlags
 from paceline.client import AsyncClient
 from paceline.errors import InvalidRequestError, OverloadedError
-from paceline.generation import Completion, GenerateOptions
+from paceline.generation import Completion
+from paceline.options import GenerateOptions
 
 _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 """Pauses before a request that found the queue full is sent again."""

@@ -22,7 +22,7 @@ def main() -> None:
         if missing:
             print(
                 f"error: this command needs {', '.join(missing)}, and only the client is "
-                f"installed: pip install 'paceline[server]'",
+                f"installed: pip install paceline-server",
                 file=sys.stderr,
             )
             sys.exit(2)

@@ -8,13 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.client import Client
-from paceline.generation import (
-    Chunk,
-    CompletionBuilder,
-    GenerateInput,
-    GenerateOptions,
-    Stats,
-)
+from paceline.generation import Chunk, CompletionBuilder, GenerateInput, Stats
+from paceline.options import GenerateOptions
 
 
 @dataclass(frozen=True, slots=True)

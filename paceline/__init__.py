@@ -1,9 +1,12 @@
-"""Paceline's client library: what a caller of a server imports. Needs neither torch nor Ray."""
+"""The client library of a Paceline server. It needs neither torch nor Ray.
+
+`import paceline` takes a few milliseconds: gRPC is loaded when a client class is first named.
+"""
 
 from __future__ import annotations
 
-import paceline.quiet_grpc  # noqa: F401  # Before anything that imports gRPC.
-from paceline.client import AsyncClient, Client
+from typing import TYPE_CHECKING, Any
+
 from paceline.errors import (
     CheckpointError,
     ConfigError,
@@ -26,7 +29,6 @@ from paceline.generation import (
     Finished,
     GenerateEvent,
     GenerateInput,
-    GenerateOptions,
     Message,
     ModelDescription,
     RequestStats,
@@ -36,7 +38,11 @@ from paceline.generation import (
     WorkerLife,
     WorkerStats,
 )
+from paceline.options import GenerateOptions
 from paceline.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.client import AsyncClient, Client
 
 __all__ = [
     "AsyncClient",
@@ -71,3 +77,13 @@ __all__ = [
     "WorkerLostError",
     "WorkerStats",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The client classes, loaded on first use."""
+    if name in ("AsyncClient", "Client"):
+        from paceline import client
+
+        globals()[name] = getattr(client, name)
+        return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

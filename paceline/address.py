@@ -1,4 +1,4 @@
-"""The address of a server: what a caller may give, and why nobody answers there."""
+"""The address of a server: what a caller may write, and why a connection to it fails."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ _EXAMPLE = "expected HOST:PORT such as 127.0.0.1:8001"
 _HOST = re.compile(r"[^\s:/?#@\[\]]+")
 
 CHECK_SECONDS = 1.0
-"""Most seconds of each exchange of `obstacle_at`, which makes two at most."""
+"""Upper bound on each exchange of `obstacle_at`, which makes at most two."""
 
 _HTTP2_BEGIN = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What a gRPC client sends first: the preface of HTTP/2 and an empty SETTINGS frame."""
+"""What a gRPC client sends first: the HTTP/2 preface and an empty SETTINGS frame."""
 
 _SETTINGS_FRAME = 4
 _TLS_ALERT = b"\x15\x03"
 _SHOWN_BYTES = 24
-"""Of an answer that is not gRPC's, in the error."""
+"""Bytes of a foreign answer that the error quotes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A host, without the brackets of an IPv6 address, and a port."""
+    """A host and a port. An IPv6 host has no brackets here."""
 
     host: str
     port: int
 
 
 def parse_address(text: str, field: str = "address") -> Address:
-    """Read HOST:PORT or [IPV6]:PORT. Raises InvalidRequestError that says what to give instead."""
+    """Read HOST:PORT or [IPV6]:PORT. Raises InvalidRequestError, which says what to write."""
     if not isinstance(text, str):
         raise InvalidRequestError(field, f"{_EXAMPLE}, got {text!r}")
     if "://" in text:
@@ -45,11 +45,11 @@ def parse_address(text: str, field: str = "address") -> Address:
     with suppress(ValueError):
         ipaddress.IPv6Address(text)
         raise InvalidRequestError(
-            field, f"{_EXAMPLE}, got {text!r}; an IPv6 host stands in brackets: [::1]:8001"
+            field, f"{_EXAMPLE}, got {text!r}; write an IPv6 host in brackets: [::1]:8001"
         )
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]"):
-        raise InvalidRequestError(field, f"{_EXAMPLE}, got {text!r}, which names no port")
+        raise InvalidRequestError(field, f"{_EXAMPLE}, got {text!r}, which has no port")
     if not (port.isascii() and port.isdecimal() and 1 <= int(port[:6]) <= HIGHEST_PORT):
         raise InvalidRequestError(
             field, f"{_EXAMPLE}, got {text!r}; a port is a number from 1 to {HIGHEST_PORT}"
@@ -61,7 +61,7 @@ def parse_address(text: str, field: str = "address") -> Address:
     elif _HOST.fullmatch(host):
         return Address(host, int(port))
     raise InvalidRequestError(
-        field, f"{_EXAMPLE} or [::1]:8001, got {text!r}; {host!r} is not the name of a host"
+        field, f"{_EXAMPLE} or [::1]:8001, got {text!r}; {host!r} is not a host name"
     )
 
 
@@ -74,11 +74,11 @@ def _is_address(text: str) -> bool:
 
 
 def obstacle_at(address: Address, seconds: float) -> str | None:
-    """Why gRPC cannot connect to `address`. None: it may yet succeed, so go on trying.
+    """Why gRPC cannot connect to `address`; None if it may still succeed.
 
-    gRPC tells its callers no cause that they could rely on, so this looks for itself: it looks the
-    name up, connects, and reads how what listens there answers the begin of HTTP/2. Takes about
-    `seconds` at most, the look-up not counted.
+    gRPC does not report a reliable cause. This function looks the name up, connects, sends the
+    start of HTTP/2 and reads the answer. It takes at most about `seconds`, and the time of the
+    look-up.
     """
     seconds = min(seconds / 2, CHECK_SECONDS)
     try:
@@ -86,7 +86,7 @@ def obstacle_at(address: Address, seconds: float) -> str | None:
     except socket.gaierror as error:
         return f"the host name {address.host!r} cannot be looked up: {error.strerror}"
     except UnicodeError:
-        return f"{address.host!r} is not the name of a host"
+        return f"{address.host!r} is not a host name"
     except TimeoutError:
         return None
     except ConnectionRefusedError:
@@ -96,15 +96,15 @@ def obstacle_at(address: Address, seconds: float) -> str | None:
     if len(answer) > _SETTINGS_FRAME and answer[3] == _SETTINGS_FRAME:
         return None
     if answer.startswith(_TLS_ALERT) or _speaks_tls(address, seconds):
-        return "TLS is spoken there, which this client does not; give the address of a plain port"
+        return "the server there speaks TLS, which this client does not; give a plain port"
     if answer.startswith(b"HTTP/"):
-        return "a server of HTTP/1 listens there; give the port of gRPC"
-    told = f"it answered {answer[:_SHOWN_BYTES]!r}" if answer else "it ended the connection"
-    return f"what listens there does not speak gRPC: {told}"
+        return "an HTTP/1 server listens there; give the gRPC port"
+    did = f"answered {answer[:_SHOWN_BYTES]!r}" if answer else "closed the connection"
+    return f"the server there does not speak gRPC: it {did}"
 
 
 def _answer_at(address: Address, seconds: float) -> bytes:
-    """What comes first; empty where the connection is ended instead."""
+    """The first bytes of the answer; empty if the other side closes the connection."""
     with (
         socket.create_connection((address.host, address.port), seconds) as connection,
         suppress(ConnectionError),
@@ -115,7 +115,7 @@ def _answer_at(address: Address, seconds: float) -> bytes:
 
 
 def _speaks_tls(address: Address, seconds: float) -> bool:
-    import ssl  # For this rare case alone: it takes as long to import as all the rest.
+    import ssl  # Rarely needed, and slow to import.
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
@@ -127,5 +127,5 @@ def _speaks_tls(address: Address, seconds: float) -> bool:
         ):
             return True
     except OSError as error:
-        # An alert, such as for a certificate that it wants to see, is TLS as well.
+        # A TLS alert, for example because the server asks for a certificate, shows TLS too.
         return isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")

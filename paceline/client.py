@@ -1,18 +1,18 @@
-"""The client library: ask a Paceline server, from plain or from asyncio code.
+"""The two clients of a Paceline server: `Client` for plain code, `AsyncClient` for asyncio.
 
     with Client("127.0.0.1:8001") as client:
         print(client.generate("The sea is", max_tokens=32).text)
         for event in client.stream([Message("user", "Tell me of the sea.")]):
             ...
 
-How to decode is said by a `GenerateOptions`, by its fields as keywords, or by both, where the
-keywords come first. Every error is one of `paceline.errors`. A client may be shared by threads
-(`Client`) or by tasks of one event loop (`AsyncClient`).
+A call takes a `GenerateOptions`, or its fields as keywords, or both; then the keywords win. Every
+error is one of `paceline.errors`. Threads may share a `Client`, and tasks of one event loop an
+`AsyncClient`.
 
-A `timeout` is the time in seconds from the call to the end of its answer, connecting included; of
-`stream` it begins when the first event is asked for. The one given with a call replaces that of
-the client. When it has passed, the request is cancelled at the server and the call raises
-DeadlineError. Nothing is sent twice by itself.
+A `timeout` is the time in seconds from the call to the end of its answer, connecting included. For
+`stream` it starts when the first event is asked for. The timeout of a call replaces the client's.
+When it has passed, the client cancels the request at the server and the call raises DeadlineError.
+A client never sends a request again on its own.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Self, TypeVar, Unpack
 
-import grpc
-
 from paceline.address import obstacle_at, parse_address
 from paceline.channel import caller_options
 from paceline.deadline import Deadline, checked_seconds
@@ -35,30 +33,27 @@ from paceline.generation import (
     Completion,
     CompletionBuilder,
     GenerateEvent,
-    GenerateOptions,
     ModelDescription,
     Stats,
 )
-from paceline.inference_wire import EventReader, description_from_wire
-from paceline.options import OptionFields, options_with
-from paceline.request_wire import request_to_wire
+from paceline.options import GenerateOptions, OptionFields, options_with
+from paceline.quiet_grpc import grpc
 from paceline.shared_stream import SharedStream
-from paceline.stats_wire import stats_from_wire
 from paceline.status import error_of, unreadable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.wire import EventReader, description_from_wire, request_to_wire, stats_from_wire
 
 CONNECT_SECONDS = 10.0
-"""How long a client tries to connect before its first call."""
+"""Default of `connect_timeout`: how long a client tries to connect before its first call."""
 
 UNARY_SECONDS = 10.0
-"""Timeout of calls that answer at once, where the client has none of its own."""
-
+"""Timeout of `stats` and `describe` if the client has none."""
 
 _Response = TypeVar("_Response")
 
 
 class _Caller:
-    """What both clients have: an address, timeouts in seconds, errors of ours."""
+    """What both clients share: an address, timeouts in seconds, and the errors that they raise."""
 
     def __init__(self, address: str, *, timeout: float | None, connect_timeout: float) -> None:
         self._where = parse_address(address)
@@ -71,18 +66,18 @@ class _Caller:
         self._closed = False
 
     def _deadline(self, timeout: float | None) -> Deadline:
-        """Of a call that begins now."""
+        """The deadline of a call that begins now."""
         return Deadline(self.address, checked_seconds("timeout", timeout) or self._timeout)
 
     @contextmanager
-    def _errors_of_ours(self, deadline: Deadline) -> Iterator[None]:
-        """Raise what a failed call means, in place of gRPC's error."""
+    def _own_errors(self, deadline: Deadline) -> Iterator[None]:
+        """Raise an error of `paceline.errors` in place of gRPC's."""
         try:
             yield
         except grpc.RpcError as error:
             raised = error_of(error, self.address)
             if isinstance(raised, UnavailableError):
-                # The next call finds out whether there still is a connection, and if not, why.
+                # The next call checks whether there is still a connection.
                 self._connected = False
             if isinstance(raised, DeadlineError) and deadline.left() is not None:
                 raised = deadline.error()
@@ -96,27 +91,27 @@ class _Caller:
         return UnavailableError(f"no server could be reached at {self.address}: {obstacle}")
 
     def _raise_obstacle(self, seconds: float) -> None:
-        """Raise UnavailableError where no connection can be made, however long one tries."""
+        """Raise UnavailableError if no connection can be made, however long the client tries."""
         obstacle = obstacle_at(self._where, seconds)
         if obstacle is not None:
             raise self._unreachable(obstacle)
 
     def _patience(self, deadline: Deadline) -> tuple[float, PacelineError]:
-        """Seconds for which to try to connect, and the error when they have passed."""
+        """How many seconds to try to connect, and the error to raise after that."""
         left = deadline.left()
         if left is not None and left < self._connect_timeout:
             return left, deadline.error()
         return self._connect_timeout, self._unreachable(
-            f"no answer within {self._connect_timeout:g} s; check the address, that the server is "
-            "up and that no firewall is in between"
+            f"no answer within {self._connect_timeout:g} s; check the address, whether the server "
+            "is up, and whether a firewall is in between"
         )
 
 
 class Client(_Caller):
     """Calls a server and blocks until it answers.
 
-    `timeout` is that of each call that has none of its own; None: an answer may take any time.
-    Nothing is sent before the first call.
+    `timeout` applies to each call that has none of its own; None means no limit. The client sends
+    nothing before the first call.
     """
 
     def __init__(
@@ -138,7 +133,7 @@ class Client(_Caller):
         timeout: float | None = None,
         **fields: Unpack[OptionFields],
     ) -> Completion:
-        """The whole answer. Fields of GenerateOptions may be given as keywords as well."""
+        """The whole answer. Keywords are fields of GenerateOptions."""
         events = self.stream(generate_input, options, timeout=timeout, **fields)
         return CompletionBuilder().extend(events).build()
 
@@ -157,7 +152,7 @@ class Client(_Caller):
         call = self._stub.Generate(request, timeout=deadline.left())
         reader = EventReader(self.address)
         try:
-            with self._errors_of_ours(deadline):
+            with self._own_errors(deadline):
                 for response in call:
                     yield reader.read(response)
             reader.end()
@@ -169,7 +164,7 @@ class Client(_Caller):
         deadline = self._deadline(None)
         self._connect(deadline)
         deadline = deadline.or_within(UNARY_SECONDS)
-        with self._errors_of_ours(deadline):
+        with self._own_errors(deadline):
             request = inference_pb2.StatsRequest()
             return stats_from_wire(self._stub.Stats(request, timeout=deadline.left()))
 
@@ -178,7 +173,7 @@ class Client(_Caller):
         deadline = self._deadline(None)
         self._connect(deadline)
         deadline = deadline.or_within(UNARY_SECONDS)
-        with self._errors_of_ours(deadline):
+        with self._own_errors(deadline):
             request = inference_pb2.DescribeModelRequest()
             return description_from_wire(self._stub.DescribeModel(request, timeout=deadline.left()))
 
@@ -203,10 +198,10 @@ class Client(_Caller):
         self.close()
 
     def _connect(self, deadline: Deadline) -> None:
-        """Wait for a connection. Raises UnavailableError, or DeadlineError.
+        """Wait for a connection. Raises UnavailableError or DeadlineError.
 
-        Any answer shows that there is one. gRPC's own way to ask is a thread for each channel,
-        which prints a traceback where the channel is closed too soon.
+        Any answer to a call shows that there is a connection. gRPC's own check starts a thread per
+        channel, which prints a traceback if the channel is closed too soon.
         """
         self._check_open()
         if self._connected:
@@ -230,10 +225,10 @@ class Client(_Caller):
 
 
 class AsyncClient(_Caller):
-    """`Client` for asyncio: the same calls, to be awaited. Make it inside a running event loop.
+    """`Client` for asyncio: the same calls, awaited. Make it inside a running event loop.
 
-    Close it before that loop ends, best with `async with`: what gRPC hears afterwards for a client
-    that is still open it prints as "Event loop is closed".
+    Close it before that loop ends, best with `async with`. If a client is still open then, gRPC
+    prints "Event loop is closed".
     """
 
     def __init__(
@@ -256,7 +251,7 @@ class AsyncClient(_Caller):
         timeout: float | None = None,
         **fields: Unpack[OptionFields],
     ) -> Completion:
-        """The whole answer. Fields of GenerateOptions may be given as keywords as well."""
+        """The whole answer. Keywords are fields of GenerateOptions."""
         builder = CompletionBuilder()
         async for event in self.stream(generate_input, options, timeout=timeout, **fields):
             builder.add(event)
@@ -272,8 +267,8 @@ class AsyncClient(_Caller):
     ) -> AsyncIterator[GenerateEvent]:
         """`Started`, any number of `Chunk`, `Finished`. Closing it cancels the request.
 
-        All requests share one gRPC stream, which costs the server less. So a caller that leaves
-        more than MAX_UNREAD_BYTES of its answer unread loses its request with OverloadedError.
+        All requests share one gRPC stream, which costs the server less. Therefore a caller that
+        leaves more than MAX_UNREAD_BYTES of its answer unread gets an OverloadedError.
         """
         deadline = self._deadline(timeout)
         request = request_to_wire(generate_input, options_with(options, fields))
@@ -291,7 +286,7 @@ class AsyncClient(_Caller):
         deadline = self._deadline(None)
         await self._connect(deadline)
         deadline = deadline.or_within(UNARY_SECONDS)
-        with self._errors_of_ours(deadline):
+        with self._own_errors(deadline):
             request = inference_pb2.StatsRequest()
             response = await self._stub.Stats(request, timeout=deadline.left())
         return stats_from_wire(self._decoded(response))
@@ -301,7 +296,7 @@ class AsyncClient(_Caller):
         deadline = self._deadline(None)
         await self._connect(deadline)
         deadline = deadline.or_within(UNARY_SECONDS)
-        with self._errors_of_ours(deadline):
+        with self._own_errors(deadline):
             request = inference_pb2.DescribeModelRequest()
             response = await self._stub.DescribeModel(request, timeout=deadline.left())
         return description_from_wire(self._decoded(response))
@@ -329,7 +324,7 @@ class AsyncClient(_Caller):
         await self.close()
 
     async def _connect(self, deadline: Deadline) -> None:
-        """Wait for a connection. Raises UnavailableError, or DeadlineError."""
+        """Wait for a connection. Raises UnavailableError or DeadlineError."""
         self._check_open()
         if self._connected:
             return

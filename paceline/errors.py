@@ -1,19 +1,19 @@
-"""The error tree of Paceline. Every error says what was expected, what came, and what to do.
+"""The error tree of Paceline. An error says what was expected, what came, and what to do.
 
 PacelineError
-├── InvalidRequestError       a field of a request is wrong; names it
-│   └── PromptTooLongError    it can never fit the context
-├── ConfigError               the configuration is wrong; names the key
-├── CheckpointError           a checkpoint folder is absent, broken or not supported
-├── VocabularyMismatchError   drafter and target have different vocabularies
-├── ModelFetchError           a demo model could not be fetched
+├── InvalidRequestError       a field of a request is wrong; the error names it
+│   └── PromptTooLongError    the prompt can never fit the context
+├── ConfigError               the configuration is wrong; the error names the key
+├── CheckpointError           a checkpoint is missing, broken or of an unsupported kind
+├── VocabularyMismatchError   a drafter and the target have different vocabularies
+├── ModelFetchError           a model could not be fetched into the cache
 ├── ProtocolError             a peer broke the contract of proto/paceline/v1
-├── RequestFaultError         the target cannot decode this request; not to be sent again
+├── RequestFaultError         the target cannot decode this request; do not send it again
 ├── DeadlineError             the caller's timeout has passed
 ├── OverloadedError           a queue is full; try again later
 ├── UnavailableError          no server, cluster or worker could be reached or started
-│   └── WorkerLostError       a worker that was in use went away
-└── InternalError             a defect of ours
+│   └── WorkerLostError       a worker was lost while it was in use
+└── InternalError             a defect of Paceline
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ConfigError(PacelineError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint is absent, broken or of an unsupported kind."""
+    """A checkpoint is missing, broken or of an unsupported kind."""
 
 
 class VocabularyMismatchError(PacelineError):
@@ -62,11 +62,11 @@ class ProtocolError(PacelineError):
 
 
 class RequestFaultError(PacelineError):
-    """The target failed at this request, though its fields are valid. Sent again it fails again."""
+    """The fields of the request are valid, but the target failed on it, and would fail again."""
 
 
 class DeadlineError(PacelineError):
-    """The timeout that the caller gave has passed; its request is cancelled."""
+    """The caller's timeout has passed. The client cancelled the request."""
 
 
 class OverloadedError(PacelineError):
@@ -74,11 +74,11 @@ class OverloadedError(PacelineError):
 
 
 class UnavailableError(PacelineError):
-    """Something that is needed could not be reached or started."""
+    """A server, a cluster or a worker could not be reached or started."""
 
 
 class WorkerLostError(UnavailableError):
-    """A worker went away while it was in use."""
+    """A worker was lost while it was in use."""
 
 
 class InternalError(PacelineError):
@@ -87,7 +87,7 @@ class InternalError(PacelineError):
 
 @dataclass(frozen=True, slots=True)
 class Outward:
-    """How an error is told outside: gRPC status name, HTTP status, exit code of the command."""
+    """An error outside Python: name of the gRPC status, HTTP status, exit code of the command."""
 
     grpc_code: str
     http_status: int
@@ -110,7 +110,7 @@ _TABLE: dict[type[PacelineError], Outward] = {
 
 
 def outward(error: PacelineError | type[PacelineError]) -> Outward:
-    """The row of the table for an error: its own, or that of its nearest ancestor."""
+    """How to report an error: the table's row of its class or of the nearest ancestor."""
     kind = error if isinstance(error, type) else type(error)
     for ancestor in kind.__mro__:
         if ancestor in _TABLE:

@@ -1,4 +1,7 @@
-"""What a caller asks and what comes back, as plain frozen values."""
+"""What a caller sends and what the server answers, as plain frozen values.
+
+The options of a request are in paceline/options.py.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ class Message:
 
 
 def text_of_content(content: object) -> str:
-    """A message's content as OpenAI's clients write it: a text, or text parts, which are joined.
+    """The text of a message's content as OpenAI's clients write it: a text or a list of text parts.
 
-    Raises InvalidRequestError naming a part of another type.
+    Raises InvalidRequestError for a part of another type.
     """
     if isinstance(content, str):
         return content
@@ -58,44 +61,8 @@ a text or a list of parts such as `{"type": "text", "text": "..."}`."""
 
 
 @dataclass(frozen=True, slots=True)
-class GenerateOptions:
-    """How to decode. What is None or empty is left to the server, which asks the checkpoint.
-
-    Ranges are those of `SamplingParams` and of inference.proto, GenerateRequest. `policy` is "off",
-    "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto"; `rule` and `stopping`
-    are the names of paceline.rules; `drafter` is "model", "ngram" or "recycling"; `merge`: one of
-    each kind drafts, in one tree. Requests of one `tenant` share the KV of equal prefixes and what
-    drafters learn from text.
-    """
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    policy: str | None = None
-    rule: str | None = None
-    window: int | None = None
-    stopping: str | None = None
-    branches: int | None = None
-    drafter: str | None = None
-    merge: bool | None = None
-    tenant: str | None = None
-    request_id: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Started:
-    """First on every stream. `seed` is the effective one."""
+    """The first event of every stream. `seed` is the seed in use."""
 
     request_id: str
     seed: int
@@ -104,10 +71,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Committed tokens. `offset` output tokens came before it.
+    """Committed tokens. `offset` is the number of output tokens before them.
 
-    `text` is what became certain with these tokens; `pieces`, one a token, concatenate to it unless
-    the chunk holds no tokens (the rest of the text, at the very end).
+    `text` is the text that became certain with these tokens. `pieces` divides it by token. The last
+    chunk of a stream may have no tokens and no pieces, only the rest of the text.
     """
 
     offset: int
@@ -119,7 +86,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationStats:
-    """How drafting went; inference.proto, SpeculationStats, says what each field counts."""
+    """Counts of drafting. For each field see inference.proto, SpeculationStats."""
 
     drafted_at: tuple[int, ...] = ()
     tried_at: tuple[int, ...] = ()
@@ -137,12 +104,12 @@ class SpeculationStats:
 
     @property
     def acceptance(self) -> float | None:
-        """The chance of a candidate given those before it; None: none was tried."""
+        """Chance that a candidate is accepted if those before it were; None if none was tried."""
         return _ratio(sum(self.accepted_at), sum(self.tried_at))
 
     @property
     def acceptance_at(self) -> tuple[float, ...]:
-        """The same by position of the window."""
+        """`acceptance` by position in the window."""
         accepted_at = (*self.accepted_at, *(0,) * len(self.tried_at))
         return tuple(
             accepted / tried for accepted, tried in zip(accepted_at, self.tried_at, strict=False)
@@ -150,12 +117,12 @@ class SpeculationStats:
 
     @property
     def used_share(self) -> float | None:
-        """The share of draft work that was used; None: there was no draft work."""
+        """Share of proposed tokens that were used; None if there were none."""
         return _ratio(self.used, self.proposed)
 
     @property
     def hit_rate(self) -> float | None:
-        """Of verdicts that diverged from the first candidate, those that hit another branch."""
+        """Share of verdicts that hit another branch, of those that left the first candidate."""
         return _ratio(self.branch_hits, self.diverged)
 
 
@@ -165,9 +132,9 @@ def _ratio(part: int, whole: int) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class RequestStats:
-    """Counts of one request; durations are seconds from admission.
+    """Counts of one request. Durations are in seconds from its admission.
 
-    `stopping_state`: the last state of its stopping rule by name; empty for "fixed".
+    `stopping_state` is the last state of its stopping rule, by name; empty for "fixed".
     """
 
     steps: int
@@ -182,7 +149,7 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Last on a stream that ends well."""
+    """The last event of a stream that ends without an error."""
 
     reason: FinishReason
     stats: RequestStats
@@ -193,7 +160,7 @@ GenerateEvent = Started | Chunk | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer. `token_ids` include the token that ended it, `text` does not."""
+    """A whole answer. `token_ids` includes the token that ended it; `text` does not."""
 
     request_id: str
     seed: int
@@ -206,7 +173,7 @@ class Completion:
 
 
 class CompletionBuilder:
-    """Puts the events of one stream together."""
+    """Builds a completion from the events of one stream."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
@@ -216,7 +183,7 @@ class CompletionBuilder:
         self._texts: list[str] = []
 
     def add(self, event: GenerateEvent) -> None:
-        """Take the next event of the stream."""
+        """Add the next event of the stream."""
         match event:
             case Started():
                 self._started = event
@@ -228,17 +195,17 @@ class CompletionBuilder:
                 self._finished = event
 
     def extend(self, events: Iterable[GenerateEvent]) -> CompletionBuilder:
-        """Take all of them."""
+        """Add events in order."""
         for event in events:
             self.add(event)
         return self
 
     def build(self) -> Completion:
-        """The completion. Raises InternalError when the stream ended without `Finished`."""
+        """The completion. Raises InternalError if `Started` or `Finished` is missing."""
         if self._started is None or self._finished is None:
             raise InternalError(
                 "expected the stream to begin with Started and to end with Finished, but it ended "
-                f"after {len(self._token_ids)} tokens without; please report this"
+                f"after {len(self._token_ids)} tokens; please report this"
             )
         return Completion(
             request_id=self._started.request_id,
@@ -254,12 +221,13 @@ class CompletionBuilder:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStats:
-    """One worker since the driver began. `kind` is "target", "model", "ngram" or "recycling".
+    """Counts of one worker since the driver started; see inference.proto, WorkerStats.
 
-    `malformed` counts proposals of a drafter that broke the contract; `suspect`: it sent so many
-    of them that it is not used until its process is started again. `overruns`: passes of an
-    emulated device for which the machine that plays it was too slow. `away_seconds`: since when it
-    is not connected, 0 while it is; `trouble`: why the last try to connect to it failed.
+    `kind` is "target", "model", "ngram", "recycling" or "emulated". `malformed` counts proposals
+    that broke the contract; a `suspect` drafter sent too many of them, and is not used until its
+    process is started again. `overruns` counts passes that took longer than the emulated device
+    would take. `away_seconds` is the time without a connection, 0 while connected. `trouble` is
+    why the last attempt to connect failed, "" if it did not.
     """
 
     name: str
@@ -280,10 +248,10 @@ class WorkerStats:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLife:
-    """What became of a worker's processes; see inference.proto. `name` may be "driver".
+    """Restarts of a worker, or of the driver; see inference.proto, WorkerLife.
 
-    `last_end`: why the last one ended, "" where none did. `next_try_seconds`: until it is started
-    again, None where it serves or is being started. `log`: a path on its host, "" for none.
+    `last_end` is why its last process ended, "" if none did. `next_try_seconds` is the time until
+    the next start, None while it serves or starts. `log` is a path on its host, "" for none.
     """
 
     name: str
@@ -295,7 +263,7 @@ class WorkerLife:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters since the server began; see inference.proto, StatsResponse."""
+    """Counters since the server started; see inference.proto, StatsResponse."""
 
     uptime_seconds: float
     steps: int
@@ -317,7 +285,7 @@ class Stats:
 
     @property
     def acceptance_length(self) -> float | None:
-        """Committed tokens a verdict; None: there was no verdict yet."""
+        """Committed tokens per verdict; None before the first verdict."""
         return _ratio(self.committed_tokens, self.verdicts)
 
 

@@ -1,18 +1,129 @@
-"""The fields of `GenerateOptions` as keywords of a call, as callers of other clients expect."""
+"""The options of a request: their names, their defaults and the values that each may have.
+
+`GenerateOptions` is the declaration. `SamplingParams` checks its own fields by it
+(paceline/sampling.py), and paceline/wire.py maps a request to its message field by field.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from typing import TypedDict
+from collections.abc import Mapping, Sequence, Sized
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypedDict
 
 from paceline.errors import InvalidRequestError
-from paceline.generation import GenerateOptions
+from paceline.rules import (
+    MAX_BRANCHES,
+    MAX_LOGIT_BIAS,
+    MAX_NAME_LENGTH,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_WINDOW,
+)
 from paceline.text import did_you_mean
+
+MAX_REPETITION_PENALTY = 100.0
+"""The lowest penalty is its inverse. It multiplies logits, which must stay within float32."""
+
+_MIN_FLOAT32, _MAX_FLOAT32 = 1.1754944e-38, 3.4028234e38
+"""Float32, which the wire has, rounds no number between them to 0 or to infinity."""
+
+_MAX_UINT32, _MAX_UINT64 = 2**32 - 1, 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """A number from `lowest` to `highest`. An error says `expected`."""
+
+    lowest: float
+    highest: float
+    expected: str
+
+    def check(self, name: str, value: float) -> None:
+        if not self.lowest <= value <= self.highest:
+            raise InvalidRequestError(name, f"expected {self.expected}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A text, list or table of at most `most` entries, which `unit` names.
+
+    `most_characters` bounds each entry of a list of strings.
+    """
+
+    most: int
+    unit: str
+    most_characters: int | None = None
+
+    def check(self, name: str, value: Sized) -> None:
+        check_count(name, len(value), self.most, self.unit)
+        if self.most_characters is not None:
+            assert isinstance(value, Sequence)
+            longest = max(map(len, value), default=0)
+            check_count(name, longest, self.most_characters, "characters in each string")
+
+
+def _number(lowest: float, highest: float, expected: str | None = None) -> Any:
+    expected = expected or f"a number from {lowest:g} to {highest:g}"
+    return field(default=None, metadata={"check": _Range(lowest, highest, expected)})
+
+
+def _integer(lowest: int, highest: int) -> Any:
+    return _number(lowest, highest, f"an integer from {lowest} to {highest}")
+
+
+def _name() -> Any:
+    return field(default=None, metadata={"check": _Size(MAX_NAME_LENGTH, "characters")})
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """How to decode. None or an empty value leaves an option to the server.
+
+    The protocol says what each option does: inference.proto, GenerateRequest, and types.proto,
+    SamplingParams. The names that an option may have:
+
+    - `policy`: "off", "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto";
+    - `rule` and `stopping`: the values of `paceline.rules.Rule` and `paceline.rules.Stopping`;
+    - `drafter`: "model", "ngram" or "recycling".
+
+    With `merge`, one drafter of each kind drafts, and their candidates form one tree. Requests of
+    one `tenant` share the KV of equal prefixes and what drafters learn from text.
+    """
+
+    temperature: float | None = _number(0, _MAX_FLOAT32, "a finite number of at least 0")
+    top_k: int | None = _integer(0, _MAX_UINT32)
+    top_p: float | None = _number(_MIN_FLOAT32, 1, "a number above 0 and at most 1")
+    min_p: float | None = _number(0, 1)
+    repetition_penalty: float | None = _number(1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+    presence_penalty: float | None = _number(-2, 2)
+    frequency_penalty: float | None = _number(-2, 2)
+    logit_bias: Mapping[int, float] = field(
+        default_factory=dict, metadata={"check": _Size(MAX_LOGIT_BIAS, "entries")}
+    )
+    min_tokens: int | None = _integer(0, _MAX_UINT32)
+    seed: int | None = _integer(0, _MAX_UINT64)
+    max_tokens: int | None = _integer(1, _MAX_UINT32)
+    stop: Sequence[str] = field(
+        default=(), metadata={"check": _Size(MAX_STOP_STRINGS, "strings", MAX_STOP_LENGTH)}
+    )
+    stop_token_ids: Sequence[int] = field(
+        default=(), metadata={"check": _Size(MAX_STOP_TOKENS, "tokens")}
+    )
+    ignore_eos: bool = False
+    policy: str | None = None
+    rule: str | None = None
+    window: int | None = _integer(1, MAX_WINDOW)
+    stopping: str | None = None
+    branches: int | None = _integer(1, MAX_BRANCHES)
+    drafter: str | None = _name()
+    merge: bool | None = None
+    tenant: str | None = _name()
+    request_id: str | None = _name()
 
 
 class OptionFields(TypedDict, total=False):
-    """Any of the fields of `GenerateOptions`, which says what they mean."""
+    """The fields of `GenerateOptions` as keywords of a call. A type checker needs them in full."""
 
     temperature: float | None
     top_k: int | None
@@ -39,15 +150,39 @@ class OptionFields(TypedDict, total=False):
     request_id: str | None
 
 
-def options_with(options: GenerateOptions | None, given: OptionFields) -> GenerateOptions:
-    """`options`, or the defaults, with the fields that are given in their place.
+OPTION_NAMES = tuple(one.name for one in fields(GenerateOptions))
+_CHECKS: Mapping[str, _Range | _Size] = {
+    one.name: one.metadata["check"] for one in fields(GenerateOptions) if one.metadata
+}
 
-    Raises InvalidRequestError for a field that does not exist, naming the nearest one.
+
+def check_option(name: str, value: Any) -> None:
+    """Raise InvalidRequestError if `value`, which has the option's type, is out of its bounds."""
+    if name in _CHECKS:
+        _CHECKS[name].check(name, value)
+
+
+def check_count(
+    name: str,
+    count: int,
+    most: int,
+    unit: str,
+    error: type[InvalidRequestError] = InvalidRequestError,
+) -> None:
+    """Raise `error`, which names the field, if there are more than `most` of `unit`."""
+    if count > most:
+        raise error(name, f"expected at most {most:,} {unit}, got {count:,}")
+
+
+def options_with(options: GenerateOptions | None, given: OptionFields) -> GenerateOptions:
+    """`options`, or the defaults, with the fields in `given` replaced.
+
+    Raises InvalidRequestError for a name that is no option, and suggests the nearest one.
     """
-    known = [field.name for field in fields(GenerateOptions)]
     for name in given:
-        if name not in known:
-            raise InvalidRequestError(name, f"there is no such option{did_you_mean(name, known)}")
+        if name not in OPTION_NAMES:
+            hint = did_you_mean(name, OPTION_NAMES)
+            raise InvalidRequestError(name, f"there is no such option{hint}")
     if options is not None and not isinstance(options, GenerateOptions):
         raise InvalidRequestError("options", f"expected a GenerateOptions, got {options!r:.200}")
     return replace(options or GenerateOptions(), **given)

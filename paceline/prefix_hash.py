@@ -1,6 +1,6 @@
-"""The 64-bit hash of a token prefix by which a proposal names what it continues.
+"""The 64-bit hash of a token prefix. A proposal names by it the prefix that it continues.
 
-Defined in proto/paceline/v1/types.proto (`Base`); the mixing step is the finaliser of SplitMix64
+Defined in proto/paceline/v1/types.proto (`Base`); the mixing step is the finalizer of SplitMix64
 (Steele, Lea and Flood 2014).
 """
 
@@ -26,7 +26,7 @@ def extend_hash(prefix_hash: int, token_id: int) -> int:
 def hash_on(prefix_hash: int, token_ids: Iterable[int]) -> int:
     """The hash of a prefix followed by these tokens."""
     x = prefix_hash
-    for token_id in token_ids:  # as extend_hash; to call it for each takes a third longer
+    for token_id in token_ids:  # extend_hash inline: calling it takes a third longer.
         x ^= ((token_id + 1) * _TOKEN_FACTOR) & _MASK
         x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK

@@ -1,10 +1,9 @@
-"""Imports gRPC with its own log turned off; import this before anything that imports gRPC.
+"""gRPC with its own log turned off. Modules of this package import gRPC from here.
 
-gRPC's core writes lines of its own to stderr, such as "Got goaway" when a server stops. What they
-mean reaches a caller as an error of `paceline.errors`. gRPC reads GRPC_VERBOSITY once, when it is
-imported, for the whole process. So nothing changes where the variable is set (GRPC_VERBOSITY=INFO
-shows the lines) or where gRPC has been imported already, and the variable is not left behind for
-child processes.
+gRPC's core writes lines such as "Got goaway" to stderr when a server stops. A caller learns what
+they mean from an error of `paceline.errors`. gRPC reads GRPC_VERBOSITY once per process, when it is
+imported. Nothing changes if the variable is set (GRPC_VERBOSITY=INFO shows the lines) or if gRPC
+has been imported already. Child processes do not inherit the variable.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ import sys
 
 _VARIABLE = "GRPC_VERBOSITY"
 
-if _VARIABLE not in os.environ and "grpc" not in sys.modules:
+if _VARIABLE in os.environ or "grpc" in sys.modules:
+    import grpc as grpc
+else:
     os.environ[_VARIABLE] = "NONE"
     try:
-        import grpc  # noqa: F401
+        import grpc as grpc
     finally:
         del os.environ[_VARIABLE]

@@ -1,7 +1,7 @@
-"""The names that configuration and requests give, and the limits of a request (docs/limits.md).
+"""Names in configuration and requests, and the limits of a request (docs/limits.md).
 
-A request's limits are such that whatever a server sends of a single one fits into one message
-(paceline/channel.py), and that no request can take much memory or time before it is decoded.
+The limits ensure that what a server sends about one request fits into one message
+(paceline/channel.py), and that a request takes little memory and time before it is decoded.
 """
 
 from __future__ import annotations
@@ -12,31 +12,31 @@ from typing import Literal, get_args
 DrafterKind = Literal["model", "ngram", "recycling"]
 DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
 MAX_WINDOW = 64
-"""Most candidates of a sequence in a step; the least is 1."""
+"""Most candidates of a sequence that a step verifies; the minimum is 1."""
 MAX_BRANCHES = 8
-"""Most candidates of a position."""
+"""Most candidates for one position."""
 MAX_PROPOSED = 1024
 """Most candidates of a proposal, and so of a slice (drafting.proto, Proposal)."""
 
 MAX_SEQUENCE_TOKENS = 2 * 1024 * 1024
-"""Most tokens of a sequence, prompt and output, whatever the model allows. A message that tells all
-of them, as each worker gets one, has at most 5 bytes a token: 10 MiB of the 16 MiB it may have."""
+"""Most tokens of a sequence, prompt and output, whatever the model allows. Each worker gets all of
+them in one message, at most 5 bytes a token: 10 MiB of the 16 MiB that a message may have."""
 MAX_PROMPT_BYTES = 8 * 1024 * 1024
-"""Most bytes of a prompt in UTF-8, of a chat those of all its messages: to tokenize 8 MiB takes
-seconds, during which requests behind it wait for the tokenizer. Four bytes a token, as in English
-text, make a full sequence."""
+"""Most bytes of a prompt in UTF-8; for a chat, of all its messages. Tokenizing 8 MiB takes seconds,
+in which later requests wait for the tokenizer. English text has about four bytes a token, so this
+is about MAX_SEQUENCE_TOKENS."""
 MAX_MESSAGES = 4096
-"""Most messages of a chat: a chat template runs Python for each of them."""
+"""Most messages of a chat. A chat template runs Python for each of them."""
 MAX_LOGIT_BIAS = 4096
-"""Most entries of `logit_bias`, of 14 bytes each on the wire: 56 KiB, sent to each worker."""
+"""Most entries of `logit_bias`. Each has 14 bytes on the wire: 56 KiB, sent to each worker."""
 MAX_STOP_TOKENS = 1024
-"""Most `stop_token_ids`, of 5 bytes each on the wire."""
+"""Most `stop_token_ids`. Each has at most 5 bytes on the wire."""
 MAX_STOP_STRINGS = 16
 """Most stop strings."""
 MAX_STOP_LENGTH = 256
-"""Most characters of a stop string: the automaton of all of them has at most 4,097 nodes, 1 MB."""
+"""Most characters of a stop string. The automaton of all of them has at most 4,097 nodes, 1 MB."""
 MAX_NAME_LENGTH = 128
-"""Most characters of `request_id`, `tenant` and `drafter`, which are kept, logged and sent on."""
+"""Most characters of `request_id`, `tenant` and `drafter`. Servers keep, log and forward them."""
 
 
 class Rule(enum.Enum):
@@ -51,7 +51,7 @@ class Rule(enum.Enum):
 
 
 class Stopping(enum.Enum):
-    """When a drafter stops before its grant is used up (docs/rules.md)."""
+    """When a drafter stops before it has used its grant (docs/rules.md)."""
 
     FIXED = "fixed"
     ADAEDL = "adaedl"

@@ -1,4 +1,4 @@
-"""Many requests of one client over one GenerateMany stream."""
+"""All requests of an `AsyncClient` over one GenerateMany stream."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from itertools import count
 from typing import Any
-
-import grpc
 
 from paceline.deadline import Deadline
 from paceline.errors import (
@@ -17,28 +15,29 @@ from paceline.errors import (
     UnavailableError,
 )
 from paceline.generation import Finished, GenerateEvent
-from paceline.inference_wire import EventReader, failure_from_wire
+from paceline.quiet_grpc import grpc
 from paceline.status import error_of, unreadable
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.wire import EventReader, failure_from_wire
 
 CLOSE_SECONDS = 1.0
-"""How long the server may take to end a stream that its client has ended."""
+"""How long `close` waits for the server to end the stream."""
 
 MAX_UNREAD_BYTES = 8 * 1024 * 1024
-"""What may have arrived for one request without its caller having read it. A caller that is further
-behind loses its request: to stop reading would stop the answers of all others on the stream."""
+"""Most bytes of answers to one request that its caller has not read. Beyond that the request ends:
+if the client stopped reading, the answers to all other requests on the stream would stop too."""
 
 EVENT_BYTES = 512
-"""What an event takes in memory beyond its bytes on the wire, about."""
+"""Approximate memory of an event beyond its bytes on the wire."""
 
 
 class _Answers:
-    """What has arrived for one request and waits for its caller."""
+    """Answers to one request that its caller has not read yet."""
 
     def __init__(self, address: str) -> None:
         self.reader = EventReader(address)
         self.unread_bytes = 0
-        # Bounded by MAX_UNREAD_BYTES: an asyncio.Queue can only count its entries.
+        # MAX_UNREAD_BYTES bounds it. An asyncio.Queue could only bound the number of entries.
         self._waiting: asyncio.Queue[tuple[GenerateEvent | PacelineError, int]] = asyncio.Queue()
 
     def put(self, answer: GenerateEvent | PacelineError, num_bytes: int = 0) -> None:
@@ -55,7 +54,7 @@ class _Answers:
 
 
 class SharedStream:
-    """Begins with its first request and is of no more use once it broke."""
+    """One stream to a server. Once it is `broken`, the client opens another."""
 
     def __init__(self, stub: inference_pb2_grpc.InferenceServiceAsyncStub, address: str) -> None:
         self.broken = False
@@ -65,9 +64,9 @@ class SharedStream:
         self._call = open_call()
         self._numbers = count(1)
         self._answers: dict[int, _Answers] = {}
-        # By the number of the request. Bounded by the requests that run: a request that ends before
-        # it was sent leaves nothing here. A task of its own sends them, since a cancelled write
-        # would end the stream.
+        # By the number of the request. It is no longer than the list of running requests: one that
+        # ends before it was sent is removed. A separate task sends them, because a cancelled
+        # write would end the stream.
         self._unsent: dict[int, inference_pb2.GenerateManyRequest] = {}
         self._something_unsent = asyncio.Event()
         self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._write()))
@@ -75,9 +74,9 @@ class SharedStream:
     async def stream(
         self, request: inference_pb2.GenerateRequest, deadline: Deadline
     ) -> AsyncGenerator[GenerateEvent]:
-        """What comes of a request. Closing it cancels the request, and so does its deadline.
+        """The events of a request. Closing the iterator cancels the request; so does the deadline.
 
-        Raises the PacelineError that the request or the stream ended with.
+        Raises the PacelineError with which the request or the stream ended.
         """
         if self.broken:
             raise self._why_broken()
@@ -100,7 +99,7 @@ class SharedStream:
             self._cancel(number)
 
     async def close(self) -> None:
-        """End the stream and its requests, in good order where the server answers in time."""
+        """End the stream and its requests. Waits at most CLOSE_SECONDS for the server."""
         self._break(lambda: UnavailableError("the client was closed"))
         await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         self._call.cancel()
@@ -113,15 +112,15 @@ class SharedStream:
         self._something_unsent.set()
 
     def _cancel(self, number: int) -> None:
-        """No more of a request, which the server is told if it knows of it."""
+        """Forget a request. If it was sent, tell the server to cancel it."""
         if self._answers.pop(number, None) is None or self.broken:
-            return  # It has ended.
+            return  # The request has ended already.
         if self._unsent.pop(number, None) is None:
             cancel = inference_pb2.CancelRequest()
             self._send(inference_pb2.GenerateManyRequest(number=number, cancel=cancel))
 
     def _end(self, number: int, error: PacelineError) -> None:
-        """End a request that runs at the server."""
+        """End a running request with an error, and cancel it at the server."""
         answers = self._answers.get(number)
         if answers is not None:
             answers.put(error)
@@ -136,7 +135,7 @@ class SharedStream:
                     await self._call.write(self._unsent.pop(next(iter(self._unsent))))
             await self._call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
-            pass  # The reader is told why.
+            pass  # The reading task gets the cause.
         except Exception as error:
             said = f"a request could not be sent to the server at {self._address}: {error!r}"
             self._break(lambda: InternalError(said))
@@ -144,7 +143,7 @@ class SharedStream:
     async def _read(self) -> None:
         try:
             async for message in self._call:
-                if message is None:  # gRPC could not decode it.
+                if message is None:  # gRPC could not decode the message.
                     self._break(lambda: unreadable(self._address))
                     return
                 for numbered in message.responses:
@@ -161,7 +160,7 @@ class SharedStream:
             self._call.cancel()
 
     def _take(self, numbered: inference_pb2.NumberedResponse) -> None:
-        """Hand an answer to its request. What nobody waits for any more is dropped."""
+        """Hand an answer to its request. Drop it if the request has ended."""
         number = numbered.number
         answers = self._answers.get(number)
         if answers is None:
@@ -177,7 +176,7 @@ class SharedStream:
             return
         num_bytes = numbered.ByteSize() + EVENT_BYTES
         if answers.unread_bytes and answers.unread_bytes + num_bytes > MAX_UNREAD_BYTES:
-            said = f"its caller left {MAX_UNREAD_BYTES:,} bytes of the answer unread; read faster"
+            said = f"the caller left {MAX_UNREAD_BYTES:,} bytes of the answer unread; read faster"
             self._end(number, OverloadedError(said))
             return
         answers.put(event, num_bytes)
@@ -185,7 +184,7 @@ class SharedStream:
             del self._answers[number]
 
     def _break(self, why: Callable[[], PacelineError]) -> None:
-        """End all requests, each with an error of its own, and take no more."""
+        """End all requests, each with its own error object, and accept no more."""
         if self.broken:
             return
         self.broken, self._why_broken = True, why

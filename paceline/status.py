@@ -1,7 +1,7 @@
-"""Between the error tree and gRPC statuses: what a server tells, and what a client makes of it.
+"""Errors as gRPC statuses: a server writes them, and a client raises the same error again.
 
-The status code is that of `paceline.errors.outward`. Trailing metadata names the class of the error
-and, for a wrong request, the field, so that a client raises what the server raised.
+`paceline.errors.outward` gives the status code. Trailing metadata has the name of the error's class
+and, for a wrong request, the name of the field.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
-
-import grpc
 
 from paceline import errors
 from paceline.errors import (
@@ -23,26 +21,27 @@ from paceline.errors import (
     UnavailableError,
     outward,
 )
+from paceline.quiet_grpc import grpc
 
 WHOLE_REQUEST = "request"
-"""In place of a field's name where none is told."""
+"""The field of an InvalidRequestError if the status names none."""
 
 FIELD_KEY = "paceline-field"
 ERROR_KEY = "paceline-error"
 MAX_DETAILS_BYTES = 4000
-"""Of an error's text as gRPC encodes it for a header; both sides refuse headers of some 8 KB."""
+"""Longest text of an error, in bytes of a header. Both sides refuse headers of about 8 KB."""
 
 _BROKEN_WRITE = "Internal error from Core"
-"""What gRPC says on its own where a stream ends while a message is written to it."""
+"""gRPC's own text if a stream ends during a write."""
 
 _REMOVED = "Stream removed ("
-"""What gRPC puts before the cause where a connection ends."""
+"""gRPC's own text before the cause if a connection ends."""
 
 _NOT_DECODED = "Exception deserializing response!"
-"""What gRPC says on its own of bytes that are no message."""
+"""gRPC's own text for bytes that are not a message."""
 
 _TOO_LONG = ("message larger than max", "metadata size exceeds")
-"""What gRPC's own RESOURCE_EXHAUSTED says where a peer sent more than this side takes."""
+"""gRPC's own texts of RESOURCE_EXHAUSTED if the peer sent more than this side accepts."""
 
 _BY_NAME: Mapping[str, type[PacelineError]] = {
     name: kind
@@ -59,10 +58,7 @@ _BY_CODE: Mapping[grpc.StatusCode, type[PacelineError]] = {
 
 
 def status_of(error: PacelineError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
-    """Code, details and trailing metadata by which a server tells `error`.
-
-    Details that quote something long are cut in the middle.
-    """
+    """Status code, details and trailing metadata of `error`. Long details are cut in the middle."""
     metadata = [(ERROR_KEY, type(error).__name__)]
     if isinstance(error, InvalidRequestError):
         metadata.append((FIELD_KEY, error.field))
@@ -71,7 +67,7 @@ def status_of(error: PacelineError) -> tuple[grpc.StatusCode, str, tuple[tuple[s
 
 
 def _shortened(details: str) -> str:
-    """Its begin and its end, where the whole is too long for a header."""
+    """The text, or its start and its end if it is too long for a header."""
     kept, shown = len(details), details
     while kept > MAX_DETAILS_BYTES or len(quote(shown)) > MAX_DETAILS_BYTES:
         kept = min(kept // 2, MAX_DETAILS_BYTES)
@@ -81,7 +77,7 @@ def _shortened(details: str) -> str:
 
 
 def error_of(error: grpc.RpcError, address: str) -> PacelineError:
-    """The error of ours that a failed call to `address` means."""
+    """The Paceline error of a failed call to `address`."""
     call: Any = error
     metadata = _as_dict(call.trailing_metadata())
     return error_told(call.code(), call.details() or "", metadata, address)
@@ -90,9 +86,9 @@ def error_of(error: grpc.RpcError, address: str) -> PacelineError:
 def error_told(
     code: grpc.StatusCode, details: str, metadata: Mapping[str, str], address: str
 ) -> PacelineError:
-    """The error of ours that `status_of` told so, or that gRPC itself means by it.
+    """The Paceline error of a status, whether `status_of` or gRPC itself made it.
 
-    A class that this version does not know, as of a newer server, is that of the status code.
+    If this version does not know the class, as of a newer server, the status code decides.
     """
     details = details or code.name
     if ERROR_KEY not in metadata and FIELD_KEY not in metadata:
@@ -105,10 +101,10 @@ def error_told(
 
 
 def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError:
-    """What a status means that no server of ours made, but gRPC or another server."""
+    """The Paceline error of a status that gRPC itself or a foreign server made."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return UnavailableError(
-            f"what answers at {address} is no inference server of Paceline ({details}): give the "
+            f"the server at {address} is not an inference server of Paceline ({details}): give the "
             "address that `paceline up` printed, not that of a worker or of Ray"
         )
     if code is grpc.StatusCode.INTERNAL and details == _BROKEN_WRITE:
@@ -116,7 +112,7 @@ def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError
     if code is grpc.StatusCode.INTERNAL and details == _NOT_DECODED:
         return unreadable(address)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and any(said in details for said in _TOO_LONG):
-        return ProtocolError(f"the server at {address} sent more than a client takes: {details}")
+        return ProtocolError(f"the server at {address} sent more than a client accepts: {details}")
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(WHOLE_REQUEST, details)
     if code is grpc.StatusCode.UNAVAILABLE:
@@ -125,7 +121,7 @@ def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError
             cause = cause[len(_REMOVED) : -1]
         return UnavailableError(
             f"the connection to the server at {address} broke: {cause}; "
-            "see whether the server is still up, then try again"
+            "check whether the server is still up, then try again"
         )
     return _BY_CODE.get(code, InternalError)(
         f"the server at {address} answered {code.name}: {details}"
@@ -133,8 +129,8 @@ def _of_grpc(code: grpc.StatusCode, details: str, address: str) -> PacelineError
 
 
 def unreadable(address: str) -> ProtocolError:
-    """The error of an answer that could not be decoded, in place of which gRPC may give None."""
-    return ProtocolError(f"the server at {address} sent bytes that are no message of this version")
+    """The error of an answer that gRPC could not decode, for which it may return None."""
+    return ProtocolError(f"the server at {address} sent bytes that are not a known message")
 
 
 def _as_dict(metadata: Iterable[tuple[str, str | bytes]] | None) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Wording that several messages share."""
+"""Parts of messages to users that several modules share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Iterable
 
 _LONGEST_CAUSE = 300
-"""Characters of somebody else's message."""
+"""Longest message of a foreign error, in characters."""
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
@@ -21,6 +21,6 @@ def counted(number: int, noun: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's message as one line; what makes it very long is left out."""
+    """An error's message as one line, cut if it is very long."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= _LONGEST_CAUSE else f"{words[: _LONGEST_CAUSE - 3]}..."

@@ -35,7 +35,8 @@ from cluster.driver import Driver, DriverOptions
 from deploy.bench.engine_gpu import gpu_for
 from deploy.bench.processes import WorkerProcess
 from paceline.errors import ConfigError
-from paceline.generation import Finished, GenerateOptions, RequestStats
+from paceline.generation import Finished, RequestStats
+from paceline.options import GenerateOptions
 
 PROMPT_TOKENS = 64
 POLICIES = ("off", "lockstep", "chain", "fanout", "auto")

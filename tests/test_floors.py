@@ -73,7 +73,7 @@ def test_a_module_that_keeps_the_rules_is_not(tmp_path: Path, module: str, sourc
 
 @pytest.mark.parametrize("package", ["paceline", "cluster.decoding"])
 def test_importing_it_brings_no_heavy_library_in(package: str) -> None:
-    """Neither do the modules that it imports. (`paceline` itself brings grpc and protobuf.)"""
+    """Nor do the modules that it imports."""
     heavy = ["ray", "torch", "transformers"]
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

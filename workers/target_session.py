@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from paceline.convert import spec_from_wire
 from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
+from paceline.wire import spec_from_wire
 from workers.engine.block_pool import blocks_for
 from workers.engine.slices import Slice
 from workers.slice_candidates import Candidates, read_candidates

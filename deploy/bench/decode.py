@@ -35,7 +35,8 @@ from deploy.bench.processes import on_free_ports, running_side_by_side
 from deploy.bench.transformers_peer import Assistance, TransformersProcess
 from deploy.measure import Sample, measure
 from paceline.client import Client
-from paceline.generation import GenerateInput, GenerateOptions
+from paceline.generation import GenerateInput
+from paceline.options import GenerateOptions
 from workers.models import resolve_model
 
 LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 3, 1000

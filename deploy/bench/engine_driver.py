@@ -33,11 +33,11 @@ from cluster.text import TextCodec, TextStream
 from cluster.worker_wire import DraftInstruction, drafts_to_wire, step_messages
 from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
 from paceline.errors import PacelineError, UnavailableError
-from paceline.inference_wire import fill_response
 from paceline.prefix_hash import hash_on, hash_prefix
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
+from paceline.wire import fill_response
 from workers.drafting.batch_size import count_entries
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.nodes import Kept, NewNodes

@@ -40,7 +40,8 @@ from deploy.bench.processes import on_free_ports, running_side_by_side
 from deploy.bench.transformers_peer import TransformersProcess
 from deploy.measure import busy_shares
 from paceline.client import AsyncClient, Client
-from paceline.generation import Chunk, GenerateOptions, ModelDescription, Stats
+from paceline.generation import Chunk, ModelDescription, Stats
+from paceline.options import GenerateOptions
 
 PROMPT_TOKENS = (20, 600)
 OUTPUT_TOKENS = (16, 256)

@@ -24,7 +24,8 @@ from cluster.simulation.layout import Layout
 from cluster.simulation.layout import Load as SimulatedLoad
 from deploy.bench.lookahead_cells import Cell, LoadRequest, rounds_of, warm_up_of
 from deploy.bench.processes import WorkerProcesses
-from paceline.generation import Chunk, CompletionBuilder, GenerateOptions, Stats
+from paceline.generation import Chunk, CompletionBuilder, Stats
+from paceline.options import GenerateOptions
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.models import ModelFiles

@@ -45,7 +45,8 @@ from deploy.bench.harness import (
 from deploy.bench.processes import on_free_ports, running_side_by_side
 from deploy.measure import Sample, measure
 from paceline.client import Client
-from paceline.generation import GenerateInput, GenerateOptions
+from paceline.generation import GenerateInput
+from paceline.options import GenerateOptions
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.verification.candidates import CandidateTree, merge_paths

@@ -20,7 +20,8 @@ from deploy.request_flags import check_at_least_one
 from deploy.token_printer import MAX_WIDTH, STYLES, TokenPrinter
 from paceline.client import Client
 from paceline.errors import InvalidRequestError
-from paceline.generation import Chunk, GenerateOptions, Message
+from paceline.generation import Chunk, Message
+from paceline.options import GenerateOptions
 from paceline.text import counted
 from workers.emulated.profiles import EMULATED
 

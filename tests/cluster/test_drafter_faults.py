@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.convert import rule_to_wire
 from paceline.rules import Rule
 from paceline.v1 import types_pb2
+from paceline.wire import rule_to_wire
 from tests.cluster.bystanders import bystander
 from tests.cluster.hostile import (
     BREACHES,

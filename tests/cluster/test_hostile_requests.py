@@ -22,8 +22,8 @@ import pytest
 from cluster.driver import Driver, DriverOptions
 from cluster.inference import serve_driver
 from paceline import AsyncClient, GenerateOptions
-from paceline.request_wire import request_to_wire
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.wire import request_to_wire
 from tests.cluster.system import HOST, Checkpoints, eventually, running_system
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.desk import DraftingDesk

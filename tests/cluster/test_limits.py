@@ -14,8 +14,8 @@ import pytest
 from paceline import GenerateOptions, InvalidRequestError, Message, PromptTooLongError, rules
 from paceline.channel import MAX_REQUEST_BYTES
 from paceline.generation import GenerateInput
-from paceline.request_wire import request_from_wire, request_to_wire
 from paceline.v1 import inference_pb2
+from paceline.wire import request_from_wire, request_to_wire
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 _ROW = re.compile(r"^\|(?P<fields>[^|]+)\| (?P<limit>[\d,]+) \|.*`(?P<constant>[\w.]+)` \|$", re.M)
@@ -74,6 +74,8 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
         rules.MAX_STOP_TOKENS,
         _option("stop_token_ids", lambda n: [7] * n),
     ),
+    "window": ("window", rules.MAX_WINDOW, _option("window", lambda n: n)),
+    "branches": ("branches", rules.MAX_BRANCHES, _option("branches", lambda n: n)),
     **{
         name: (name, rules.MAX_NAME_LENGTH, _option(name, lambda n: "n" * n))
         for name in ("request_id", "tenant", "drafter")
@@ -90,7 +92,7 @@ def test_what_is_beyond_a_limit_is_refused_at_both_ends(
     with pytest.raises(InvalidRequestError) as at_the_client:
         request_to_wire(*ask(limit + 1))
     # Another client may send what ours would not.
-    monkeypatch.setattr("paceline.request_wire._check_limits", lambda request: None)
+    monkeypatch.setattr("paceline.wire._check_limits", lambda request: None)
     sent = request_to_wire(*ask(limit + 1)).SerializeToString()
     monkeypatch.undo()
     with pytest.raises(InvalidRequestError) as at_the_server:

@@ -27,9 +27,9 @@ from paceline import (
     PromptTooLongError,
 )
 from paceline.channel import MAX_MESSAGE_BYTES
-from paceline.request_wire import request_to_wire
 from paceline.rules import MAX_PROMPT_BYTES
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.wire import request_to_wire
 from tests.cluster.system import (
     Checkpoints,
     System,

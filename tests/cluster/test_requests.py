@@ -16,9 +16,9 @@ from cluster.text import TextCodec
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
-from paceline.request_wire import request_from_wire, request_to_wire
 from paceline.rules import Rule, Stopping
 from paceline.v1 import inference_pb2
+from paceline.wire import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.checkpoint import inspect_checkpoint
 
@@ -85,10 +85,13 @@ def _through_the_wire(
 
 @pytest.mark.parametrize(("field", "values"), BAD_OPTIONS)
 def test_bad_options(resolver: RequestResolver, field: str, values: dict[str, Any]) -> None:
-    bad = _through_the_wire("hello", replace(GenerateOptions(), **values))
+    options = replace(GenerateOptions(), **values)
     with pytest.raises(InvalidRequestError) as caught:
-        resolver.resolve(*bad, room=ROOM)
+        resolver.resolve("hello", options, room=ROOM)
     assert caught.value.field == field
+    with pytest.raises(InvalidRequestError) as caught_on_the_way:
+        resolver.resolve(*_through_the_wire("hello", options), room=ROOM)
+    assert caught_on_the_way.value.field == field
 
 
 @pytest.mark.parametrize(("field", "generate_input"), BAD_INPUTS)

@@ -16,8 +16,8 @@ from cluster.driver import SHORT_PROMPT_CHARACTERS, Driver
 from paceline import AsyncClient, Completion, GenerateOptions
 from paceline.errors import OverloadedError
 from paceline.generation import CompletionBuilder
-from paceline.request_wire import request_to_wire
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
+from paceline.wire import request_to_wire
 from tests.cluster.fast_target import (
     driver_process,
     fast_system,

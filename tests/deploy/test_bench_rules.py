@@ -23,7 +23,7 @@ from deploy.bench.rules import (
     train_free_contenders,
 )
 from paceline.client import Client
-from paceline.generation import GenerateOptions
+from paceline.options import GenerateOptions
 from tests.deploy.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.deploy.test_generate import ROWS, write_rows

@@ -46,20 +46,20 @@ def test_what_is_an_address(text: str, address: Address) -> None:
         ("https://user:secret@here:443/", "; give 'here:443' alone"),
         ("dns:///here:1", "; give 'here:1' alone"),
         ("http://here", "; give the host and the port alone"),
-        ("here", "got 'here', which names no port"),
-        ("[::1]", "which names no port"),
-        ("", "which names no port"),
+        ("here", "got 'here', which has no port"),
+        ("[::1]", "which has no port"),
+        ("", "which has no port"),
         ("here:", "a port is a number from 1 to 65535"),
         ("here:grpc", "a port is a number from 1 to 65535"),
         ("here:0", "a port is a number from 1 to 65535"),
         ("here:99999", "a port is a number from 1 to 65535"),
         ("here:²", "a port is a number from 1 to 65535"),
         ("unix:/tmp/socket", "a port is a number from 1 to 65535"),
-        ("::1", "an IPv6 host stands in brackets"),
-        ("fe80::1:8001", "an IPv6 host stands in brackets"),
-        (":8001", "'' is not the name of a host"),
-        ("a host:8001", "'a host' is not the name of a host"),
-        ("[here]:8001", "'[here]' is not the name of a host"),
+        ("::1", "write an IPv6 host in brackets"),
+        ("fe80::1:8001", "write an IPv6 host in brackets"),
+        (":8001", "'' is not a host name"),
+        ("a host:8001", "'a host' is not a host name"),
+        ("[here]:8001", "'[here]' is not a host name"),
         (None, "got None"),
         (8001, "got 8001"),
     ],
@@ -99,7 +99,7 @@ async def test_an_unknown_host() -> None:
 
 async def test_a_name_that_no_host_can_have() -> None:
     for said in await causes(f"{'x' * 70}.invalid:8001"):
-        assert said.endswith("is not the name of a host")
+        assert said.endswith("is not a host name")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
@@ -163,9 +163,9 @@ def speak_ssh(connection: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (hang_up, "what listens there does not speak gRPC: it ended the connection"),
-        (speak_http1, "a server of HTTP/1 listens there; give the port of gRPC"),
-        (speak_ssh, "what listens there does not speak gRPC: it answered b'SSH-2.0-OpenSSH_9.2"),
+        (hang_up, "the server there does not speak gRPC: it closed the connection"),
+        (speak_http1, "an HTTP/1 server listens there; give the gRPC port"),
+        (speak_ssh, "the server there does not speak gRPC: it answered b'SSH-2.0-OpenSSH_9.2"),
     ],
 )
 async def test_something_else_listens(answer: Peer, said: str) -> None:
@@ -186,7 +186,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return key, chain
 
 
-TLS = "TLS is spoken there, which this client does not; give the address of a plain port"
+TLS = "the server there speaks TLS, which this client does not; give a plain port"
 
 
 async def test_a_grpc_server_with_tls(certificate: tuple[Path, Path]) -> None:

@@ -27,8 +27,8 @@ from paceline import (
     WorkerLostError,
 )
 from paceline.options import OptionFields
-from paceline.request_wire import request_from_wire
 from paceline.status import error_told
+from paceline.wire import request_from_wire
 from tests.paceline.scripted import DESCRIPTION, EVENTS, STATS, Scripted
 
 TIMEOUTS = (120.0, None)
@@ -218,13 +218,13 @@ def test_a_torn_stream(address: str) -> None:
 def test_what_another_server_answers_is_told() -> None:
     """Such as a worker of ours. The second is what gRPC says by itself when a write fails."""
     other = error_told(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", {}, "here:1")
-    assert "what answers at here:1 is no inference server of Paceline" in str(other)
+    assert "the server at here:1 is not an inference server of Paceline" in str(other)
     torn = error_told(grpc.StatusCode.INTERNAL, "Internal error from Core", {}, "here:1")
     assert (type(other), type(torn)) == (UnavailableError, UnavailableError)
     assert type(error_told(grpc.StatusCode.INTERNAL, "else", {}, "here:1")) is InternalError
     gone = "Stream removed (Socket closed (GOAWAY received))"
     ended = error_told(grpc.StatusCode.UNAVAILABLE, gone, {}, "here:1")
-    assert "at here:1 broke: Socket closed (GOAWAY received); see whether" in str(ended)
+    assert "at here:1 broke: Socket closed (GOAWAY received); check whether" in str(ended)
 
 
 async def test_options_as_keywords(address: str, scripted: Scripted) -> None:
@@ -292,6 +292,15 @@ async def test_an_unknown_keyword_names_the_nearest(address: str, scripted: Scri
 
 def test_the_keywords_are_the_fields() -> None:
     assert get_type_hints(OptionFields) == get_type_hints(GenerateOptions)
+
+
+def test_importing_the_package_loads_grpc_and_protobuf_only_when_a_client_is_named() -> None:
+    """They take ten times as long to import as all the rest."""
+    loaded = "print(sorted({'grpc', 'google.protobuf', 'asyncio'} & set(sys.modules)))"
+    program = f"import sys, paceline\n{loaded}\nfrom paceline import Client\n{loaded}"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout.splitlines() == ["[]", "['asyncio', 'google.protobuf', 'grpc']"]
 
 
 LOOPS = """

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.convert import (
+from paceline.errors import InvalidRequestError
+from paceline.rules import Rule, Stopping
+from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.v1 import types_pb2
+from paceline.wire import (
     rule_from_wire,
     rule_to_wire,
     spec_from_wire,
@@ -12,10 +16,6 @@ from paceline.convert import (
     stopping_from_wire,
     stopping_to_wire,
 )
-from paceline.errors import InvalidRequestError
-from paceline.rules import Rule, Stopping
-from paceline.sampling import SamplingParams, SequenceSpec
-from paceline.v1 import types_pb2
 
 # Every float is exact in float32.
 FULL = SequenceSpec(
@@ -48,9 +48,9 @@ def test_every_rule_has_a_number_of_its_own() -> None:
     assert [rule_from_wire(rule_to_wire(rule)) for rule in Rule] == list(Rule)
     assert [stopping_from_wire(stopping_to_wire(one)) for one in Stopping] == list(Stopping)
     assert stopping_from_wire(types_pb2.STOPPING_RULE_UNSPECIFIED) is Stopping.FIXED
-    with pytest.raises(InvalidRequestError, match=r"rule: expected one of COUPLED \(1\).*got 99"):
+    with pytest.raises(InvalidRequestError, match=r"rule: expected one of coupled \(1\).*got 99"):
         rule_from_wire(99)
-    with pytest.raises(InvalidRequestError, match=r"stopping: expected one of FIXED.*got 99"):
+    with pytest.raises(InvalidRequestError, match=r"stopping: expected one of fixed.*got 99"):
         stopping_from_wire(99)
 
 

@@ -31,8 +31,8 @@ from paceline import (
     errors,
 )
 from paceline.errors import outward
-from paceline.inference_wire import failure_from_wire, failure_to_wire
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.wire import failure_from_wire, failure_to_wire
 
 PUBLIC = {
     name: kind
@@ -269,7 +269,7 @@ async def test_bytes_that_are_no_message_are_an_error_of_ours() -> None:
     server.add_generic_rpc_handlers([handler])
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    wrong = "sent bytes that are no message of this version"
+    wrong = "sent bytes that are not a known message"
     try:
         with Client(address) as client:
             for call in (client.stats, client.describe, partial(client.generate, "Say")):

@@ -25,9 +25,9 @@ from paceline import (
     UnavailableError,
 )
 from paceline.channel import MAX_MESSAGE_BYTES
-from paceline.inference_wire import event_to_wire
 from paceline.shared_stream import MAX_UNREAD_BYTES
 from paceline.v1 import inference_pb2
+from paceline.wire import event_to_wire
 from tests.paceline.scripted import EVENTS
 
 Answer = inference_pb2.GenerateManyResponse
@@ -184,8 +184,8 @@ ALONE = {
 }
 ALL: dict[str, tuple[type[PacelineError], str]] = {
     "the end of the stream": (UnavailableError, "ended the stream"),
-    "a message beyond any limit": (ProtocolError, "sent more than a client takes"),
-    "bytes that are no message": (ProtocolError, "sent bytes that are no message"),
+    "a message beyond any limit": (ProtocolError, "sent more than a client accepts"),
+    "bytes that are no message": (ProtocolError, "sent bytes that are not a known message"),
 }
 
 

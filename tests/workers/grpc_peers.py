@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 
 from paceline.channel import client_options
-from paceline.convert import spec_to_wire
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, target_pb2, target_pb2_grpc, types_pb2
+from paceline.wire import spec_to_wire
 
 DEADLINE = 120.0
 """Seconds after which a test's call fails."""

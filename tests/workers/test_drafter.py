@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paceline.convert import spec_to_wire
 from paceline.errors import ConfigError
 from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+from paceline.wire import spec_to_wire
 from tests.workers.grpc_peers import (
     DEADLINE,
     DraftStream,

@@ -8,10 +8,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paceline.convert import rule_from_wire, spec_to_wire
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc, types_pb2
+from paceline.wire import rule_from_wire, spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel, proposals_in
 from workers.draft_probs_wire import distributions_from_wire

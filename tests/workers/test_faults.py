@@ -10,11 +10,11 @@ import grpc
 import pytest
 import torch
 
-from paceline.convert import spec_to_wire
 from paceline.errors import InternalError, ProtocolError, WorkerLostError
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
+from paceline.wire import spec_to_wire
 from tests.workers.grpc_peers import Stepper, open_channel
 from tests.workers.test_device_verdicts import random_tasks
 from workers.device_verdicts import device_verdicts

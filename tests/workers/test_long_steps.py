@@ -12,9 +12,9 @@ import pytest_asyncio
 import torch
 
 from paceline.channel import MAX_MESSAGE_BYTES
-from paceline.convert import spec_to_wire
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
+from paceline.wire import spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers import target_stepper

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.convert import spec_to_wire
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
+from paceline.wire import spec_to_wire
 from tests.work_done import calls_of, peak_bytes
 from workers.device_verdicts import verify_on_host
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews

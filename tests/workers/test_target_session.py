@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.convert import spec_to_wire
 from paceline.errors import ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
+from paceline.wire import spec_to_wire
 from workers.target_session import EngineLimits, StepWork, TargetSession
 from workers.verification.rows import WindowRows
 

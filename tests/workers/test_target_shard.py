@@ -10,10 +10,10 @@ from random import Random
 import grpc
 import pytest
 
-from paceline.convert import spec_to_wire
 from paceline.errors import CheckpointError, UnavailableError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.wire import spec_to_wire
 from tests.workers.grpc_peers import DEADLINE, Stepper, open_channel
 from workers.server import RunningServer
 from workers.target_shard import TargetShardOptions, serve_target_shard

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from paceline.convert import spec_to_wire
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
+from paceline.wire import spec_to_wire
 from tests.workers.grpc_peers import Stepper, open_channel
 from workers.engine.engine import Engine, Slice
 from workers.server import RunningServer

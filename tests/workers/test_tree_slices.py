@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from paceline.convert import spec_to_wire
 from paceline.errors import ProtocolError
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
+from paceline.wire import spec_to_wire
 from workers.target_session import EngineLimits, StepWork, TargetSession
 
 LIMITS = EngineLimits(vocab_size=100, max_model_len=40, block_size=16, num_blocks=5)

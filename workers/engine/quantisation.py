@@ -61,7 +61,7 @@ def check_quantisation(folder: Path, raw: Mapping[str, Any]) -> None:
     if package is not None and importlib.util.find_spec(package) is None:
         raise CheckpointError(
             f"{folder / 'config.json'}: the weights are quantized ({kind}), for which transformers "
-            f"needs the package {package}: pip install 'paceline[quantised]'"
+            f"needs the package {package}: pip install 'paceline-server[quantised]'"
         )
 
 

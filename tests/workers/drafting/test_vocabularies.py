@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.convert import spec_to_wire
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2
+from paceline.wire import spec_to_wire
 from tests.workers.drafting.mirror import RULES, VOCAB_SIZE, FreshDrafter, Mirror
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.model import ModelProposer

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 from cluster.driver import Driver
-from paceline.generation import Completion, CompletionBuilder, GenerateOptions
+from paceline.generation import Completion, CompletionBuilder
+from paceline.options import GenerateOptions
 
 
 async def complete(driver: Driver, prompt: Sequence[int], options: GenerateOptions) -> Completion:

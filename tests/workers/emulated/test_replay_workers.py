@@ -10,7 +10,8 @@ import pytest
 
 from cluster.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
-from paceline.generation import Completion, GenerateOptions, Stats
+from paceline.generation import Completion, Stats
+from paceline.options import GenerateOptions
 from tests.cluster.system import eventually
 from tests.workers.emulated.asking import answers, complete
 from workers.emulated.device_clock import MOST_MADE_GOOD, DeviceClock

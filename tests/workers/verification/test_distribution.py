@@ -19,9 +19,9 @@ from transformers.generation.logits_process import (
 )
 
 from paceline.errors import InternalError
+from paceline.options import MAX_REPETITION_PENALTY
 from paceline.sampling import (
     MAX_LOGIT_BIAS,
-    MAX_REPETITION_PENALTY,
     SamplingParams,
     SequenceSpec,
 )

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from paceline.convert import spec_to_wire
 from paceline.errors import CheckpointError, ConfigError, WorkerLostError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
+from paceline.wire import spec_to_wire
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.tensor_parallel.ranks import Ranks
