@@ -3,8 +3,8 @@
 The algorithm is that of Aho and Corasick (1975). The strings form a tree of their prefixes, and
 each node knows the longest other node that is a suffix of it. Each character moves from node to
 node: one move on average, and for one character at most as many moves as the longest string has
-characters. (pyahocorasick matches across pieces of text as well, but does not tell its depth in the tree, which
-is how much text must be held back.)
+characters. (pyahocorasick matches across pieces of text as well, but does not tell its depth in the
+tree, which is how much text must be held back.)
 """
 
 from __future__ import annotations
