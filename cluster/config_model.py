@@ -190,7 +190,7 @@ class DrafterConfig(_Closed):
                 f'a drafter of kind "{self.kind}" has no KV to share; remove the key "prefix_cache"'
             )
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
-            raise refusal('"acceptance" and "hit_rate" are of emulated drafters; remove them')
+            raise refusal('"acceptance" and "hit_rate" need an emulated drafter; remove them')
         return self
 
 

@@ -167,8 +167,8 @@ class Dispatch:
             self._stopped = True  # The scheduler gets no further events.
             self.stop(
                 InternalError(
-                    "a defect ended the server in the midst of its work; its log tells more. Send "
-                    "the request again once the server is up"
+                    "a defect ended the server while it worked; its log has the details. Send the "
+                    "request again once the server is up"
                 )
             )
             self._on_broken()

@@ -277,6 +277,6 @@ class DrafterLink:
     async def _watch(self) -> None:
         await self._overflown.wait()
         raise WorkerLostError(
-            f"{self.meter.name} left {MAX_UNSENT} messages unread and is taken for hung, or could "
-            "not be told something; its stream begins anew"
+            f"{self.meter.name} left more than {MAX_UNSENT} messages unread and counts as hung, or "
+            "a message could not be sent; its stream is opened again"
         )

@@ -97,7 +97,7 @@ class DrafterPool:
         """Restart a link that ended by a defect, after a pause. Others run until dropped."""
         if task.cancelled() or self._tasks.get(name) is not task:
             return
-        _log.error("the link to %s ended; it begins anew", name, exc_info=task.exception())
+        _log.error("the link to %s ended; it is started again", name, exc_info=task.exception())
         asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._begin_anew, name, link, task)
 
     def _begin_anew(self, name: str, link: DrafterLink, ended: asyncio.Task[None]) -> None:

@@ -74,7 +74,7 @@ def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
     if branches > 1 and needs.chains_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the policy {policy.value!r}, which drafts chains alone, got "
+            f"expected 1 for the policy {policy.value!r}, which drafts only chains, got "
             f"{branches}; choose another policy for trees",
         )
     if rule not in needs.rules:
@@ -92,16 +92,16 @@ def check_layout(policy: PolicyName, num_drafters: int, num_groups: int) -> None
     if num_groups < needs.groups:
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} has at least {needs.groups} target groups verify, and "
-            f"the layout has {num_groups}: raise target.groups in the configuration, or choose the "
+            f"the policy {policy.value!r} needs at least {needs.groups} target groups, and the "
+            f"layout has {num_groups}: raise target.groups in the configuration, or choose the "
             "policy 'fanout'",
         )
     needed = needs.drafters
     if num_drafters < needed:
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} shares work between at least {needed} drafters, and the "
-            f"layout has {num_drafters}: raise the count of a drafter or add another one to the "
+            f"the policy {policy.value!r} needs at least {needed} drafters, and the layout has "
+            f"{num_drafters}: raise the count of a drafter or add another one to the "
             "configuration, or choose the policy 'fanout'",
         )
 
@@ -125,13 +125,13 @@ def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -
         given = "" if kinds is None else f" of {_named_together(kinds)}"
         raise InvalidRequestError(
             "merge",
-            f"candidates{given} can be merged under the rules 'coupled' and 'one-hot' alone, got "
-            f"{rule.value!r}, which draws its own for each position: choose another rule, or one "
-            "drafter",
+            f"candidates{given} can be merged only under the rules 'coupled' and 'one-hot', got "
+            f"{rule.value!r}, which must know how a position's candidates were drawn together: "
+            "choose another rule, or one drafter",
         )
     needs = policy_named(policy).needs
     if needs.chains_only or needs.drafters > 1:
-        reason = "drafts chains alone" if needs.chains_only else "shares out its drafters itself"
+        reason = "drafts only chains" if needs.chains_only else "shares out its drafters itself"
         raise InvalidRequestError(
             "merge",
             f"the policy {policy.value!r} {reason}, so it merges nothing: choose 'chain', "
@@ -152,7 +152,7 @@ def check_merge_alone(drafter: str | None) -> None:
     """Raise InvalidRequestError if a request to merge also names one kind of drafter."""
     if drafter is not None:
         raise InvalidRequestError(
-            "merge", f"drafters of every kind are merged, but {drafter!r} alone was asked for"
+            "merge", f"drafters of every kind are merged; leave out the drafter, got {drafter!r}"
         )
 
 
@@ -167,7 +167,7 @@ def check_branches(rule: Rule, branches: int, window: int) -> None:
     if branches > 1 and FACTS[rule].chain_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the rule {rule.value!r}, which takes chains alone, got {branches}; "
+            f"expected 1 for the rule {rule.value!r}, which takes only chains, got {branches}; "
             "choose another rule for trees",
         )
     if branches > window:

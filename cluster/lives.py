@@ -140,8 +140,8 @@ def _no_room(name: str, plan: GroupPlan) -> str:
     needs = " + ".join(map(_devices, plan.bundles))
     together = "one node" if plan.strategy == "STRICT_PACK" else "the nodes"
     return (
-        f"{name} has no place: its group needs {needs} on {together} that are left, which are "
-        f"{len(alive)}, with {'; '.join(map(_devices, alive))}; "
+        f"{name} has no place: its group needs {needs} on {together}. The {len(alive)} living "
+        f"nodes have {'; '.join(map(_devices, alive))}, of which "
         f"{_devices(ray.available_resources())} are free: start a node that has as much, or free "
         "some"
     )
@@ -175,7 +175,7 @@ async def _until_hung(
         except (TimeoutError, ActorUnavailableError):
             unanswered += 1
             if unanswered >= QUESTIONS and not await is_heard():
-                return f"it has not answered for {hung_after:g} s and is taken for hung"
+                return f"it has not answered for {hung_after:g} s and counts as hung"
         except RayError:  # The process has ended. `wait` reports it too, with the reason.
             pass
         else:

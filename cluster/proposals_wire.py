@@ -130,7 +130,7 @@ def tips_from_wire(
         if FACTS[speculation.rule].needs_draft_probs:
             raise ProtocolError(
                 f"tips: expected none for sequence {sequence_id} under the rule "
-                f"{speculation.rule.value!r}: tell distributions"
+                f"{speculation.rule.value!r}: send proposals with distributions"
             )
     last_of = set(message.last_of)
     if not last_of.issubset(sequence_ids):

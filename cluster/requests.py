@@ -122,7 +122,7 @@ class RequestResolver:
         if sampling.min_tokens and len(end_token_ids) >= self._checkpoint.vocab_size:
             raise InvalidRequestError(
                 "stop_token_ids",
-                f"they leave no token that could be chosen before min_tokens "
+                f"they leave no token to choose before min_tokens "
                 f"({sampling.min_tokens}): expected fewer than the {self._checkpoint.vocab_size} "
                 "of the vocabulary, or min_tokens 0",
             )

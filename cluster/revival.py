@@ -43,7 +43,7 @@ class Revival:
             try:
                 await self._watch_once(worker)
             except Exception:  # Nobody else watches the worker.
-                _log.exception("a defect in watching %s; it is watched again", worker.name)
+                _log.exception("a defect ended the watch of %s; it starts again", worker.name)
                 await asyncio.sleep(LONGEST_PAUSE)
 
     async def _watch_once(self, worker: Worker) -> None:
@@ -122,7 +122,7 @@ class Revival:
         _log.warning("%s: next try in %g s", worker.name, pause)
         await self._tell(worker, f"{trouble}; next try in {pause:g} s")
         if worker.ends.wants_another_place and await self._workforce.try_elsewhere(worker):
-            _log.warning("%s: goes on in another place", worker.name)
+            _log.warning("%s: moves to another place", worker.name)
         await asyncio.sleep(worker.next_try_at - time.monotonic())
         worker.next_try_at = None
 

@@ -244,8 +244,8 @@ class TargetLink:
             left = 1.0 if self._answer_by is None else self._answer_by - loop.time()
             await asyncio.sleep(min(max(left, 0.01), 1.0))
         raise WorkerLostError(
-            f"the target did not answer a step within {self._step_timeout.seconds:g} s and more "
-            "for its tokens; it is taken for hung"
+            f"the target did not answer a step within {self._step_timeout.seconds:g} s plus the "
+            "time for its tokens; it counts as hung"
         )
 
 

@@ -126,7 +126,7 @@ class Workforce:
         for plan, group in zip(self._placement.groups, self._groups, strict=True):
             if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
                 raise UnavailableError(
-                    f"the cluster did not set aside {list(plan.bundles)} ({plan.strategy}) within "
+                    f"the cluster did not reserve {list(plan.bundles)} ({plan.strategy}) within "
                     f"{ROOM_SECONDS:g} s; free are {ray.available_resources()}"
                 )
 

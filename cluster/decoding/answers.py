@@ -152,7 +152,7 @@ def _fail(
             batching.give_back(lead)
         return
     error = RequestFaultError(
-        f"the target cannot go on with this request: {reason}. Sent again as it is it fails again"
+        f"the target cannot decode this request: {reason}. Sent again unchanged it would fail again"
     )
     state.refuse(lead, error, out)
 

@@ -291,9 +291,9 @@ class Scheduler:
         )
         if lost_steps is not None:
             error = RequestFaultError(
-                f"the target was lost in the midst of {lost_steps} steps of this request in a row, "
-                "in the last of them with no other request; it is not tried again, and should not "
-                "be sent again as it is"
+                f"the target was lost during {lost_steps} steps of this request in a row, the last "
+                "of which had no other request; it is not tried again, and should not be sent "
+                "again unchanged"
             )
             self._state.refuse(sequence, error, out)
 

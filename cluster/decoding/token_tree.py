@@ -222,8 +222,8 @@ class TokenTree(Candidates):
                     used.add(id(place))
                     if place.multiplicity != count:
                         raise ProtocolError(
-                            f"expected {place.multiplicity} paths through token {token_id}, as was "
-                            f"told before, got {count}"
+                            f"expected {place.multiplicity} paths through token {token_id}, as "
+                            f"sent before, got {count}"
                         )
             places.append(place)
         for number, told in proposal.distributions.items():
@@ -232,8 +232,8 @@ class TokenTree(Candidates):
                 before = place.distribution
                 if before is not None and not before.equals(told):
                     raise ProtocolError(
-                        "expected one distribution for all draws after a prefix, got another one "
-                        "than was told before"
+                        "expected one distribution for all draws after a prefix, got one that "
+                        "differs from the one sent before"
                     )
         for above, count in new.items():
             most = self._most_draws

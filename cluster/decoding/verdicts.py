@@ -19,7 +19,7 @@ def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_siz
     """
     asked = [part for part in step.slices if part.verdict]
     if [part.sequence_id for part in asked] != [v.sequence_id for v in verdicts]:
-        raise ProtocolError(f"the verdicts of step {step.step} are not those of its slices")
+        raise ProtocolError(f"the verdicts of step {step.step} do not match its slices")
     for part, verdict in zip(asked, verdicts, strict=True):
         sequence_id, window = part.sequence_id, part.window
         if verdict.error is not None:
@@ -35,7 +35,7 @@ def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_siz
         if is_told and (len(accepted) != verdict.num_accepted or not _is_path(part, accepted)):
             raise ProtocolError(
                 f"the verdict of sequence {sequence_id} accepts the candidates "
-                f"{list(accepted)}, which are no path of its window"
+                f"{list(accepted)}, which do not form a path of its window"
             )
 
 
