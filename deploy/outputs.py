@@ -81,7 +81,8 @@ def _regular_target(path: Path, flag: str) -> Path:
     leads_astray = os.path.exists(path) != there or os.path.islink(target)
     if leads_astray or (there and not os.path.isfile(target)):
         raise InvalidRequestError(
-            flag, f"{path} is no regular file, and would be replaced; name a new or a regular file"
+            flag,
+            f"{path} is not a regular file and would be replaced; name a new or a regular file",
         )
     return Path(target)
 

@@ -75,7 +75,7 @@ def print_plan(console: Console, asked: PlanConfig, planned: Sequence[PlannedLay
     if any(one.simulated_groups < one.layout.groups for one in planned):
         most = max(one.simulated_groups for one in planned)
         console.print(
-            f"Simulated of larger layouts: at most {counted(most, 'target group')}, with their "
+            f"Of larger layouts at most {counted(most, 'target group')} are simulated, with their "
             "part of the load.",
             highlight=False,
         )

@@ -117,9 +117,9 @@ def stop_head(head: RayHead) -> None:
         seconds = time.monotonic() - began
         if seconds > ASK_SECONDS + KILL_SECONDS:
             raise UnavailableError(
-                f"the Ray cluster at {head.address} has ended but for {_named(processes)}: SIGKILL "
-                "does not end what waits for a device or a file server; once that answers, run "
-                "`paceline down` again"
+                f"the Ray cluster at {head.address} has ended except for {_named(processes)}: "
+                "SIGKILL does not end a process that waits for a device or a file server; once "
+                "that answers, run `paceline down` again"
             )
         for process in processes:
             with contextlib.suppress(psutil.Error):  # Also if the pid belongs to another by now.

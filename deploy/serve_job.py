@@ -65,7 +65,7 @@ def serve(
                         _log(f"serving: gRPC at {address}")
                         said = address
                     time.sleep(_LOOK_SECONDS)
-                raise WorkerLostError("the controller has no workers any more")
+                raise WorkerLostError("the controller no longer has workers")
             finally:
                 with signals_held():
                     cluster.stop()

@@ -31,7 +31,7 @@ def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: 
         digest = inspect_checkpoint(files[name].folder).vocabulary_digest
         if digest != info.vocabulary_digest:
             raise VocabularyMismatchError(
-                f"drafter {name!r} has another vocabulary than target {target.model!r}; "
+                f"drafter {name!r} does not have the vocabulary of target {target.model!r}; "
                 "choose a drafter with the target's tokenizer, or kind ngram or recycling"
             )
 

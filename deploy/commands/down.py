@@ -51,7 +51,7 @@ def _end_on(ray_address: str, name: str, *, own: bool, drain: float) -> None:
     try:
         leave = enter_ray(ray_address, own=own)
     except UnavailableError:
-        typer.echo(f"the Ray cluster at {ray_address} is gone, and all with it")
+        typer.echo(f"the Ray cluster at {ray_address} is gone, with everything on it")
         return
     from cluster.launch import find_cluster
 

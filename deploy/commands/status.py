@@ -78,8 +78,8 @@ def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
     if not ray_head.is_listening(record.address):
         lives = "".join(f"; {told_life(life)}" for life in lives_of(record) if life.last_end)
         raise UnavailableError(
-            f"the server at {record.address} does not answer{lives}; logs: {record.logs}; where "
-            "nothing is tried again, clean up with `paceline down`"
+            f"the server at {record.address} does not answer{lives}; logs: {record.logs}; if no "
+            "worker is restarted, clean up with `paceline down`"
         )
     return record.address, record.ray_address
 

@@ -122,7 +122,7 @@ def _running(environ: Mapping[str, str]) -> str:
     record = present_record(default_home(environ))
     if record is None or record.address is None or not ray_head.is_listening(record.address):
         raise UnavailableError(
-            "no server runs that could be watched: name one with --server, start one with "
+            "no server is running: name one with --server, start one with "
             "`paceline up`, or give --input to decode on a private one"
         )
     return record.address

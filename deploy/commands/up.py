@@ -169,5 +169,5 @@ def _refused_host(host: str, error: Exception) -> UnavailableError:
     said = error.strerror if isinstance(error, OSError) else str(error)
     return UnavailableError(
         f"cannot listen on {host!r} ({said}): set server.host to an address of this host, to "
-        '"127.0.0.1" (callers on this host alone), or to "0.0.0.0" (callers from anywhere)'
+        '"127.0.0.1" (only callers on this host), or to "0.0.0.0" (callers from anywhere)'
     )

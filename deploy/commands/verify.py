@@ -194,7 +194,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             )
             if replays:
                 announce(
-                    console, "verifying: the target is emulated, transformers has no such text"
+                    console,
+                    "verifying: the target is emulated, so there is no text of transformers",
                 )
             began = time.monotonic()
             with row_progress(console) as progress:
