@@ -272,8 +272,8 @@ def running_ray(environ: Mapping[str, str], progress: Progress | None = None) ->
         return found
     if progress is not None:
         progress(
-            f"Ray: {FOUND_BY_RAY} names a cluster at {found}, but other users could have written it, "
-            "so it is not used; set RAY_ADDRESS to use that cluster"
+            f"Ray: {FOUND_BY_RAY} names a cluster at {found}, but other users could have written "
+            "it, so it is not used; set RAY_ADDRESS to use that cluster"
         )
     return None
 

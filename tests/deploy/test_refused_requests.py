@@ -16,7 +16,7 @@ REPLAYED = "[target]\nemulated = '8b-h100'\n[[drafters]]\nemulated = '1b-h100'\n
     ("config", "asked", "complaint"),
     [
         ("", "generate --merge", "merge: drafters of at least two kinds"),
-        ("", "trace --policy replicas", "policy: the policy 'replicas' has at least 2 target"),
+        ("", "trace --policy replicas", "policy: the policy 'replicas' needs at least 2 target"),
         ("", "trace --policy spread", "policy: the policy 'spread' needs at least 2"),
         ("", "verify --policy chain,spread", "policy: the policy 'spread' shares work"),
         (TWO_KINDS, "verify --merge --policy chain,pearl", "merge: the policy 'pearl' drafts"),
