@@ -1,4 +1,4 @@
-"""What a configuration says of emulated devices (docs/emulation.md), and what of it is refused."""
+"""Keys of a configuration for emulated devices (docs/emulation.md), and their checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Dilation = Annotated[float, Field(ge=1, le=MAX_DILATION, allow_inf_nan=False)]
 
 
 def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
-    """The name of a latency profile of that role, or None."""
+    """Check that a value is None or the name of a latency profile for the role."""
 
     def check(value: object) -> object:
         if isinstance(value, str):
@@ -47,9 +47,10 @@ def target_or_emulated(given: Any, usual: str) -> Any:
 
 
 def model_or_emulated(given: Any, usual: str) -> Any:
-    """What is emulated has the stand-in for a model unless it says another; no other may have it.
+    """Fill in the model: the stand-in for an emulated device, else `usual`.
 
-    Whether another is allowed is known once the target is (check_emulated).
+    Only an emulated device may name the stand-in. `check_emulated` decides whether an emulated
+    device may name another model, because that depends on the target.
     """
     if not isinstance(given, dict):
         return given

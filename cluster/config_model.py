@@ -115,7 +115,7 @@ class TargetConfig(_Closed):
     model: Text = "demo"
     emulated: Annotated[Text | None, profile_of("target")] = None
     dilation: Dilation | None = None
-    # Number of shards. Each is a process that holds a part of every layer.
+    # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     # Target groups: copies of the whole model, each on devices of its own.
     groups: Annotated[int, Field(ge=1, le=64)] = 1
@@ -131,7 +131,7 @@ class TargetConfig(_Closed):
     kv_memory: AutoBytes = "auto"
     # On a GPU: a row has the same bits in any batch and window.
     batch_invariant: bool = True
-    # Whether requests of one tenant share the KV of equal prefixes.
+    # Requests of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
     # Seconds without an answer after which a worker is ended and started again.
     hung_after: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = 60.0
@@ -248,7 +248,7 @@ class Config(_Closed):
 
     @property
     def drafter_kinds(self) -> set[str]:
-        """The kinds of the drafters, as they report themselves to the driver."""
+        """The kinds of the drafters, as they call themselves to the driver."""
         replays = self.target.emulated is not None and self.target.dilation is None
         named = "emulated" if replays else "model"
         return {named if one.kind == "model" else one.kind for one in self.drafters}

@@ -85,7 +85,7 @@ class Dispatch:
         self.unavailable: PacelineError | None = None
         """The reason why no request can be taken; None: requests can be taken."""
         self.taps: list[RoundTap] = []
-        """Listeners of whoever traces. One that raises is removed and told so (`RoundTap.fail`)."""
+        """Whoever traces. One that raises is told so (`RoundTap.fail`), and nothing more."""
         self.rehearsal = Rehearsal()
         self._loop = asyncio.get_running_loop()
         self._send_step: Callable[[RunStep], None]
@@ -93,7 +93,7 @@ class Dispatch:
         self._suspect: Callable[[str, str], None]
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
-        self._step_seconds = 0.0  # Of the last step, by the event loop's clock.
+        self._step_seconds = 0.0  # of the last step, by the loop's clock
         self._has_rest = False
         self._will_tell = False
         self._wake: asyncio.TimerHandle | None = None
@@ -127,7 +127,7 @@ class Dispatch:
         self._handle(Paused(self.clock.now(), sequence_id))
 
     def resume(self, sequence_id: int) -> None:
-        """The caller of a sequence has read most of it again."""
+        """The caller of a sequence has read most of what it left unread."""
         self._handle(Resumed(self.clock.now(), sequence_id))
 
     @property
@@ -248,7 +248,7 @@ class Dispatch:
         )
 
     def drafter_lost(self, name: str) -> None:
-        """A drafter's stream broke."""
+        """The stream broke."""
         self._handle(DrafterLost(self.clock.now(), name))
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:

@@ -79,7 +79,7 @@ class ResolvedRequest:
 class RequestResolver:
     """Checks requests against the checkpoint and fills in its defaults.
 
-    Limits on a request's size are checked where it is read (paceline/request_wire.py).
+    How much a request may hold is checked where it is read (paceline/request_wire.py).
     """
 
     def __init__(self, codec: TextCodec, checkpoint: CheckpointInfo, defaults: Speculation) -> None:

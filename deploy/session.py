@@ -219,7 +219,7 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
     It gets this host's GPUs too, unless the configuration excludes them.
     """
     num_cores = len(own_cores())
-    # "auto" takes what the head finds. GPUs that are asked for must be there before it starts.
+    # "auto" takes what the head finds; what is asked for must be there before it starts.
     gpus = ray_head.gpus_here() if config.target.resources == "gpu" else 0
     plan = plan_placement(config, [Node("local", num_cores, gpus)], enforce=False)
     progress("Ray: starting a local cluster")

@@ -25,7 +25,7 @@ def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: 
     info = inspect_checkpoint(files[target.model].folder)
     longest = None if target.max_model_len == "auto" else target.max_model_len
     choose_length(longest, info.max_model_len)
-    if target.emulated is None or target.dilation is not None:  # Else nothing is computed.
+    if target.emulated is None or target.dilation is not None:  # else nothing is computed
         _check_engines(config, files, longest, ray_runs=ray_runs)
     for name in _drafter_models(config):
         digest = inspect_checkpoint(files[name].folder).vocabulary_digest
