@@ -164,7 +164,7 @@ def test_bad_rows_are_named_by_line_and_the_others_run(
         (("--drafter", "oracle"), "drafter"),
         (("--drafter", "ngram", "--verification", "kseq"), "verification: the rule 'kseq'"),
         (("--merge", "--policy", "pearl"), "merge: the policy 'pearl' drafts only chains"),
-        (("--merge", "--drafter", "model"), "merge: drafters of every kind are merged, but"),
+        (("--merge", "--drafter", "model"), "merge: drafters of every kind are merged; leave out"),
         (("--input", "/nowhere/in.jsonl"), "input"),
         (("--output", "/nowhere/out.jsonl"), "output"),
         (("--output", "/"), "output"),
