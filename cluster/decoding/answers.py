@@ -138,8 +138,9 @@ def _fail(
     """Handle an error in place of a verdict. What the target computed is not usable.
 
     A candidate may be what the target fails at. So a sequence that had candidates is computed again
-    without them, and without the drafters that gave them. Rules that toss coins do not allow this:
-    what is drawn instead must not depend on a candidate. Otherwise the request is refused.
+    without them, and without the drafters that gave them. Rules that toss coins do not allow this,
+    because what is drawn instead must not depend on a candidate. Under these rules, and if there
+    was no candidate, the request is refused.
     """
     batching.kv.forget(sequence)
     lead = sequence.lead if isinstance(sequence, Replica) else sequence

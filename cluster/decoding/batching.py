@@ -53,7 +53,7 @@ class Batching(Residents):
         self._wait_seconds = wait_seconds
         self._prefill_costs = PrefillCosts()
         self.hit_tokens = 0
-        """Prompt tokens whose KV sequences found in the cache."""
+        """Committed tokens whose KV sequences found in the cache."""
         self.wake_at: float | None = None
         self._last_step = 0
         self._suspect_is_next = True

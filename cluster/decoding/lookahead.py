@@ -118,7 +118,7 @@ class LookaheadPolicy(Protocol):
     """Whether several drafters may work for one sequence, and work moves between them."""
 
     fans_out: bool
-    """Whether branches for other outcomes are held. A step verifies only the first branch."""
+    """Whether branches for other outcomes are held. A step verifies the chain of first ones."""
 
     replicates: bool
     """Whether several target groups may verify one sequence."""
