@@ -1,15 +1,15 @@
-"""How many prompt tokens go into a step, and which sequences they belong to.
+"""How much prefill goes into a step: bounded by what it costs those who decode, and shared fairly.
 
-The promise: a prompt of any length delays another sequence's token by at most two steps. So a mixed
-step (decoding and prefill) may take three times as long as the same step without prefill. Part of
-that is kept as room for whatever else the host does. The room is learned: the largest ratio of
-measured to expected time over the last 32 mixed steps. Ratios above 1.5 are hiccups that no chunk
-size prevents, so they are left out.
+The promise: a prompt of any length delays another sequence's token by at most two steps of the same
+batch without it. So a step with prefill may take three times as long as without; what a host does
+meanwhile must have room in that. How much room is learned: what the last 32 steps took at most over
+what was expected of them. Those that took half as much again are left out, since no chunk is small
+enough for such hiccups.
 
-The time of a decode-only step is measured. Where prompts never pause, a step goes without prefill
-now and then; this costs nothing, since decoding continues. What prefill adds is learned too
-(prefill_price.py). Until enough is known one bound holds on any device: a step with n times the
-tokens takes at most n times as long. This bound limits how fast chunks grow.
+What a step without prefill takes is measured, never guessed: where prompts do not pause, a step now
+and then goes without (nothing is lost by that: those who decode go on). What prefill adds is
+learned as well (prefill_price.py). Until enough is known, one thing holds on any device: a step of
+so many times the tokens takes at most so many times as long. That bounds how fast chunks may grow.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dataclasses import dataclass, field
 from cluster.decoding.prefill_price import PrefillPrice
 
 PROMISED = 3.0
-"""Upper bound on a mixed step's time, as a multiple of a decode-only step's: two steps of delay."""
+"""How often the time of a step without prefill one with it may take: two steps of delay."""
 LEAST_ROOM, MOST_ROOM = 1.25, 1.5
-"""Bounds of the learned room: measured over expected time of a mixed step."""
+"""How often longer than expected a step may become, for that promise to hold."""
 
 _OVERRUNS = 32
 _DECAY = 0.8
 _PROGRESS = 0.25
-"""Share of the bearable time for a chunk's tokens where its fixed cost alone exceeds that time."""
+"""Of what is bearable: what a chunk's tokens may cost where its fixed part alone is too much."""
 _SAMPLES = 5
 _ENOUGH_SAMPLES = 2
 _STALE_AFTER, _FIRST_AFTER = 32, 4
-"""Mixed steps after which a decode-only step is due: once its size is known, and before."""
+"""So many steps with prefill upon one without; so many while of their size little is known."""
 
 
 @dataclass(slots=True)
 class _PlainSteps:
-    """Tokens and milliseconds of the last decode-only steps of about one size."""
+    """Steps of about one size that had no prefill: the last ones' tokens and milliseconds."""
 
     samples: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
     prefills_since: int = 0
@@ -48,7 +48,7 @@ class _PlainSteps:
         return len(self.samples) >= _ENOUGH_SAMPLES
 
     def is_known_of(self, tokens: int) -> bool:
-        """Whether every known step fed at most `tokens` tokens."""
+        """Whether all that is known was measured with no more than so many tokens."""
         return self.is_known and all(fed <= tokens for fed, _ in self.samples)
 
     @property
@@ -56,17 +56,16 @@ class _PlainSteps:
         return self.prefills_since >= (_STALE_AFTER if self.is_known else _FIRST_AFTER)
 
     def at_least_ms(self, tokens: int) -> float:
-        """The least milliseconds of a step with `tokens` tokens; the median discards hiccups.
+        """What a step of so many tokens takes at least. The median: a host's hiccup is no step.
 
-        A larger step takes at least as long as a smaller one. A smaller step takes at least its
-        share of a larger one, by tokens.
+        A larger step takes no less time than a smaller one, a smaller one no less than its part.
         """
         return statistics.median_low(ms * min(1.0, tokens / fed) for fed, ms in self.samples)
 
 
 @dataclass(slots=True)
 class _AlonePrice:
-    """Milliseconds a token of steps that hold prefill alone, by a line through the origin."""
+    """Milliseconds a token of prefill alone, by a line through the origin."""
 
     _tokens_ms: float = 0.0
     _tokens_squared: float = 0.0
@@ -78,29 +77,29 @@ class _AlonePrice:
         self._largest = max(self._largest, tokens)
 
     def tokens_for(self, ms: float) -> float:
-        """Tokens that fit into `ms`, at most the largest chunk tried; 0: nothing is known."""
+        """How many tokens take so long, at most as many as were tried; 0: nothing is known."""
         if not self._tokens_ms:
             return 0.0
         return min(ms * self._tokens_squared / self._tokens_ms, self._largest)
 
 
 class PrefillCosts:
-    """Learns how long steps take and what prefill adds to them; chooses chunk sizes."""
+    """How long steps take by the tokens that they feed, and what prefill adds to them."""
 
     def __init__(self) -> None:
         # By the bit length of the number of tokens fed.
         self._plain: dict[int, _PlainSteps] = {}
-        # Steps of prefill alone, with all costs of a step: an upper bound on what prefill adds.
+        # Of prefill alone with all of its steps' costs: more than it adds to those who decode.
         self._alone = _AlonePrice()
         self._beside = PrefillPrice()
-        self._decoding: float = 0  # Mean decoding tokens of the steps that `_beside` learned from.
-        # The highest throughput of a mixed step, in tokens of both kinds.
+        self._decoding: float = 0  # Beside how many tokens of decoding that was learned.
+        # The most that a whole step with prefill fed in a millisecond.
         self._tokens_a_ms = 0.0
         self._overruns: deque[float] = deque(maxlen=_OVERRUNS)
 
     @property
     def times(self) -> float:
-        """The time that a mixed step should take, as a multiple of a decode-only step's."""
+        """How often the time of a step without prefill one with it is to take."""
         return PROMISED / max(self._overruns, default=LEAST_ROOM)
 
     def add(
@@ -111,9 +110,9 @@ class PrefillCosts:
         step_seconds: float,
         position: float = 0.0,
     ) -> None:
-        """Learn from a finished step.
+        """A step was answered that fed so many tokens for decoding and for prefill.
 
-        `position`: mean position of the prefill tokens in their prompts.
+        `position`: the mean one of those for prefill.
         """
         step_ms = step_seconds * 1000
         if not decoding_tokens:
@@ -138,11 +137,7 @@ class PrefillCosts:
     def _learn(
         self, decoding: int, prefill: int, position: float, plain_ms: float, extra_ms: float
     ) -> None:
-        """Learn what prefill adds.
-
-        A chunk below half the usual size that took no longer than expected teaches nothing: it is
-        the rest of a prompt, which may fit into a step at no cost.
-        """
+        """What prefill adds; of a prompt's short rest that a step takes for nothing: nothing."""
         expected_ms = self._beside.ms(prefill, position)
         is_usual = 2 * prefill >= self._fitting(decoding, position, plain_ms)
         if is_usual and self._beside.is_tried:
@@ -157,19 +152,19 @@ class PrefillCosts:
         self._beside.learn(prefill, position, extra_ms, is_usual=is_usual)
 
     def _fitting(self, decoding: int, start: float, plain_ms: float) -> float:
-        """Prefill tokens from position `start` on that a step bears, by what is known."""
+        """How much prefill is bearable by what is known, and where it goes on from there."""
         bearable_ms = (self.times - 1) * plain_ms
         bearable_ms = max(bearable_ms, self._beside.fixed_ms + _PROGRESS * bearable_ms)
-        # More decoding tokens than learned from may use up room that prefill had for nothing.
+        # More who decode may take what a step does for nothing. The step has as many tokens then.
         more = max(0.0, decoding - self._decoding)
         harmless = self._tokens_a_ms * self.times * plain_ms - decoding
         return min(self._beside.tokens_for(bearable_ms, start) - more, harmless)
 
     def chunk_beside(self, decoding_tokens: int, start: float = 0.0) -> int:
-        """Prefill tokens beside `decoding_tokens`; 0: measure a step without prefill.
+        """The most tokens of prefill beside so many of decoding; 0: measure a step without.
 
-        `start`: position of the first of them. At least half as many as decode are taken whatever
-        they seem to cost, so that prefill always advances.
+        `start`: the position from which they go on. Half as many as decode are taken whatever they
+        seem to cost, so that prefill goes on.
         """
         plain_ms = self._plain_ms(decoding_tokens)
         if plain_ms is None or self._is_due(decoding_tokens):
@@ -181,9 +176,9 @@ class PrefillCosts:
         return max(1, decoding_tokens // 2, int(fits))
 
     def _is_due(self, tokens: int) -> bool:
-        """Whether a step of `tokens` tokens should go without prefill, to be measured.
+        """Whether a step of so many tokens should go without prefill, to be measured.
 
-        A known smaller size suffices: it bounds this step's time from below.
+        Where steps of fewer are known, they say what this one takes at least.
         """
         size = tokens.bit_length()
         if not any(plain.is_known for one, plain in self._plain.items() if one <= size):
@@ -191,23 +186,23 @@ class PrefillCosts:
         return size in self._plain and self._plain[size].is_due
 
     def _plain_ms(self, tokens: int) -> float | None:
-        """The least milliseconds of a decode-only step of `tokens`; None: nothing is known."""
+        """What a step of so many tokens takes at least without prefill; None: nothing is known."""
         size = tokens.bit_length()
         own = self._plain.get(size)
         if own is not None and own.is_known_of(tokens):
             return own.at_least_ms(tokens)
         known = sorted(one for one, plain in self._plain.items() if plain.samples)
-        # A smaller step's time bounds a larger one's from below, and so does a larger one's share.
+        # What is known of fewer tokens holds for more, and a part of what more take for fewer.
         nearest = [one for one in known if one <= size][-2:] or known[:1]
         return max((self._plain[one].at_least_ms(tokens) for one in nearest), default=None)
 
 
 def share_prefill(missing: Sequence[int], budget: int) -> list[int]:
-    """Split a step's `budget` of prefill tokens, given what each sequence lacks, oldest first.
+    """How many tokens each sequence gets of a step's prefill, given what each lacks, oldest first.
 
-    The oldest gets half of the budget, so later arrivals at most double its time. Every sequence
-    becomes the oldest, so none starves. The other half goes to those that lack least, so a short
-    prompt does not wait for a long one. The oldest gets what is left over.
+    The oldest gets half of the budget, so whatever comes after it at most doubles its time, and
+    each becomes the oldest: none starves. The other half goes to those that lack least, so a short
+    prompt does not wait for a long one before it. What is left over goes to the oldest again.
     """
     shares = [0] * len(missing)
     if not missing:
@@ -221,9 +216,9 @@ def share_prefill(missing: Sequence[int], budget: int) -> list[int]:
 
 
 def start_of(starts: Sequence[int], missing: Sequence[int]) -> float:
-    """Mean position where a step's prefill continues, given the position of each sequence.
+    """From where a step's prefill goes on, on the mean, given where each sequence does.
 
-    Half of the prefill is the oldest's; the other half goes first to the one that lacks least.
+    Half is the oldest's, the other half first of all that one's which lacks least.
     """
     least = min(range(len(missing)), key=lambda index: missing[index])
     return (starts[0] + starts[least]) / 2

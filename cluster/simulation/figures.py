@@ -27,9 +27,9 @@ class Shares:
 class Figures:
     """Figures of the measured requests. Times are milliseconds, as (median, 99th percentile).
 
-    `ttft_ms`: from asking to the first token. `token_ms`: mean of a request, from its first to its
-    last token, a token. `completed_per_second`: requests. `draft_used`: share of the candidates
-    computed by drafters that were used (counts.py); None: no drafters. `measured_seconds`: virtual.
+    `ttft_ms`: from asking to the first token. `token_ms`: of a request, from its first token to its
+    last one, a token. `completed_per_second`: requests. `draft_used`: of the candidates that
+    drafters computed (counts.py); None without drafters. `measured_seconds`: virtual time.
     """
 
     tokens_per_second: float
