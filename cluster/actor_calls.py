@@ -1,4 +1,4 @@
-"""Calls to Ray actors, whose errors of ours come as they are."""
+"""Calls to Ray actors. A PacelineError that an actor raises arrives unchanged."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _AGAIN_SECONDS = 0.5
 
 
 async def answer_of(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """What an actor answers to a question that may be put twice.
+    """The answer of an actor to a question that may be asked more than once.
 
-    It is asked again for as long as Ray cannot reach it and does not know either that it is lost:
-    a broken connection is no dead process. Raises what the call raises.
+    The question is repeated while Ray cannot reach the actor but does not report it lost, because a
+    broken connection does not mean that the process ended. Raises what the call raises.
     """
     while True:
         try:
@@ -27,7 +27,11 @@ async def answer_of(ask: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def outcome_of(call: Awaitable[Any], name: str, *, log: str = "") -> Any:
-    """The result of a call to an actor; errors of ours come as they are. `log`: its path."""
+    """The result of a call to an actor. `name`: the worker's; `log`: path of its log.
+
+    Raises the PacelineError that the actor raised, WorkerLostError if its process ended, and
+    UnavailableError for other failures of Ray.
+    """
     try:
         return await call
     except RayTaskError as error:
@@ -42,12 +46,12 @@ async def outcome_of(call: Awaitable[Any], name: str, *, log: str = "") -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says first."""
+    """The first line of an error's text, or the name of its type."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def cause_of(error: RayTaskError) -> Exception:
-    """What an actor's method raised: an error of ours as it is, others wrapped with their text."""
+    """What an actor's method raised: a PacelineError as it is, others wrapped with their text."""
     cause: Exception = error.cause
     if isinstance(cause, BaseExceptionGroup):
         ours = [one for one in cause.exceptions if isinstance(one, PacelineError)]

@@ -1,8 +1,8 @@
-"""The Ray actors: each is one worker, and hosts its gRPC server in its own event loop.
+"""The Ray actors. Each is one worker and hosts its gRPC server in its own event loop.
 
-Ray starts, places and ends them; nothing per token goes through it. What is heavy to import is
-imported in `serve`, so that the process is there at once and the workers load side by side, and
-where it is needed alone: models' code takes seconds.
+Ray starts, places and ends them. No traffic of single tokens goes through Ray. Slow imports, such
+as the code of models, happen in `serve`, so that the process is there at once and workers load in
+parallel.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from workers.server import RunningServer
 
 _PATIENCE_SECONDS = 60.0
-"""Requests wait at least so long for a lost target: a new process may take that (revival.py)."""
+"""The least time that requests wait for a lost target. A new process may take that long
+(revival.py)."""
 _CONNECT_SECONDS = 30.0
-"""How long the driver looks for workers that serve; shards of a group must meet besides."""
+"""How long the driver looks for workers that serve. Shards of a group need time to meet besides."""
 _EVERYWHERE = ("0.0.0.0", "[::]")
 _log = logging.getLogger(__name__)
 _log.setLevel(logging.INFO)
@@ -38,9 +39,10 @@ _log.setLevel(logging.INFO)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """What every actor is told. `host`: where workers listen, None: at their node's address.
+    """What every actor is told.
 
-    `logs`: the folder for their logs, None: they keep none. `takes_stderr`: see WorkerLog.
+    `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
+    None: no logs. `takes_stderr`: see WorkerLog.
     """
 
     config: Config
@@ -50,20 +52,20 @@ class WorkerSetup:
     takes_stderr: bool = False
 
     def log_of(self, worker: str) -> WorkerLog | None:
-        """Where a worker logs."""
+        """The log of a worker; None: it keeps none."""
         return None if self.logs is None else WorkerLog(self.logs, worker, self.takes_stderr)
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A worker that serves: its address "host:port" and process id."""
+    """A worker that serves, with its address "host:port" and its process id."""
 
     address: str
     pid: int
 
 
 class _Actor:
-    """What the three have in common. `log`: where this process logs, None: nowhere."""
+    """Base of the three actors. `log`: where this process logs; None: nowhere."""
 
     def __init__(self, log: WorkerLog | None = None) -> None:
         self._server: RunningServer | None = None
@@ -79,16 +81,16 @@ class _Actor:
         await self._server.wait()
 
     async def ping(self) -> None:
-        """Answer, as soon as the event loop has a moment: a step keeps it busy."""
+        """Answer as soon as the event loop is free. A step keeps it busy."""
 
     async def stop(self, grace: float | None = None) -> None:
-        """End the server, which waits at most so many seconds for calls that run."""
+        """End the server. It waits at most `grace` seconds for calls that run."""
         if self._server is not None:
             await self._server.stop(grace)
 
     def _serving(self, server: RunningServer) -> Serving:
         self._server = server
-        # The actor's death is how the controller learns of it.
+        # When the actor dies, the controller notices.
         self._watch = asyncio.create_task(server.exit_when_broken())
         _log.info("serving at %s", server.address)
         return Serving(server.address, os.getpid())
@@ -102,7 +104,7 @@ class ShardActor(_Actor):
         self._loaded = (0, 0)
 
     async def progress(self) -> tuple[int, int]:
-        """Bytes of this shard's share that are loaded, and all of them; (0, 0) before it begins."""
+        """Loaded bytes and total bytes of this shard's weights; (0, 0) before it begins."""
         return self._loaded
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
@@ -154,7 +156,7 @@ class DrafterActor(_Actor):
 
 
 class DriverActor(_Actor):
-    """The driver, which serves InferenceService."""
+    """The driver. It serves InferenceService."""
 
     def __init__(self, log: WorkerLog | None = None) -> None:
         super().__init__(log)
@@ -162,7 +164,7 @@ class DriverActor(_Actor):
         self._lives: Sequence[WorkerLife] = ()
 
     async def prepare(self, setup: WorkerSetup) -> None:
-        """Import what is slow to import, while the workers load. Raises CheckpointError."""
+        """Do slow imports and checks while workers load. Raises CheckpointError."""
         import cluster.inference  # noqa: F401
         from workers.engine.checkpoint import describe_checkpoint
 
@@ -180,7 +182,7 @@ class DriverActor(_Actor):
     ) -> Serving:
         """Connect to the workers and serve. Raises what serve_driver raises.
 
-        `patience`: seconds that requests wait for a lost target, if they are more than usual.
+        `patience`: seconds that requests wait for a lost target, if above _PATIENCE_SECONDS.
         """
         from cluster.decoding.policies import PolicyName
         from cluster.driver import DriverOptions
@@ -221,42 +223,42 @@ class DriverActor(_Actor):
         spare_what_is_there()
         serving = self._serving(server)
         host, _, bound_port = serving.address.rpartition(":")
-        if setup.host is None and host in _EVERYWHERE:  # Say which of the cluster's nodes it is on.
+        if setup.host is None and host in _EVERYWHERE:  # Name the node of the cluster instead.
             return replace(serving, address=f"{_worker_host(setup)}:{bound_port}")
         return serving
 
     async def connected(self) -> set[str]:
-        """The names of the workers to which streams are open."""
+        """The names of workers with open streams."""
         return {one.name for one in self._meters() if one.connected}
 
     async def failing(self, seconds: float) -> dict[str, str]:
-        """Workers that answer and have failed all that they were asked for so long: why, by name"""
+        """Workers that answer but have failed all requests for `seconds`: reasons by name."""
         return {one.name: one.trouble for one in self._meters() if one.is_failing(seconds)}
 
     async def drain(self, seconds: float) -> int:
-        """Take no more requests, and wait for those that run; how many are left."""
+        """Take no more requests and wait for running ones. Returns how many are left."""
         return 0 if self._driver is None else await self._driver.drain(seconds)
 
     async def set_target(self, addresses: Sequence[str]) -> None:
-        """The shards are there from now on: group by group, each by rank.
+        """Set the addresses of the shards, group by group, each by rank.
 
-        A driver that is only starting looks there as well.
+        A driver that is still starting uses them as well.
         """
         if self._driver is not None:
             self._driver.set_target(addresses)
 
     async def note_target(self, trouble: str) -> None:
-        """Why the target is not back yet."""
+        """Set the reason why the target is not back yet."""
         if self._driver is not None:
             self._driver.note_target(trouble)
 
     async def set_drafters(self, drafters: Mapping[str, str]) -> None:
-        """Use these from now on. A driver that is only starting is told again."""
+        """Set the drafters to use. A driver that is still starting must be told again."""
         if self._driver is not None:
             await self._driver.set_drafters(drafters)
 
     async def note_lives(self, lives: Sequence[WorkerLife]) -> None:
-        """What became of the processes of all workers, this one's included, for `status`."""
+        """Note the history of all workers' processes, this one's included, for `status`."""
         self._lives = lives
         if self._driver is not None:
             self._driver.note_lives(lives)

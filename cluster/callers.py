@@ -1,4 +1,4 @@
-"""What callers are told: their tokens, their ends, in the order in which they came about."""
+"""Delivers tokens and ends to the callers of requests, in order."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from workers.server import unexpected
 
 
 class Callers:
-    """The requests that have not ended, and what waits to be told of them."""
+    """The open requests, and instructions that were not delivered yet."""
 
     def __init__(self) -> None:
         self._generations: dict[int, Generation] = {}
         self._untold: deque[Emit | Finish | Refuse] = deque()
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._generations)
 
     def add(self, sequence_id: int, generation: Generation) -> None:
-        """A new request; what becomes of it is told to `generation`."""
+        """Add a request. Everything about it is delivered to `generation`."""
         self._generations[sequence_id] = generation
 
     def get(self, sequence_id: int) -> Generation | None:
-        """The request, if it has not ended."""
+        """The request's generation; None: it has ended."""
         return self._generations.get(sequence_id)
 
     def drop(self, sequence_id: int) -> bool:
-        """Tell nothing more of a request; whether there was one."""
+        """Deliver nothing more for a request. Whether there was one."""
         return self._generations.pop(sequence_id, None) is not None
 
     def fail_all(self, error: PacelineError) -> Mapping[int, Generation]:
-        """End all requests with an error; returns them."""
+        """End all requests with an error. Returns them."""
         failed, self._generations = self._generations, {}
         for generation in failed.values():
             generation.fail(error)
         return failed
 
     def later(self, instruction: Emit | Finish | Refuse) -> None:
-        """Tell this at the next `tell`."""
+        """Deliver this instruction at the next `tell`."""
         self._untold.append(instruction)
 
     def tell(self) -> list[int]:
-        """Tell all that waits. A sequence's last tokens and its end are told together.
+        """Deliver everything that waits. A sequence's last tokens and its end go together.
 
-        Where telling a request fails, that request ends with InternalError; returns these.
+        If delivery fails, that request ends with InternalError. Returns the ids of these requests.
         """
         waiting, failed = self._untold, []
         while waiting:

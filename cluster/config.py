@@ -1,8 +1,8 @@
 """The configuration of a deployment: one TOML file, overridden by the environment.
 
-`load_config` is the only reader. An empty file, or none, is the local demo. Environment variables
-PACELINE_SECTION__KEY override keys (PACELINE_DRAFTERS__0__COUNT that of the first drafter); their
-values are TOML values, and plain text where they are not.
+Only `load_config` reads it. An empty file, or none, gives the local demo. An environment variable
+PACELINE_SECTION__KEY overrides a key (PACELINE_DRAFTERS__0__COUNT a key of the first drafter). Its
+value is read as TOML, and as plain text if it is not TOML.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _Place = tuple[str | int, ...]
 
 
 def _model_of(section: str) -> type[BaseModel]:
-    """What has the keys of a section; of `drafters`, of each table in it."""
+    """The model with the keys of a section. For `drafters`: of one table in it."""
     annotation = Config.model_fields[section].annotation
     model = next(iter(get_args(annotation)), annotation)
     assert isinstance(model, type)
@@ -67,10 +67,10 @@ _TABLES = {section: _model_of(section) for section in Config.model_fields}
 def load_config(
     path: Path | None, environ: Mapping[str, str], *, plan_flags: Mapping[str, object] | None = None
 ) -> Config:
-    """The configuration of the file at `path` (None: all defaults), overridden by `environ`.
+    """Load the file at `path` (None: all defaults), overridden by `environ`.
 
-    `plan_flags`: keys of [plan] that the command line gave, which override both.
-    Raises ConfigError naming the file, variable or flag and the key.
+    `plan_flags`: keys of [plan] from the command line. They override both.
+    Raises ConfigError, which names the file, variable or flag and the key.
     """
     tables = {} if path is None else _read_toml(path)
     variables = _overrides(tables, environ)
@@ -86,7 +86,7 @@ def load_config(
 
 
 def _spelled_out(config: Config) -> Config:
-    """With folders of models by their whole paths: workers may have another working folder."""
+    """Make the folders of models absolute, because workers may run in another folder."""
     target = config.target.model_copy(update={"model": spelled_out(config.target.model)})
     drafters = tuple(
         one if one.model is None else one.model_copy(update={"model": spelled_out(one.model)})
@@ -110,7 +110,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 
 def _overrides(tables: dict[str, Any], environ: Mapping[str, str]) -> dict[_Place, str]:
-    """Put the variables' values into `tables`; return which variable set which key."""
+    """Put the variables' values into `tables`. Returns which variable set which key."""
     variables: dict[_Place, str] = {}
     for variable in sorted(environ):
         if not variable.startswith(_PREFIX):
@@ -137,9 +137,10 @@ def _overrides(tables: dict[str, Any], environ: Mapping[str, str]) -> dict[_Plac
 
 
 def _check_separator(variable: str) -> None:
-    """Raise ConfigError for one that is a key's but for its separator. Others are not ours.
+    """Raise ConfigError if only the separator keeps a variable from setting a key.
 
-    Among these are variables that Kubernetes sets for a service of our name (PACELINE_PORT, ...).
+    Other variables are left alone, such as those that Kubernetes sets for a service named paceline
+    (PACELINE_PORT, ...).
     """
     for section, model in _TABLES.items():
         for key in model.model_fields:
@@ -176,7 +177,7 @@ def _toml_value(text: str) -> object:
 
 
 def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str]) -> str:
-    """The first complaint in one line."""
+    """The first error, in one line."""
     complaint = error.errors(include_url=False)[0]
     place = complaint["loc"]
     where = variables.get(place) or variables.get(place[:2], source)

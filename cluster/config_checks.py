@@ -1,4 +1,4 @@
-"""What the sections of a configuration check alike."""
+"""Checks that several sections of a configuration share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from workers.emulated.profiles import load_profile
 
 
 def refusal(message: str) -> PydanticCustomError:
-    """What a validator raises, in words of ours."""
-    # Braces would be taken for the template's own.
+    """The exception that a validator raises to show `message` as it is."""
+    # A template of its own, because braces in the message would count as placeholders.
     return PydanticCustomError("paceline", "{message}", {"message": message})
 
 
 def check_profile(name: str, role: Literal["target", "drafter"]) -> None:
-    """Raise a refusal unless this names a latency profile of the role."""
+    """Raise a refusal unless `name` is a latency profile for the role."""
     try:
         load_profile(name, role=role)
     except ConfigError as error:

@@ -1,4 +1,4 @@
-"""What a configuration says of emulated devices (docs/emulation.md), and what of it is refused."""
+"""Keys of a configuration for emulated devices (docs/emulation.md), and their checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
-    """The name of a latency profile of that role, or None."""
+    """Check that a value is None or the name of a latency profile for the role."""
 
     def check(value: object) -> object:
         if isinstance(value, str):
@@ -34,7 +34,10 @@ def target_or_emulated(given: Any, usual: str) -> Any:
 
 
 def model_or_emulated(given: Any, usual: str) -> Any:
-    """What is emulated has the stand-in for a model; no other may have it."""
+    """Fill in the model: the stand-in for an emulated device, else `usual`.
+
+    Only an emulated device may name the stand-in, and it may name no other model.
+    """
     if not isinstance(given, dict):
         return given
     if given.get("emulated") is not None:

@@ -1,6 +1,6 @@
-"""The keys of a configuration: frozen, closed, every one with a default.
+"""The keys of a configuration. They are frozen and closed, and each has a default.
 
-All defaults together are the local demo. cluster/config.py reads files into these.
+The defaults together are the local demo. cluster/config.py reads files into these models.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _BYTE_UNITS = {
 
 
 def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
-    """One of `available`; `later` are values that DESIGN.md names and this version refuses."""
+    """One of `available`. `later`: values that are planned and that this version refuses."""
 
     def check(value: object) -> object:
         if value in available:
@@ -67,7 +67,7 @@ def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
 
 
 def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
-    """ "auto", or what `read` turns into a positive number."""
+    """ "auto", or a value that `read` turns into a positive number."""
 
     def check(value: object) -> object:
         if value == "auto":
@@ -115,25 +115,25 @@ class TargetConfig(_Closed):
     emulated: Annotated[Text | None, profile_of("target")] = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
-    # Target groups: so many times the whole model, each on devices of its own.
+    # Target groups: copies of the whole model, each on devices of its own.
     groups: Annotated[int, Field(ge=1, le=64)] = 1
-    # "auto": float32 on a CPU, the checkpoint's on a GPU. int8 is for CPUs.
+    # "auto": float32 on a CPU, the checkpoint's type on a GPU. int8 works on CPUs only.
     dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
-    # What each shard and each model drafter gets.
+    # The device of each shard and each model drafter.
     resources: Annotated[Literal["auto", "cpu", "gpu"], _choice("auto", "cpu", "gpu")] = "auto"
-    # CPU threads of a worker.
+    # CPU threads of each shard.
     threads: AutoCount = "auto"
     max_model_len: AutoCount = "auto"
     max_num_seqs: Annotated[int, Field(ge=1)] = 64
-    # Bytes of KV blocks.
+    # Bytes for KV blocks, of each shard and each model drafter.
     kv_memory: AutoBytes = "auto"
-    # On a GPU: the same bits for a row in any batch and window.
+    # On a GPU: a row has the same bits in any batch and window.
     batch_invariant: bool = True
     # On GPUs: our own kernels run, in the target and in model drafters, in place of torch's.
     kernels: bool = False
     # Requests of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
-    # Seconds after which a worker that answers nothing is ended and started again.
+    # Seconds without an answer after which a worker is ended and started again.
     hung_after: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = 60.0
 
     @model_validator(mode="before")
@@ -152,10 +152,11 @@ class TargetConfig(_Closed):
 
 
 class DrafterConfig(_Closed):
-    """`count` drafters of one kind. `model`, `emulated` and `prefix_cache` are of kind "model".
+    """`count` drafters of one kind.
 
-    `emulated` is a latency profile; such a drafter guesses right at the rate `acceptance`, and with
-    its second guess at the rate `hit_rate` where the first is wrong.
+    `model`, `emulated` and `prefix_cache` apply to kind "model" only. `emulated` names a latency
+    profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its second
+    guess is right at the rate `hit_rate`.
     """
 
     kind: Annotated[DrafterKind, _choice(*DRAFTER_KINDS, later=("suffix", "heads", "mixed"))] = (
@@ -167,7 +168,7 @@ class DrafterConfig(_Closed):
     hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1
     threads: AutoCount = "auto"
-    # Sequences of one tenant share the KV of equal prefixes.
+    # Whether sequences of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
 
     @model_validator(mode="before")
@@ -189,12 +190,12 @@ class DrafterConfig(_Closed):
                 f'a drafter of kind "{self.kind}" has no KV to share; remove the key "prefix_cache"'
             )
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
-            raise refusal('"acceptance" and "hit_rate" are of emulated drafters; remove them')
+            raise refusal('"acceptance" and "hit_rate" need an emulated drafter; remove them')
         return self
 
 
 class SpeculationConfig(_Closed):
-    """What a request gets that does not say; none of it belongs to the deployment."""
+    """Defaults for requests. None of them belongs to the deployment."""
 
     policy: Annotated[
         str,
@@ -203,28 +204,28 @@ class SpeculationConfig(_Closed):
         ),
     ] = "chain"
     verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
-    # Most candidates of a sequence that a step verifies.
+    # The most candidates of a sequence that a step verifies.
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
-    # Candidates for each position; 1: chains.
+    # Candidates at each position; 1: chains.
     branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
-    # When a drafter stops before the window is full. "cost" pays where the target waits for its
-    # drafter, and with recycling; under policy "chain" it was measured to change nothing.
+    # When a drafter stops before the window is full. "cost" pays off with a policy that waits for
+    # its drafter and with recycling; under policy "chain" it changes nothing.
     stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
-    # The kind that drafts, where several are deployed and fit.
+    # The kind of drafter to use if several are deployed and fit.
     drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
-    # One drafter of each kind that fits drafts for a request, all candidates in one tree.
+    # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
-    # Longest time that a step of a policy that waits ("lockstep", "pearl") waits for its drafter.
+    # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
 
 
 class ServerConfig(_Closed):
-    """Where the deployment is reached, and how much may wait. Port 0 is any free one."""
+    """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
 
     host: Text = "127.0.0.1"
     http_port: Port = 8000
     grpc_port: Port = 8001
-    # Requests in the queue beyond target.max_num_seqs; the next is refused as overload.
+    # Requests that may wait beyond target.max_num_seqs. The next is refused as overload.
     max_waiting: Annotated[int, Field(ge=0)] = 256
 
     @model_validator(mode="after")
@@ -258,7 +259,7 @@ class Config(_Closed):
 
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:
-        """What requests get that do not say must be something that the drafters can do."""
+        """Check that the deployed drafters can do what requests get by default."""
         chosen = self.speculation
         rule = Rule(chosen.verification)
         kinds = self.drafter_kinds
@@ -285,9 +286,9 @@ class Config(_Closed):
         return self
 
     def deployment(self) -> dict[str, Any]:
-        """What the workers are: the tables of target and drafters, as JSON has them.
+        """What the workers are: the tables of target and drafters, as JSON.
 
-        Policy, rule and window are fields of a request and ports say only where, so two
-        configurations that differ in those have one deployment.
+        Policy, rule and window are fields of a request, and ports only say where to listen. So two
+        configurations that differ in those have the same deployment.
         """
         return self.model_dump(mode="json", include={"target", "drafters"})

@@ -1,4 +1,4 @@
-"""What the links to targets and drafters share: connecting, waiting between tries, giving up."""
+"""Parts that the links to targets and drafters share: channels, retries, readable errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.channel import MAX_MESSAGE_BYTES, client_options
 from paceline.errors import PacelineError
 
 DESCRIBE_SECONDS = 5.0
-"""Deadline of a worker's description, connecting included."""
+"""Deadline for a worker's description, connecting included."""
 
 _FIRST_WAIT = 0.1
 _LONGEST_WAIT = 0.5
@@ -31,9 +31,9 @@ def waits_between_tries() -> Iterator[float]:
 async def open_channel(
     address: str, *, max_receive_bytes: int = MAX_MESSAGE_BYTES
 ) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a worker, closed at the end with all its calls.
+    """A channel to a worker. It is closed at the end, with all its calls.
 
-    `max_receive_bytes`: of a message. What is larger is dropped unread, and ends its call.
+    `max_receive_bytes`: limit of a message. A larger one is dropped unread and ends its call.
     """
     options = [*client_options(), ("grpc.max_receive_message_length", max_receive_bytes)]
     channel = grpc.aio.insecure_channel(address, options=options)
@@ -44,7 +44,7 @@ async def open_channel(
 
 
 async def run_until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
-    """Run all; when the first ends, cancel the rest. Raises what the first to end raised."""
+    """Run all parts. When the first ends, cancel the rest and raise what it raised."""
     tasks = [asyncio.create_task(part) for part in parts]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -59,7 +59,7 @@ async def run_until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
 def start_heard(
     part: Coroutine[Any, Any, None], on_defect: Callable[[BaseException], None]
 ) -> asyncio.Task[None]:
-    """Run it in a task that ends when it is cancelled; if it raises, `on_defect` hears what."""
+    """Run `part` in a task. If it raises, call `on_defect`; cancelling it is no defect."""
 
     def hear(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -71,12 +71,12 @@ def start_heard(
 
 
 def open_stream(method: Any) -> Any:
-    """A bidirectional call that is written to message by message (its stub wants an iterator)."""
+    """Start a bidirectional call and write to it later. (The stub asks for an iterator.)"""
     return method()
 
 
 def one_line(error: BaseException) -> str:
-    """An error in words, for a log and for callers: of one that nobody foresaw they get no more."""
+    """An error in words, for a log and for callers. Unexpected errors show no details."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name} {error.details() or ''}".rstrip()
     if isinstance(error, PacelineError | asyncio.InvalidStateError):

@@ -1,6 +1,6 @@
-"""The controller: one Ray actor that brings up a deployment's workers and watches their lives.
+"""The controller: a Ray actor that starts a deployment's workers and watches their lives.
 
-It owns them: when it ends, Ray ends them. A worker that dies or hangs is started again
+It owns the workers: when it ends, Ray ends them. It restarts a worker that dies or hangs
 (cluster/revival.py).
 """
 
@@ -26,12 +26,12 @@ _log.setLevel(logging.INFO)
 _PROGRESS_SECONDS = 1.0
 _STOP_SECONDS = 2.0
 _LAST_WORD_SECONDS = 0.5
-"""For what requests were told last, to reach their callers."""
+"""Time for the last messages to reach callers."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStatus:
-    """A worker as the controller sees it. `address` and `pid` are None while it is starting."""
+    """A worker as the controller sees it. `address` and `pid` are None while it starts."""
 
     name: str
     kind: str
@@ -41,7 +41,7 @@ class WorkerStatus:
 
 
 class Controller:
-    """Lives in a Ray actor of its own; all methods are called through Ray."""
+    """Runs in a Ray actor of its own. All methods are called through Ray."""
 
     def __init__(self, setup: WorkerSetup, placement: Placement) -> None:
         if (log := setup.log_of("controller")) is not None:
@@ -51,7 +51,7 @@ class Controller:
         self._watches: list[asyncio.Task[None]] = []
 
     async def bring_up(self) -> str:
-        """Start all workers, then the driver; return the address of InferenceService.
+        """Start all workers, then the driver. Returns the address of InferenceService.
 
         Raises the PacelineError of the first that fails. The caller then ends this actor.
         """
@@ -80,11 +80,11 @@ class Controller:
         return driver.address
 
     async def progress(self, seen: int) -> list[str]:
-        """The lines of progress after the first `seen`."""
+        """The progress lines after the first `seen`."""
         return self._lines[seen:]
 
     async def address(self) -> str | None:
-        """Where InferenceService is, once it serves."""
+        """Address of InferenceService; None: it does not serve yet."""
         return self._workforce.driver.address
 
     async def workers(self) -> list[WorkerStatus]:
@@ -101,13 +101,14 @@ class Controller:
         ]
 
     async def lives(self) -> list[WorkerLife]:
-        """What became of all workers' processes, the driver's last."""
+        """The history of all workers' processes, the driver's last."""
         return self._workforce.lives()
 
     async def stop(self, drain_seconds: float = 0.0) -> int:
-        """End all workers and give back what they reserved.
+        """End all workers and free what they reserved.
 
-        Before, no more requests are taken and those that run have so long to end; how many did not.
+        First take no more requests, and give running ones `drain_seconds` to end. Returns how many
+        did not end in time.
         """
         driver, left, grace = self._workforce.driver, 0, None
         if driver.serving is not None and drain_seconds > 0:
@@ -135,7 +136,7 @@ class Controller:
             self._workforce.load_seconds = max(self._workforce.load_seconds, seconds)
 
     async def _tell_progress(self) -> None:
-        """Say for each shard how much of its share is loaded, a quarter at a time."""
+        """Report each shard's loading progress, in steps of a quarter."""
         shards = self._workforce.shards
         said = dict.fromkeys((shard.name for shard in shards), 0)
         while True:

@@ -1,8 +1,8 @@
-"""Carrying out the scheduler's instructions: what arrives goes in, what comes out is sent.
+"""Connects the scheduler to the streams: events go in, instructions are carried out.
 
-A step is handed to its target group's stream at once. All else (what the scheduler has left to do,
-messages to drafters, then text for callers) is done in later turns of the event loop, in order,
-while the target computes.
+A step goes to its target group's stream at once. Everything else follows in later turns of the
+event loop, in order, while the target computes: the scheduler's remaining work, messages to
+drafters, text for callers.
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ _log = logging.getLogger(__name__)
 
 
 class Dispatch:
-    """The scheduler's ears and hands. `TargetListener`, `DrafterListener` and `CallerListener`.
+    """Feeds the scheduler and carries out its instructions.
 
-    `target_patience`: seconds that requests wait for a target, when its last group is lost, before
-    they fail. `num_groups`: how many groups it has. `on_change` is called whenever `can_serve` may
-    have changed, `on_broken` once if a defect ends everything.
+    Implements `TargetListener`, `DrafterListener` and `CallerListener`. `target_patience`: seconds
+    that requests wait for a target after its last group is lost; then they fail. `num_groups`:
+    target groups. `on_change` is called whenever `can_serve` may have changed, `on_broken` once if
+    a defect ends everything.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Dispatch:
         self.driver_time = DriverTimeMeter()
         self.groups = TargetGroups(num_groups, patience=target_patience, give_up=self.fail_all)
         self.unavailable: PacelineError | None = None
-        """Why no request can be taken, if none can."""
+        """The reason why no request can be taken; None: requests can be taken."""
         self.taps: list[RoundTap] = []
         """Whoever traces. One that raises is told so (`RoundTap.fail`), and nothing more."""
         self._loop = asyncio.get_running_loop()
@@ -100,13 +101,13 @@ class Dispatch:
         send_drafts: Callable[[str, list[DraftInstruction]], None],
         suspect: Callable[[str, str], None],
     ) -> None:
-        """Where instructions go. Before any event."""
+        """Set where instructions go. Call it before any event."""
         self._send_step = send_step
         self._send_drafts = send_drafts
         self._suspect = suspect
 
     def admit(self, request: Request, generation: Generation) -> None:
-        """A new request; what becomes of it is told to `generation`."""
+        """Begin a request. Everything about it is delivered to `generation`."""
         self._callers.add(request.sequence_id, generation)
         self._handle(Admitted(time.monotonic(), request))
 
@@ -125,12 +126,12 @@ class Dispatch:
 
     @property
     def can_serve(self) -> bool:
-        """A request that came now could run: some group of the target is there."""
+        """Whether a new request could run now: some target group is there."""
         return self.groups.any_joined and self.unavailable is None and not self._stopped
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._callers)
 
     def fail_all(self, error: PacelineError) -> None:
@@ -141,7 +142,7 @@ class Dispatch:
         self._on_change()
 
     def stop(self, error: PacelineError) -> None:
-        """`fail_all`, and be deaf from now on."""
+        """`fail_all`, and ignore all further events."""
         self.fail_all(error)
         self._stopped = True
         self._on_change()
@@ -150,17 +151,17 @@ class Dispatch:
             self._wake.cancel()
 
     def break_down(self, error: BaseException) -> None:
-        """A defect of ours left nobody knows what half done: end all requests, and the process.
+        """A defect left the state inconsistent: end all requests, and the process.
 
         Whoever started the process starts another one.
         """
         _log.critical("a defect ends the driver and all of its requests", exc_info=error)
         if not self._stopped:
-            self._stopped = True  # The scheduler is told nothing more.
+            self._stopped = True  # The scheduler gets no further events.
             self.stop(
                 InternalError(
-                    "a defect ended the server in the midst of its work; its log tells more. Send "
-                    "the request again once the server is up"
+                    "a defect ended the server while it worked; its log has the details. Send the "
+                    "request again once the server is up"
                 )
             )
             self._on_broken()
@@ -168,7 +169,7 @@ class Dispatch:
     # The target.
 
     def target_joined(self, group: int, description: TargetDescription) -> None:
-        """Fresh streams to every shard of a group are open. Raises CheckpointError."""
+        """Every shard of a group has a fresh stream. Raises CheckpointError."""
         if self._stopped:
             return
         self.groups.join(group, description)
@@ -188,9 +189,9 @@ class Dispatch:
         )
 
     def target_lost(self, group: int, reason: str) -> None:
-        """A stream to a shard broke. What ran there goes to other groups.
+        """A stream to a shard broke. Sequences of its group go to other groups.
 
-        Where there is none, requests wait a while for one to come back.
+        If there is no other group, requests wait for one to come back.
         """
         if self._stopped or not self.groups.lose(group, reason):
             return
@@ -199,13 +200,13 @@ class Dispatch:
         self._handle(TargetLost(time.monotonic(), group=group))
 
     def note_target(self, trouble: str) -> None:
-        """Why the target is not back yet, as was found last. Forgotten when it is."""
+        """Note why the target is not back yet. Forgotten once it is."""
         self.groups.note(trouble)
         if self.unavailable is not None and not self._stopped:
             self.fail_all(self.groups.lost_for_good(trouble))
 
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
-        """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
+        """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
         self.gaps.step_answered(group, response.gap_seconds)
         driver_seconds = self.driver_time.step_answered(time.thread_time())
         done = StepDone(
@@ -226,7 +227,7 @@ class Dispatch:
     # Drafters.
 
     def drafter_joined(self, name: str, description: DrafterDescription) -> None:
-        """A fresh stream is open."""
+        """A drafter has a fresh stream."""
         self._handle(
             DrafterJoined(
                 time.monotonic(),
@@ -243,7 +244,7 @@ class Dispatch:
         self._handle(DrafterLost(time.monotonic(), name))
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """A message of the drafter. What breaks the contract is dropped; returns how many did."""
+        """A drafter's message. Drops what breaks the contract; returns how many proposals did."""
         read, target = ReadBatch(), self.groups.target
         totals = self.scheduler.totals
         malformed_before = totals.malformed_proposals
@@ -279,7 +280,7 @@ class Dispatch:
     # Events in, instructions out.
 
     def _handle(self, event: Event) -> Sequence[int]:
-        """The groups to which steps were sent. Raises ProtocolError as `Scheduler.begin` does."""
+        """Handle an event; the groups that got steps. Raises ProtocolError as `Scheduler.begin`."""
         if self._stopped:
             return ()
         try:
@@ -308,14 +309,14 @@ class Dispatch:
         self._tell_taps(lambda tap: tap.step_sent(step))
 
     def _take_rest(self) -> None:
-        """Have the scheduler do what it left for when the step is on its way."""
+        """Have the scheduler do the work that it left until the step was sent."""
         if self._has_rest:
             self._has_rest = False
             if instructions := self.scheduler.rest():
                 self._for_drafters.append(instructions)
 
     def _tell_drafters(self) -> None:
-        """Send what is for drafters; what is for callers waits until that is on its way."""
+        """Send messages to drafters. Messages for callers follow in the next turn of the loop."""
         self._will_tell = False
         self._take_rest()
         self._loop.call_soon(self._guarded, self._tell_callers)
@@ -334,7 +335,7 @@ class Dispatch:
         self._for_drafters.clear()
         for drafter, message in messages.items():
             self._send_drafts(drafter, message)
-        for suspect in suspects:  # nothing follows for them: their stream will end
+        for suspect in suspects:  # Last: the stream of a suspect is closed.
             self._suspect(suspect.drafter, suspect.reason)
 
     def _tell_callers(self) -> None:
@@ -342,7 +343,7 @@ class Dispatch:
             self._handle(Cancelled(time.monotonic(), sequence_id))
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """Do what was left for a later turn of the event loop, where nobody hears an exception."""
+        """Do work in a later turn of the loop. An exception there would go unheard."""
         try:
             work()
         except Exception as error:

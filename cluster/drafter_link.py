@@ -1,4 +1,4 @@
-"""The link to one drafter: a Draft stream, lost and found."""
+"""The link to one drafter: a Draft stream that is opened again whenever it breaks."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 
 MAX_UNSENT = 10_000
-"""Messages that a drafter may leave unread before it is taken for hung."""
+"""Messages that a drafter may leave unread. Beyond that it counts as hung."""
 
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""Bytes of messages that it may leave unread, which wait in the driver's memory. To open 64
-sequences of 100,000 tokens takes some 20 MB."""
+"""Bytes of messages that a drafter may leave unread in the driver's memory. Opening 64 sequences of
+100,000 tokens takes some 20 MB."""
 
 MAX_REASON = 200
-"""Characters of a drafter's reason to decline that go into the log."""
+"""Characters of a drafter's reason to decline that are logged."""
 
 _REFUSED_WAIT = 5.0
 
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DrafterDescription:
-    """What a drafter says of itself (drafting.proto, DescribeDrafterResponse)."""
+    """How a drafter describes itself (drafting.proto, DescribeDrafterResponse)."""
 
     kind: str
     max_position: int
@@ -52,22 +52,22 @@ class DrafterDescription:
 
 
 class DrafterListener(Protocol):
-    """Hears of drafters. Its methods do not wait."""
+    """Receives events of drafters. Its methods do not wait."""
 
     def drafter_joined(self, name: str, description: DrafterDescription) -> None:
-        """A fresh stream is open."""
+        """The drafter has a fresh stream."""
 
     def drafter_lost(self, name: str) -> None:
-        """The stream broke."""
+        """The drafter's stream broke."""
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """A message of the drafter with `entries` entries (batch_size.py), at most MAX_ENTRIES.
+        """The drafter sent a message with `entries` entries (batch_size.py), at most MAX_ENTRIES.
 
         Returns how many of its proposals broke the contract.
         """
 
     def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
-        """It will not draft for a sequence, `for_good` however often it is asked."""
+        """The drafter will not draft for a sequence. `for_good`: do not ask it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class TargetVocabulary:
 
 
 class DrafterLink:
-    """Keeps the stream to one drafter open, as well as it can."""
+    """Keeps the stream to one drafter open, as far as possible."""
 
     def __init__(
         self,
@@ -89,10 +89,10 @@ class DrafterLink:
         *,
         probe_timeout: float,
     ) -> None:
-        """`probe_timeout`: seconds that a drafter has to say that it is still alive."""
+        """`probe_timeout`: seconds that a drafter has to answer that it is still alive."""
         self.meter = meter
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when it was tried once; with VocabularyMismatchError if that is why it failed."""
+        """Done after the first try. Holds VocabularyMismatchError if that is why it failed."""
         self._listener = listener
         self._target = target
         self._probe_timeout = probe_timeout
@@ -102,18 +102,18 @@ class DrafterLink:
         self._suspicion = ""
 
     def suspect(self, reason: str) -> None:
-        """Close the stream, and open none to this process again."""
+        """Close the stream, and open no other to this process."""
         self._suspicion = reason
         self._suspected.set()
 
     def send(self, instructions: Sequence[DraftInstruction]) -> None:
-        """Send them together, or drop them: a drafter that is away has forgotten all."""
+        """Send instructions together. Drop them if the drafter is away: it has forgotten all."""
         if self._outbox is None:
             return
         try:
             requests = drafts_to_wire(instructions)
         except Exception:
-            # What the drafter knows would be wrong from here on, so it begins anew.
+            # The drafter's state would be wrong from here on, so it starts afresh.
             _log.exception("a defect kept a message from drafter %s", self.meter.name)
             self._overflown.set()
             return
@@ -124,7 +124,7 @@ class DrafterLink:
             self._overflown.set()
 
     async def run(self) -> None:
-        """Connect, serve, and again when the stream breaks, until cancelled."""
+        """Connect and serve, again whenever the stream breaks, until cancelled."""
         waits = waits_between_tries()
         said = ""
         while True:
@@ -136,7 +136,7 @@ class DrafterLink:
                 reason, wait = str(error), _REFUSED_WAIT
                 if not self.first_try.done():
                     self.first_try.set_exception(error)
-                    self.first_try.exception()  # nobody may be waiting for it
+                    self.first_try.exception()  # Marks it as seen: nobody may be waiting for it.
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 reason = one_line(error)
             except Exception as error:
@@ -153,7 +153,7 @@ class DrafterLink:
             await asyncio.sleep(next(waits) if wait is None else wait)
 
     async def _serve(self) -> None:
-        """One life of the drafter: from connecting to the end of its stream."""
+        """Serve one connection, until its stream ends."""
         async with open_channel(
             self.meter.address, max_receive_bytes=MAX_RESPONSE_BYTES
         ) as channel:
@@ -162,7 +162,7 @@ class DrafterLink:
                 drafting_pb2.DescribeDrafterRequest(), timeout=DESCRIBE_SECONDS
             )
             self._check_vocabulary(description)
-            if self._suspected.is_set():  # and its stream broke before it could be closed
+            if self._suspected.is_set():  # Its stream broke before it could be closed.
                 await self._shun(stub)
             await self._use(stub, description)
             await self._shun(stub)
@@ -203,7 +203,7 @@ class DrafterLink:
         await self._suspected.wait()
 
     async def _shun(self, stub: Any) -> None:
-        """Wait until the suspect's process is gone, and raise what shows it (`_probe`)."""
+        """Wait until the suspect's process is gone, then raise what shows it (`_probe`)."""
         self.meter.suspect = True
         _log.warning(
             "drafter %s (pid %d) is suspect: %s. It is not used until its process is started again",
@@ -244,7 +244,7 @@ class DrafterLink:
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
-            # No drafter of ours ends its stream so: it is what our side says of a large message.
+            # Our drafters never end a stream so. gRPC reports an oversized message this way.
             self.suspect(f"a message is larger than {MAX_RESPONSE_BYTES} bytes ({one_line(error)})")
             return
         raise WorkerLostError(f"{name} ended its stream")
@@ -256,15 +256,15 @@ class DrafterLink:
             self.suspect(f"a message has {entries} entries or more, and {MAX_ENTRIES} are allowed")
             return
         self.meter.malformed += self._listener.proposed(self.meter.name, batch, entries)
-        if batch.pass_seconds:  # else more of the pass before, or of none
+        if batch.pass_seconds:  # Else the message continues the previous pass, or reports none.
             self.meter.passed(batch.pass_seconds, batch.overrun_seconds)
         told: list[Told] = [*batch.proposals, *batch.tips]
         self.meter.tokens += sum(len(one.token_ids) for one in told)
 
     async def _probe(self, stub: Any) -> None:
-        """Ask now and then; a drafter that hangs answers pings, but not this.
+        """Ask for a description now and then: a drafter that hangs answers pings, but not this.
 
-        Raises when it does not answer, and when another process does.
+        Raises if the drafter does not answer, or if another process does.
         """
         while True:
             await asyncio.sleep(self._probe_timeout / 2)
@@ -277,6 +277,6 @@ class DrafterLink:
     async def _watch(self) -> None:
         await self._overflown.wait()
         raise WorkerLostError(
-            f"{self.meter.name} left {MAX_UNSENT} messages unread and is taken for hung, or could "
-            "not be told something; its stream begins anew"
+            f"{self.meter.name} left more than {MAX_UNSENT} messages unread and counts as hung, or "
+            "a message could not be sent; its stream is opened again"
         )

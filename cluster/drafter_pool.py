@@ -31,18 +31,18 @@ class DrafterPool:
 
     @property
     def meters(self) -> list[WorkerMeter]:
-        """Of the drafters in the pool; those that were taken out are forgotten."""
+        """The meters of the drafters in the pool. Removed drafters are not included."""
         return [self._meters[name] for name in self._links]
 
     @property
     def kinds(self) -> frozenset[str] | None:
-        """The kinds of these drafters; None while one has not said yet what it is."""
+        """The kinds of these drafters; None while one has not described itself yet."""
         if any(meter.joins == 0 for meter in self.meters):
             return None
         return frozenset(meter.kind for meter in self.meters)
 
     async def start(self, addresses: Mapping[str, str], seconds: float) -> None:
-        """Connect, and wait until each was tried once, at most `seconds`.
+        """Connect, and wait at most `seconds` until each was tried once.
 
         Raises VocabularyMismatchError. A drafter that cannot be reached is no error.
         """
@@ -56,7 +56,7 @@ class DrafterPool:
                 raise error
 
     async def update(self, addresses: Mapping[str, str]) -> None:
-        """Have exactly these drafters; a link whose address stays is kept as it is."""
+        """Have exactly these drafters. A link whose address stays is kept."""
         for name in list(self._links):
             if self._meters[name].address != addresses.get(name):
                 await self._drop(name)
@@ -76,7 +76,7 @@ class DrafterPool:
             link.send(instructions)
 
     def suspect(self, name: str, reason: str) -> None:
-        """Use a drafter no more until its process is another one."""
+        """Do not use a drafter until it has another process."""
         link = self._links.get(name)
         if link is not None:
             link.suspect(reason)
@@ -94,10 +94,10 @@ class DrafterPool:
         task.add_done_callback(partial(self._run_again, name, link))
 
     def _run_again(self, name: str, link: DrafterLink, task: asyncio.Task[None]) -> None:
-        """A link runs until it is dropped. One that ended by a defect begins anew after a pause."""
+        """Restart a link that ended by a defect, after a pause. Others run until dropped."""
         if task.cancelled() or self._tasks.get(name) is not task:
             return
-        _log.error("the link to %s ended; it begins anew", name, exc_info=task.exception())
+        _log.error("the link to %s ended; it is started again", name, exc_info=task.exception())
         asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._begin_anew, name, link, task)
 
     def _begin_anew(self, name: str, link: DrafterLink, ended: asyncio.Task[None]) -> None:

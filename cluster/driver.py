@@ -1,4 +1,4 @@
-"""The driver: the groups of a target, its drafters, and the requests of all callers."""
+"""The driver: owns all requests and connects to the target's groups and to drafters."""
 
 from __future__ import annotations
 
@@ -33,30 +33,32 @@ from paceline.options import GenerateOptions
 from workers.engine.checkpoint import CheckpointInfo, describe_checkpoint
 
 SHORT_PROMPT_CHARACTERS = 64 * 1024
-"""Prompts up to this length are tokenised in at most some 100 ms. Longer ones take a second per
-million characters, so there is one at a time, and short ones have a thread besides."""
+"""Longest prompt that takes at most some 100 ms to tokenize. Longer ones take a second per million
+characters, so they are tokenized one at a time, which leaves a thread for short ones."""
 
 _SHORT_AT_ONCE = 16
-"""Short prompts handed to the threads at once, so that these need not wait for the event loop."""
+"""Short prompts given to the threads at a time, so that these need not wait for the event loop."""
 
 _LOOK_SECONDS = 0.02
-"""How often it is looked whether requests have ended, while a driver is drained."""
+"""Interval at which draining checks whether requests have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverOptions:
-    """What a driver serves, and with which workers.
+    """What a driver serves, and with which workers. Times without a unit are seconds.
 
-    `folder`: the checkpoint, of which the driver reads the tokenizer and the defaults.
-    `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
-    `drafter_addresses`: by name. `speculation`: of requests that do not say. `wait_ms`: most that
-    policies which wait do so in a step. `prefix_cache`: whether requests of one tenant share KV.
-    `max_waiting`: requests beyond the running ones before callers are turned away; those being
-    tokenised and those that are paused count. `max_unread_seconds`: for which a caller may leave
-    any part of an answer unread.
-    `drafter_timeout`: seconds in which a drafter must answer a question about itself.
-    `target_patience`: seconds that requests wait for a lost target. `connect_seconds`: how long
-    `start` waits for workers.
+    - `folder`: the checkpoint, whose tokenizer and defaults the driver reads.
+    - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
+    - `drafter_addresses`: by name.
+    - `speculation`: the default for requests.
+    - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
+    - `prefix_cache`: whether requests of one tenant share KV.
+    - `max_waiting`: requests beyond the running ones before further ones are refused. Requests that
+      are being tokenized or paused count.
+    - `max_unread_seconds`: how long a caller may leave any part of an answer unread.
+    - `drafter_timeout`: time for a drafter to answer a question about itself.
+    - `target_patience`: how long requests wait for a lost target.
+    - `connect_seconds`: how long `start` waits for workers.
     """
 
     folder: Path
@@ -78,7 +80,7 @@ class DriverOptions:
 
 @dataclass(frozen=True, slots=True)
 class _Running:
-    """What there is once a driver has started."""
+    """The parts of a driver that has started."""
 
     codec: TextCodec
     checkpoint: CheckpointInfo
@@ -88,7 +90,7 @@ class _Running:
 
 
 class Driver:
-    """Serves requests. Make, start and use it inside one event loop."""
+    """Serves requests. Create, start and use it inside one event loop."""
 
     def __init__(self, options: DriverOptions) -> None:
         self.scheduler = Scheduler(
@@ -116,21 +118,21 @@ class Driver:
         self._long_prompts = asyncio.Semaphore(1)
         self._num_arriving = 0
         self.on_serving: Callable[[bool], None] = lambda serving: None
-        """Called with whether requests can be served, whenever that changes."""
+        """Called with `is_serving` whenever that changes."""
         self.on_broken: Callable[[], None] = lambda: None
-        """Called when a defect has ended everything: the process is of no more use."""
+        """Called when a defect has ended everything and the process is of no more use."""
         self._was_serving = False
 
     @property
     def is_serving(self) -> bool:
-        """A request that came now could run: the driver takes requests, and the target is there."""
+        """Whether a new request could run: the driver takes requests and the target is there."""
         return self._ready and not self._draining and self._dispatch.can_serve
 
     async def start(self) -> None:
-        """Read the checkpoint, connect to all workers; return when requests can be served.
+        """Read the checkpoint and connect to all workers. Returns when requests can be served.
 
         A drafter that does not answer is tried again in the background. Raises CheckpointError,
-        UnavailableError when a group of the target cannot be reached, VocabularyMismatchError.
+        VocabularyMismatchError, and UnavailableError if a target group cannot be reached.
         """
         options = self._options
         try:
@@ -157,9 +159,9 @@ class Driver:
         self._threads.shutdown(wait=False)
 
     async def drain(self, seconds: float) -> int:
-        """Take no more requests, and wait until those that run have ended, at most so long.
+        """Take no more requests, and wait at most `seconds` until running ones have ended.
 
-        Returns how many are left; `stop` will end them.
+        Returns how many are left. `stop` will end them.
         """
         self._draining = True
         self._note_change()
@@ -221,15 +223,15 @@ class Driver:
     async def _in_turn(
         self, resolve: Callable[[], ResolvedRequest], num_characters: int
     ) -> ResolvedRequest:
-        """Do it in a thread in its turn. Who goes away while it waits leaves nothing behind.
+        """Run `resolve` in a thread, in turn. Cancelling a waiting call leaves nothing behind.
 
-        What a thread was given goes on to its end; until then nobody else has that turn.
+        A call that a thread has begun runs to its end. Until then its turn is taken.
         """
         is_short = num_characters <= SHORT_PROMPT_CHARACTERS
         turn = self._short_prompts if is_short else self._long_prompts
         await turn.acquire()
         try:
-            self._check_open()  # things may have changed meanwhile
+            self._check_open()  # The state may have changed while waiting.
             working = asyncio.get_running_loop().run_in_executor(self._threads, resolve)
         except BaseException:
             turn.release()
@@ -238,9 +240,9 @@ class Driver:
         return await asyncio.shield(working)
 
     def set_target(self, addresses: Sequence[str]) -> None:
-        """The target's shards are at these addresses from the next connection on.
+        """Set the addresses of all shards, used from the next connection on.
 
-        All of them, group by group, each by rank. A driver that is starting looks there too.
+        They are ordered group by group, each by rank. A driver that is starting uses them too.
         """
         if self._running is None:
             self._options = replace(self._options, target_addresses=tuple(addresses))
@@ -248,40 +250,40 @@ class Driver:
             self._running.target.move(addresses)
 
     def note_target(self, trouble: str) -> None:
-        """Why the target is not back yet, for requests that fail for it."""
+        """Note why the target is not back yet, for the errors of requests."""
         self._dispatch.note_target(trouble)
 
     def note_lives(self, lives: Sequence[WorkerLife]) -> None:
-        """What became of the workers' processes."""
+        """Note the history of the workers' processes."""
         self._lives = [(life, time.monotonic()) for life in lives]
 
     @property
     def meters(self) -> list[WorkerMeter]:
-        """Of all workers; none before the connections are begun."""
+        """The meters of all workers; none before connecting begins."""
         if self._running is None:
             return []
         return [*self._running.target.meters, *self._running.drafters.meters]
 
     async def set_drafters(self, addresses: Mapping[str, str]) -> None:
-        """Use these drafters, by name, from now on; those with the same address are kept.
+        """Use these drafters, by name, from now on. Those with the same address are kept.
 
-        A driver that is starting has to be told again.
+        A driver that is starting must be told again.
         """
         if self._ready and self._running is not None:
             await self._running.drafters.update(addresses)
 
     @contextmanager
     def tapped(self, tap: RoundTap) -> Iterator[None]:
-        """Have `tap` hear every round, for as long as the block runs."""
+        """Let `tap` hear every round while the block runs."""
         self._dispatch.taps.append(tap)
         try:
             yield
         finally:
-            if tap in self._dispatch.taps:  # else it has failed
+            if tap in self._dispatch.taps:  # A tap that failed was removed.
                 self._dispatch.taps.remove(tap)
 
     def describe(self) -> ModelDescription:
-        """What is served. Raises UnavailableError before the start."""
+        """Describe what is served. Raises UnavailableError before the start."""
         running, target = self._started(), self._dispatch.groups.target
         checkpoint = running.checkpoint
         assert target is not None
@@ -323,7 +325,7 @@ class Driver:
         )
 
     def _present_lives(self) -> Iterator[WorkerLife]:
-        """What was told, with the seconds that are left today."""
+        """The noted lives. Seconds until the next try are counted down since they were noted."""
         for life, told_at in self._lives:
             left = life.next_try_seconds
             if left is not None:
@@ -366,7 +368,7 @@ class Driver:
         return self._running
 
     def _check_open(self) -> tuple[_Running, TargetDescription]:
-        """Raise what keeps all requests from being taken, if anything does."""
+        """The running parts and the target. Raises the reason if no request can be taken."""
         running, target = self._started(), self._dispatch.groups.target
         if self._draining:
             raise UnavailableError(
@@ -379,7 +381,7 @@ class Driver:
         return running, target
 
     def _check_queue(self) -> None:
-        """Raise OverloadedError when as many requests wait as may."""
+        """Raise OverloadedError if as many requests wait as may."""
         options, scheduler = self._options, self.scheduler
         free_places = options.target_groups * options.max_num_seqs - scheduler.num_running
         waiting = scheduler.num_waiting + max(0, self._num_arriving - max(0, free_places))
@@ -391,13 +393,13 @@ class Driver:
 
 
 def _num_characters(generate_input: GenerateInput) -> int:
-    """What there is to tokenise; token ids take no time."""
+    """Characters to tokenize. Prompts given as token ids have none."""
     if isinstance(generate_input, str):
         return len(generate_input)
     return sum(len(one.content) for one in generate_input if isinstance(one, Message))
 
 
 def read_checkpoint(folder: Path) -> tuple[TextCodec, CheckpointInfo]:
-    """What a driver must know of its target's. Raises CheckpointError."""
+    """Read what a driver must know of its target's checkpoint. Raises CheckpointError."""
     checkpoint = describe_checkpoint(folder)
     return TextCodec(folder), checkpoint

@@ -1,4 +1,4 @@
-"""Which rule fits which drafter: asked of a configuration at the start, and of each request."""
+"""Checks that rule, policy and drafters fit together, for a configuration and for each request."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ _DRAWN_BY_A_MODEL = {
 
 
 def candidate_kind(rule: Rule, drafter: str) -> CandidateKind:
-    """What a drafter of that kind drafts for a rule: a model as the rule asks where it can."""
+    """The kind of candidates that a drafter drafts for a rule.
+
+    `drafter`: its kind. A model drafts as the rule asks.
+    """
     if drafter != "model":
         return CandidateKind.DETERMINISTIC
     return _DRAWN_BY_A_MODEL.get(rule, CandidateKind.SHARED_NOISE)
 
 
 def check_rule_fits(rule: Rule, drafters: Collection[str], *, field: str = "rule") -> None:
-    """Raise InvalidRequestError, naming rule and drafters, where no kind of them fits the rule.
+    """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
-    Without drafters nothing is drafted, which fits every rule. `field`: what the caller calls it.
+    Without drafters nothing is drafted, which fits every rule. `field`: the caller's name for it.
     """
     if not drafters or any(_fits(rule, drafter) for drafter in drafters):
         return
@@ -49,7 +52,7 @@ def _fits(rule: Rule, drafter: str) -> bool:
 
 
 def check_deployed(wanted: str, deployed: Collection[str]) -> None:
-    """Raise InvalidRequestError where no drafter of the kind is deployed."""
+    """Raise InvalidRequestError if no drafter of the kind is deployed."""
     if wanted not in deployed:
         there = ", ".join(sorted(deployed)) or "none"
         raise InvalidRequestError(
@@ -60,18 +63,18 @@ def check_deployed(wanted: str, deployed: Collection[str]) -> None:
 
 
 def most_branches(policy: PolicyName, rule: Rule) -> int:
-    """How many candidates a position the policy and the rule take."""
+    """The most candidates at a position that policy and rule allow."""
     only_chains = FACTS[rule].chain_only or policy_named(policy).needs.chains_only
     return 1 if only_chains else MAX_BRANCHES
 
 
 def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
-    """Raise InvalidRequestError unless the policy can be had with this rule and such candidates."""
+    """Raise InvalidRequestError unless policy, rule and candidates a position fit together."""
     needs = policy_named(policy).needs
     if branches > 1 and needs.chains_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the policy {policy.value!r}, which drafts chains alone, got "
+            f"expected 1 for the policy {policy.value!r}, which drafts only chains, got "
             f"{branches}; choose another policy for trees",
         )
     if rule not in needs.rules:
@@ -84,21 +87,21 @@ def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
 
 
 def check_layout(policy: PolicyName, num_drafters: int, num_groups: int) -> None:
-    """Raise InvalidRequestError where the layout lacks what the policy needs."""
+    """Raise InvalidRequestError if the layout lacks what the policy needs."""
     needs = policy_named(policy).needs
     if num_groups < needs.groups:
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} has at least {needs.groups} target groups verify, and "
-            f"the layout has {num_groups}: raise target.groups in the configuration, or choose the "
+            f"the policy {policy.value!r} needs at least {needs.groups} target groups, and the "
+            f"layout has {num_groups}: raise target.groups in the configuration, or choose the "
             "policy 'fanout'",
         )
     needed = needs.drafters
     if num_drafters < needed:
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} shares work between at least {needed} drafters, and the "
-            f"layout has {num_drafters}: raise the count of a drafter or add another one to the "
+            f"the policy {policy.value!r} needs at least {needed} drafters, and the layout has "
+            f"{num_drafters}: raise the count of a drafter or add another one to the "
             "configuration, or choose the policy 'fanout'",
         )
 
@@ -110,25 +113,25 @@ def can_have(policy: PolicyName, num_drafters: int, num_groups: int) -> bool:
 
 
 MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
-"""Those under which candidates of several drafters may stand side by side."""
+"""Rules under which candidates of several drafters may be siblings."""
 
 
 def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -> None:
-    """Raise InvalidRequestError unless candidates of several drafters can be merged into one tree.
+    """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
-    `kinds`: of the drafters that may be used, None where they are not known.
+    `kinds`: of the usable drafters; None: not known.
     """
     if rule not in MERGING_RULES:
         given = "" if kinds is None else f" of {_named_together(kinds)}"
         raise InvalidRequestError(
             "merge",
-            f"candidates{given} can be merged under the rules 'coupled' and 'one-hot' alone, got "
-            f"{rule.value!r}, which draws its own for each position: choose another rule, or one "
-            "drafter",
+            f"candidates{given} can be merged only under the rules 'coupled' and 'one-hot', got "
+            f"{rule.value!r}, which must know how a position's candidates were drawn together: "
+            "choose another rule, or one drafter",
         )
     needs = policy_named(policy).needs
     if needs.chains_only or needs.drafters > 1:
-        reason = "drafts chains alone" if needs.chains_only else "shares out its drafters itself"
+        reason = "drafts only chains" if needs.chains_only else "shares out its drafters itself"
         raise InvalidRequestError(
             "merge",
             f"the policy {policy.value!r} {reason}, so it merges nothing: choose 'chain', "
@@ -146,10 +149,10 @@ def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -
 
 
 def check_merge_alone(drafter: str | None) -> None:
-    """Raise InvalidRequestError where a request to merge names one kind of drafter as well."""
+    """Raise InvalidRequestError if a request to merge also names one kind of drafter."""
     if drafter is not None:
         raise InvalidRequestError(
-            "merge", f"drafters of every kind are merged, but {drafter!r} alone was asked for"
+            "merge", f"drafters of every kind are merged; leave out the drafter, got {drafter!r}"
         )
 
 
@@ -158,13 +161,13 @@ def _named_together(kinds: Collection[str]) -> str:
 
 
 def check_branches(rule: Rule, branches: int, window: int) -> None:
-    """Raise InvalidRequestError unless the rule takes so many candidates a position."""
+    """Raise InvalidRequestError unless the rule takes `branches` candidates at a position."""
     if not 1 <= branches <= MAX_BRANCHES:
         raise InvalidRequestError("branches", f"expected 1 to {MAX_BRANCHES}, got {branches}")
     if branches > 1 and FACTS[rule].chain_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the rule {rule.value!r}, which takes chains alone, got {branches}; "
+            f"expected 1 for the rule {rule.value!r}, which takes only chains, got {branches}; "
             "choose another rule for trees",
         )
     if branches > window:

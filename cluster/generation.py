@@ -1,4 +1,4 @@
-"""A request being decoded, seen from its caller: a stream of events that never waits for them."""
+"""A running request as its caller sees it: a stream of events that never waits for the caller."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from paceline.generation import (
 )
 
 MAX_UNREAD_BYTES = 32 * 1024
-"""Bytes of a request's answer (`size_of`) that its caller may leave unread before the request is
-paused: some 600 tokens. 1,000 callers that read nothing then cost the driver some 100 MB."""
+"""Bytes of an answer (`size_of`), some 600 tokens, that its caller may leave unread before the
+request is paused. 1,000 callers that read nothing then cost the driver some 100 MB."""
 
 MAX_UNREAD_SECONDS = 60.0
-"""Seconds for which a caller may leave any part of an answer unread. The request is ended within
-twice this time. A suspended laptop is gone sooner (`paceline.channel.CALLERS`)."""
+"""Seconds that a caller may leave any part of an answer unread. The request ends within twice this
+time. The connection of a suspended laptop ends sooner (`paceline.channel.CALLERS`)."""
 
 _DRAFT: tuple[Origin, ...] = ("draft",)
 _TARGET: tuple[Origin, ...] = ("target",)
 
 Answer = GenerateEvent | PacelineError
-"""What a caller is told; an error is the last."""
+"""What a caller gets. An error is the last."""
 
 
 def size_of(answer: Answer) -> int:
-    """An upper bound of a chunk's bytes on the wire, cheap to compute; 0 for what is no chunk."""
+    """An upper bound of a chunk's bytes on the wire, cheap to compute; 0 for other answers."""
     if isinstance(answer, Chunk):
-        # A token: its id, its origin, the length of its piece. A character is in text and pieces.
+        # A token has an id, an origin and a piece's length. Characters come in text and in pieces.
         return 64 + 16 * len(answer.token_ids) + 8 * len(answer.text)
     return 0
 
 
 class CallerListener(Protocol):
-    """Hears what callers do, by sequence. Of a sequence that has ended it need not hear."""
+    """Hears what callers do, by sequence id. Calls for sequences that have ended are allowed."""
 
     def cancel(self, sequence_id: int) -> None:
         """The caller wants no more."""
@@ -53,15 +53,15 @@ class CallerListener(Protocol):
         """The caller leaves too much unread."""
 
     def resume(self, sequence_id: int) -> None:
-        """It has read most of that."""
+        """The caller has read most of it again."""
 
 
 class Generation:
     """Iterate over its events: `Started`, any number of `Chunk`, `Finished`.
 
-    Or `take` them whenever `on_told` says that there are some. A caller who stops early must
-    `cancel`. What is not read is kept, but not much of it: beyond MAX_UNREAD_BYTES the request is
-    paused until half of that is read; what is unread for too long ends it with OverloadedError.
+    Or call `take` whenever `on_told` reports an event. A caller who stops early must `cancel`.
+    Unread events are kept, but not many. Beyond MAX_UNREAD_BYTES the request is paused until half
+    of that is read. Events that stay unread for too long end it with OverloadedError.
     """
 
     def __init__(
@@ -80,15 +80,15 @@ class Generation:
         self._text_error: Exception | None = None
         self._listener = listener
         self.unread: deque[tuple[Answer, int]] = deque()
-        """What `take` would return, each with its size (`size_of`)."""
+        """Events that `take` would return, each with its size (`size_of`)."""
         self._unread_bytes = 0
         self._num_taken = 0
         self._must_be_taken = 0
-        """As many answers as had been told when it was looked last."""
+        """Number of answers there had been at the last look."""
         self._paused = False
         self._num_output = 0
         self._over = False
-        """Nothing more is told."""
+        """Whether the last answer was given."""
         self._woken = asyncio.Event()
         self._on_told: Callable[[], None] = self._woken.set
         self._loop = asyncio.get_running_loop()
@@ -111,7 +111,7 @@ class Generation:
         return answer
 
     def take(self) -> Answer:
-        """Read what was told first. There must be something."""
+        """Take the first unread answer. There must be one."""
         answer, size = self.unread.popleft()
         self._num_taken += 1
         self._unread_bytes -= size
@@ -123,13 +123,13 @@ class Generation:
         return answer
 
     def on_told(self, told: Callable[[], None]) -> None:
-        """Have `told` called whenever there is something to take, now if there is."""
+        """Have `told` called whenever there is something to take, now included."""
         self._on_told = told
         if self.unread:
             told()
 
     def cancel(self) -> None:
-        """The caller wants no more. No error when it has ended."""
+        """The caller wants no more. No error if the request has ended."""
         self.unread.clear()
         self._unread_bytes = 0
         self._look_no_more()
@@ -142,7 +142,7 @@ class Generation:
         self._put(error)
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
-        """For the scheduler (events.StopScanner). An error shows when the tokens are emitted."""
+        """For the scheduler (events.StopScanner). `emit` raises what fails here."""
         try:
             return self._text.first_stop(token_ids)
         except Exception as error:
@@ -150,7 +150,7 @@ class Generation:
             return None
 
     def emit(self, emit: Emit, finish: Finish | None) -> None:
-        """Committed tokens, and how the sequence ended with them if it did."""
+        """Give the caller committed tokens, and the end of the sequence if it ended with them."""
         if self._text_error is not None:
             raise self._text_error
         pieces, rest = self._text.take(emit.token_ids, last=finish is not None)
@@ -185,7 +185,7 @@ class Generation:
             self._listener.pause(self.sequence_id)
 
     def _look(self) -> None:
-        """End the request if something is unread that was told before the last look."""
+        """End the request if an answer is unread that was there at the last look."""
         if self._num_taken >= self._must_be_taken:
             self._must_be_taken = self._num_taken + len(self.unread)
             self._looks = self._loop.call_later(self._max_unread_seconds, self._look)

@@ -22,13 +22,13 @@ from workers.server import RunningServer, start_server
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 _LAST_WORD_SECONDS = 0.5
-"""For what requests were told last, to reach their callers."""
+"""Time for the last messages to reach callers."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Translates; the driver does the rest."""
+    """Translates between messages and the driver, which does the work."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -89,10 +89,9 @@ async def serve_driver(
 ) -> tuple[Driver, RunningServer]:
     """Listen and start a driver. Stopping the server stops the driver.
 
-    Health is SERVING while requests can be served. A defect that ends the driver ends the server.
-
-    `on_made` has the driver before it starts: its workers may move meanwhile. Raises
-    UnavailableError when the port cannot be bound, and what `Driver.start` raises.
+    The server's health is SERVING while requests can be served. A defect that ends the driver ends
+    the server. `on_made` gets the driver before it starts, since its workers may move meanwhile.
+    Raises UnavailableError if the port cannot be bound, and what `Driver.start` raises.
     """
     driver = Driver(options)
     if on_made is not None:

@@ -1,10 +1,10 @@
-"""Starting a deployment on a Ray cluster, finding it again, ending it.
+"""Starts a deployment on a Ray cluster, finds it again, ends it.
 
     connect(address)            this process joins a Ray cluster
-    start_cluster(config, ...)  bring a deployment up on it
-    find_cluster(name)          one that another process brought up
+    start_cluster(config, ...)  starts a deployment on it
+    find_cluster(name)          finds one that another process started
 
-Import this module only when a cluster is needed: it imports Ray.
+Importing this module imports Ray, so do it only when a cluster is needed.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from paceline.generation import WorkerLife
 NAMESPACE = "paceline"
 _LOOPBACK = "127.0.0.1"
 _HEAD = "node:__internal_head__"
-"""A resource that Ray gives to its head alone."""
+"""A resource that Ray gives to its head node only."""
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 10.0
 _ROOM_PATIENCE = 5.0
-"""What an earlier deployment gave back shows up in Ray's count only after a moment."""
+"""Seconds to wait for room. What an earlier deployment freed shows in Ray's count after a while."""
 
 Progress = Callable[[str], None]
 
@@ -49,9 +49,10 @@ class ClusterHandle:
         self._controller = controller
 
     def stop(self, drain_seconds: float = 0.0) -> int:
-        """End all its workers. No error where they have ended already.
+        """End all workers. No error if they have ended already.
 
-        Before, it takes no more requests and those that run have so long to end; how many did not.
+        First take no more requests, and give running ones `drain_seconds` to end. Returns how many
+        did not end in time.
         """
         if self._controller is None:
             return 0
@@ -65,7 +66,7 @@ class ClusterHandle:
         return left
 
     def workers(self) -> list[WorkerStatus]:
-        """The workers as the controller sees them; empty where there is no controller."""
+        """The workers as the controller sees them; empty if there is no controller."""
         if self._controller is None:
             return []
         try:
@@ -75,7 +76,7 @@ class ClusterHandle:
         return workers
 
     def lives(self) -> list[WorkerLife]:
-        """What became of the workers' processes; empty where there is no controller."""
+        """The history of the workers' processes; empty if there is no controller."""
         if self._controller is None:
             return []
         try:
@@ -86,9 +87,9 @@ class ClusterHandle:
 
 
 def connect(address: str) -> bool:
-    """Join the Ray cluster at `address` ("host:port" or what RAY_ADDRESS may hold).
+    """Join the Ray cluster at `address` ("host:port", or any value of RAY_ADDRESS).
 
-    Returns whether it was this call that joined. Raises UnavailableError.
+    Returns whether this call joined it. Raises UnavailableError.
     """
     if ray.is_initialized():
         return False
@@ -102,12 +103,12 @@ def connect(address: str) -> bool:
             f"cannot join the Ray cluster at {address}: {first_line(error)}"
         ) from error
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, and prints a trace.
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray installs a handler that prints a trace.
     return True
 
 
 def disconnect() -> None:
-    """Leave the Ray cluster. What this process started and did not detach ends."""
+    """Leave the Ray cluster. Everything that this process started and did not detach ends."""
     ray.shutdown()
 
 
@@ -121,12 +122,12 @@ def start_cluster(
     name: str | None,
     cores: Sequence[int] | None = None,
 ) -> ClusterHandle:
-    """Bring up a deployment on the Ray cluster that this process has joined.
+    """Start a deployment on the Ray cluster that this process has joined.
 
-    `detached`: it outlives this process and is found by its `name`; else it ends with it.
-    `cores`: see plan_placement; they are given on a Ray cluster of ours, whose own files nobody
-    reads. `logs`: the folder for logs, on each host; None: none are kept.
-    Raises the PacelineError that says why not, with all ended.
+    `detached`: it outlives this process and is found by its `name`; else it ends with this process.
+    `cores`: see plan_placement; given on a Ray cluster of our own, whose log files nobody reads.
+    `logs`: the folder for logs on each host; None: no logs. Raises the PacelineError that says why
+    it failed, after ending everything.
     """
     nodes, placement = _place(config, cores)
     setup = WorkerSetup(
@@ -139,8 +140,8 @@ def start_cluster(
     options: dict[str, Any] = {
         "num_cpus": 0,
         "max_concurrency": 100,
-        # It lives with the head, without which Ray does not go on either. An affinity to that node
-        # is not kept for what needs no resource at all.
+        # The controller belongs on the head node, without which Ray cannot go on either. Ray would
+        # not keep a node affinity for an actor that needs no resource.
         "resources": {_HEAD: 0.001},
     }
     if detached:
@@ -162,7 +163,7 @@ def start_cluster(
 
 
 def find_cluster(name: str) -> ClusterHandle | None:
-    """The detached deployment of that name on the Ray cluster that this process has joined."""
+    """The detached deployment with this name, on the Ray cluster that this process has joined."""
     try:
         controller = ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
@@ -186,7 +187,7 @@ def _place(config: Config, cores: Sequence[int] | None) -> tuple[list[Node], Pla
 
 
 def _free_nodes() -> list[Node]:
-    """The living nodes; of a single one what is free, of several all they have."""
+    """The living nodes. A single node is listed with what is free, several with all they have."""
     alive = [node for node in ray.nodes() if node["Alive"]]
     if len(alive) == 1:
         totals = [ray.available_resources()]
@@ -199,7 +200,7 @@ def _free_nodes() -> list[Node]:
 
 
 def _follow(controller: Any, progress: Progress) -> str:
-    """Tell the controller's progress until it is up."""
+    """Report the controller's progress until it is up. Returns the address."""
     coming = controller.bring_up.remote()
     seen = 0
     try:

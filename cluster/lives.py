@@ -1,10 +1,10 @@
-"""How the controller learns that a worker is lost: its process ends, its server ends, it hangs, or
-it answers and fails whatever it is asked.
+"""How the controller learns that a worker is lost.
 
-A worker computes on the event loop that answers questions, so a long step keeps it silent and is no
-fault. Silence counts as hanging only where the driver does not hear from the worker either, and the
-driver's patience with a step grows with the step's tokens. Nor is a worker lost when a connection
-to it breaks: Ray says which of the two it is.
+Its process ends, its server ends, it hangs, or it answers but fails all requests. A worker computes
+on the event loop that answers questions, so a long step makes it silent without a fault. Silence
+counts as hanging only if the driver hears nothing from the worker either. The driver's patience
+with a step grows with the step's tokens. A broken connection alone does not mean that a worker is
+lost: Ray reports which of the two it is.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from cluster.placement import GroupPlan
 from paceline.errors import UnavailableError
 
 QUESTIONS = 4
-"""So many in a row stay without an answer before a worker is silent. Where this whole machine was
-stopped for a while, the first times out at once, and the second is answered."""
+"""Unanswered questions in a row after which a worker counts as silent. If the whole machine was
+stopped for a while, the first question times out at once and the second is answered."""
 ROOM_SECONDS = 10.0
-"""How long Ray may look for a node in place of a lost one before we say that it finds none."""
+"""How long Ray may look for a node to replace a lost one before we report that it finds none."""
 RECENT_SECONDS = 600.0
-"""How long the end of a process counts, of which several in a row make pauses longer."""
+"""How long the end of a process counts as recent. Several recent ends make pauses longer."""
 FIRST_PAUSE = 0.5
-"""Seconds before the second try; each further one waits twice as long. The first waits for none."""
+"""Seconds before the second try. Each further pause is twice as long. The first try is at once."""
 LONGEST_PAUSE = 30.0
-"""Seconds before a try, at most: a device that comes back is in use within that."""
+"""Longest pause before a try, so a device that comes back is soon in use."""
 MOVE_AFTER = 4
-"""Recent ends in one place before another is tried."""
+"""Recent ends in one place after which another place is tried."""
 _LOOK_SECONDS = 0.5
 _USELESS_SECONDS = 5.0
 
 
 @dataclass(slots=True)
 class RecentEnds:
-    """When a worker's processes ended or did not start, of late, by a monotonic clock."""
+    """Recent times, by a monotonic clock, at which a worker's process ended or failed to start."""
 
     _times: list[float] = field(default_factory=list)
 
     def add(self, now: float) -> None:
-        """One more."""
+        """Add an end."""
         self._times = [one for one in self._times if now - one < RECENT_SECONDS] + [now]
 
     @property
@@ -58,12 +58,12 @@ class RecentEnds:
 
     @property
     def wants_another_place(self) -> bool:
-        """Whether the present place has had its chances."""
+        """Whether enough tries failed in the present place."""
         return bool(self._times) and len(self._times) % MOVE_AFTER == 0
 
 
 def longest_silence(hung_after: float) -> float:
-    """Seconds from a worker's last answer to the moment at which it is known to hang."""
+    """Seconds from a worker's last answer until it is known to hang."""
     return hung_after * (1 + 1 / QUESTIONS)
 
 
@@ -74,10 +74,10 @@ async def until_lost(
     is_heard: Callable[[], Awaitable[bool]],
     why_useless: Callable[[], Awaitable[str | None]] | None = None,
 ) -> str:
-    """Return when an actor that serves is lost, and why.
+    """Wait until a serving actor is lost. Returns the reason.
 
-    It hangs when it has not answered for `hung_after` seconds and is not heard elsewhere
-    (`is_heard`). `why_useless`: why whoever works with it has given it up, None: nobody has.
+    It hangs if it has not answered for `hung_after` seconds and `is_heard` says that nobody else
+    hears it. `why_useless`: why the driver has given it up; None: it has not.
     """
     ways = [
         asyncio.create_task(_until_ended(worker)),
@@ -103,11 +103,11 @@ async def until_started(
     seconds: float,
     tell: Callable[[str], Awaitable[None]],
 ) -> None:
-    """Return when the process of an actor in a placement group answers.
+    """Wait until the process of an actor in a placement group answers.
 
-    While Ray has no node for what the group lost, it waits for one, and tells time and again what
-    is needed and what is there. Raises UnavailableError where the process does not come within
-    `seconds` of a place for it, RayActorError where it cannot be.
+    If the group lost a node and Ray has no other, this waits for one and reports from time to time
+    what is needed and what is there. Raises UnavailableError if the process does not answer within
+    `seconds` once it has a place, and RayActorError if it cannot be started.
     """
     answer = asyncio.ensure_future(answer_of(worker.ping.remote))
     since = time.monotonic()
@@ -131,7 +131,7 @@ async def until_started(
 
 
 def _has_room(group: PlacementGroup) -> bool:
-    """Whether all of a group's bundles are on nodes that live."""
+    """Whether all bundles of a group are on living nodes."""
     return bool(placement_group_table(group)["state"] == "CREATED")
 
 
@@ -140,15 +140,15 @@ def _no_room(name: str, plan: GroupPlan) -> str:
     needs = " + ".join(map(_devices, plan.bundles))
     together = "one node" if plan.strategy == "STRICT_PACK" else "the nodes"
     return (
-        f"{name} has no place: its group needs {needs} on {together} that are left, which are "
-        f"{len(alive)}, with {'; '.join(map(_devices, alive))}; "
+        f"{name} has no place: its group needs {needs} on {together}. The {len(alive)} living "
+        f"nodes have {'; '.join(map(_devices, alive))}, of which "
         f"{_devices(ray.available_resources())} are free: start a node that has as much, or free "
         "some"
     )
 
 
 def _devices(resources: Mapping[str, float]) -> str:
-    """The part of Ray's resources that we reserve."""
+    """The CPUs and GPUs among Ray's resources, which are what we reserve."""
     return ", ".join(f"{resources.get(kind, 0):g} {kind}s" for kind in ("CPU", "GPU"))
 
 
@@ -168,15 +168,15 @@ async def _until_hung(
     while True:
         ask_at = time.monotonic() + seconds
         try:
-            # Not `wait_for`, which loses a cancellation that comes with the call's own error: a
-            # worker that ended with a question open would never be known to be lost.
+            # `wait_for` would lose a cancellation that coincides with an error of the call. A
+            # worker that ended with a question open would then never be found lost.
             async with asyncio.timeout(seconds):
                 await worker.ping.remote()
         except (TimeoutError, ActorUnavailableError):
             unanswered += 1
             if unanswered >= QUESTIONS and not await is_heard():
-                return f"it has not answered for {hung_after:g} s and is taken for hung"
-        except RayError:  # Its process has ended, which `wait` tells as well, and says why.
+                return f"it has not answered for {hung_after:g} s and counts as hung"
+        except RayError:  # The process has ended. `wait` reports it too, with the reason.
             pass
         else:
             unanswered = 0

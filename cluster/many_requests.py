@@ -1,4 +1,4 @@
-"""The requests of one GenerateMany stream: each a generation, all answered by one writer."""
+"""The requests of one GenerateMany stream. Each is a generation; one writer answers them all."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from paceline.wire import failure_to_wire, fill_response, request_from_wire
 from workers.server import unexpected
 
 USUAL_BYTES = 256 * 1024
-"""Most bytes of a message with several answers; a single answer may have more. gRPC holds one such
+"""Most bytes of a message with several answers. A single answer may have more. gRPC holds one such
 message for a caller that does not read."""
 
 MAX_REQUESTS_PER_STREAM = 2048
-"""Requests of one stream whose end was not sent yet. Further ones are refused, each by itself; the
-stream goes on. More than the most that a driver takes by default (server.max_waiting)."""
+"""Open requests of a stream. Further ones are refused, each by itself, and the stream goes on. This
+is more than a driver takes by default (server.max_waiting)."""
 
 MAX_UNSENT_REFUSALS = 1024
-"""Refusals of requests that were never begun which may wait to be sent. With as many, no more of
-the caller's messages are read until it has read some of them."""
+"""Unsent refusals of requests that were never begun. With this many, the caller's messages are not
+read until the caller has read some refusals."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,7 +58,7 @@ class _Numbered:
 
     @property
     def unread(self) -> Sequence[tuple[Answer, int]]:
-        """What is to be sent, each with its size (`generation.size_of`)."""
+        """Answers to send, each with its size (`generation.size_of`)."""
         if self.over:
             return ()
         if self.error is not None:
@@ -66,7 +66,7 @@ class _Numbered:
         return () if self.generation is None else self.generation.unread
 
     def end(self) -> None:
-        """Nothing more is sent, and nothing goes on."""
+        """Send nothing more, and stop the request."""
         self.over = True
         if self.beginning is not None:
             self.beginning.cancel()
@@ -75,31 +75,31 @@ class _Numbered:
 
 
 class ManyRequests:
-    """One stream's. What is told between two writes goes out in one message."""
+    """The requests of one stream. Answers that come between two writes share a message."""
 
     def __init__(self, driver: Driver, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         self._driver = driver
         self._context = context
         self._begun: dict[int, _Numbered] = {}
-        """By number, until they are over."""
+        """Open requests, by number."""
         self._to_send: deque[_Numbered] = deque()
         self._num_refusals = 0
-        """In `_to_send`, of requests that were refused at once."""
+        """Refusals in `_to_send` of requests that were refused at once."""
         self._told = asyncio.Event()
         self._sent = asyncio.Event()
         self._ended = False
 
     async def serve(self, requests: AsyncIterator[inference_pb2.GenerateManyRequest]) -> None:
-        """Until the caller ends the stream, which ends all of its requests.
+        """Serve until the caller ends the stream, which ends all of its requests.
 
-        Raises InvalidRequestError for a message that makes no sense.
+        Raises InvalidRequestError for a message without meaning.
         """
         writer = asyncio.create_task(self._write())
         reader = asyncio.create_task(self._read(requests))
         try:
             await asyncio.wait((writer, reader), return_when=asyncio.FIRST_COMPLETED)
             self._end()
-            # gRPC sends no status beside a write: the caller would wait for it for ever.
+            # gRPC sends no status during a write, so the caller would wait for it forever.
             await writer
             if reader.done():
                 reader.result()
@@ -110,7 +110,7 @@ class ManyRequests:
             await asyncio.gather(writer, reader, return_exceptions=True)
 
     def _end(self) -> None:
-        """Of all requests; what is being written is the last answer."""
+        """End all requests. An answer that is being written is the last."""
         for one in self._begun.values():
             one.end()
         self._begun.clear()
@@ -157,12 +157,12 @@ class ManyRequests:
         except PacelineError as error:
             one.error = error
             self._queue(one)
-        except Exception:  # else its caller would wait for ever
+        except Exception:  # Otherwise the caller would wait forever.
             one.error = unexpected(request.request_id)
             self._queue(one)
 
     def _queue(self, one: _Numbered) -> None:
-        """Have the writer send what there is of it."""
+        """Have the writer send what the request has to say."""
         if not one.queued:
             one.queued = True
             self._to_send.append(one)
@@ -180,7 +180,7 @@ class ManyRequests:
                 self._sent.set()
 
     def _next_message(self) -> inference_pb2.GenerateManyResponse:
-        """What is to be sent, in turn, as far as a message goes; one without answers: nothing."""
+        """The next answers, in turn, as many as fit into a message. Without answers: none wait."""
         message, room = inference_pb2.GenerateManyResponse(), USUAL_BYTES
         while self._to_send:
             one = self._to_send[0]
@@ -206,7 +206,7 @@ class ManyRequests:
         answer: Answer,
         most_bytes: int,
     ) -> None:
-        """Add an answer. One that cannot be sent ends its request with the reason."""
+        """Add an answer. An answer that cannot be sent ends its request with the reason."""
         numbered = message.responses.add()
         numbered.number = one.number
         if not isinstance(answer, PacelineError):
@@ -221,11 +221,11 @@ class ManyRequests:
                     self._forget(one)
                 return
             answer = refusal
-        numbered.failed.CopyFrom(failure_to_wire(answer))  # instead of a response
+        numbered.failed.CopyFrom(failure_to_wire(answer))  # Replaces a response.
         self._forget(one)
 
     def _forget(self, one: _Numbered) -> None:
-        """Its end is being sent."""
+        """Forget a request, since its end is being sent."""
         if one.beginning is None:
             self._num_refusals -= 1
         elif self._begun.get(one.number) is one:
@@ -236,16 +236,16 @@ class ManyRequests:
 
 
 def _most_bytes(answer: Answer) -> int:
-    """An upper bound of what is no chunk, cheap to compute."""
+    """An upper bound of the bytes of an answer that is no chunk, cheap to compute."""
     if isinstance(answer, Started):
         return 1024 + 5 * len(answer.prompt_token_ids)
     return 2 * MAX_DETAILS_BYTES
 
 
 def _refusal_of(answer: Answer, message: inference_pb2.NumberedResponse) -> PacelineError | None:
-    """What is told in place of an answer that no message can hold; None: one can.
+    """The error to send in place of an answer that no message can hold; None: the answer fits.
 
-    gRPC would not send it, and would end the stream of all.
+    gRPC would not send it, and would end the stream with all requests.
     """
     size = message.ByteSize()
     if size <= MAX_REQUEST_BYTES:

@@ -1,4 +1,4 @@
-"""What the driver counts for its operators."""
+"""Counters of the driver for its operators."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.generation import WorkerStats
 
 FAILURES = 6
 """Attempts in a row that a worker's process must fail, each with work at hand, before the
-controller is told to end it. A process that fails its steps ends itself after three."""
+controller ends it. A process that fails its steps ends itself after three."""
 
 
 @dataclass(slots=True)
 class WorkerMeter:
-    """Counts of one worker since the driver began; they outlive its connections."""
+    """Counters of one worker since the driver began. They outlive its connections."""
 
     name: str
     kind: str
@@ -31,15 +31,15 @@ class WorkerMeter:
     suspect: bool = False
     overruns: int = 0
     trouble: str = ""
-    """Why it could not be used, when it was last tried."""
+    """Why the worker could not be used at the last try."""
     failures: int = 0
-    """Attempts in a row that this process answered and that came to nothing."""
+    """Attempts in a row that its process answered but that led to nothing."""
     _failing_since: float = 0.0
     _passes_before: int = 0
     _away_since: float = field(default_factory=time.monotonic)
 
     def join(self, *, kind: str, pid: int) -> None:
-        """It can be used from now on."""
+        """The worker can be used from now on."""
         if pid != self.pid:
             self.failures = 0
         self._passes_before = self.passes
@@ -49,9 +49,9 @@ class WorkerMeter:
         self.joins += 1
 
     def leave(self, *, asked: bool = True) -> None:
-        """Its stream has ended, or was never there: it cannot be used until it joins again.
+        """The stream ended or was never there. The worker cannot be used until it joins again.
 
-        `asked`: whether there was work for it. A stream with work that saw no pass is a failure.
+        `asked`: whether there was work for it. A stream with work but without a pass is a failure.
         """
         if self.connected:
             self.connected = False
@@ -60,24 +60,24 @@ class WorkerMeter:
                 self.failed()
 
     def failed(self) -> None:
-        """Its process answered who it is, and then came to nothing."""
+        """The worker's process described itself, and then led to nothing."""
         if not self.failures:
             self._failing_since = time.monotonic()
         self.failures += 1
 
     def is_failing(self, seconds: float) -> bool:
-        """Whether its process is there and has been of no use for so long."""
+        """Whether its process is there but has been of no use for `seconds`."""
         return self.failures >= FAILURES and time.monotonic() - self._failing_since >= seconds
 
     def passed(self, busy_seconds: float, overrun_seconds: float) -> None:
-        """It told of a pass."""
+        """The worker reported a pass."""
         self.failures = 0
         self.busy_seconds += busy_seconds
         self.passes += 1
         self.overruns += overrun_seconds > 0
 
     def stats(self) -> WorkerStats:
-        """The counts as they are told outside."""
+        """The counters in the form of the public statistics."""
         return WorkerStats(
             name=self.name,
             kind=self.kind,
@@ -98,46 +98,47 @@ class WorkerMeter:
 
 @dataclass(slots=True)
 class GapMeter:
-    """The time between two forward passes of a target group, while there was work at hand.
+    """The time between two forward passes of a target group while there was work.
 
-    Only steps count that were sent right upon the answer to the step before them.
+    Only steps that were sent at once upon the previous answer count.
     """
 
     _gaps: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     _counts_next: set[int] = field(default_factory=set)
 
     def step_sent(self, group: int, *, upon_answer: bool) -> None:
-        """A step was sent; `upon_answer`: by the answer to the one before it."""
+        """A step was sent. `upon_answer`: at once upon the previous answer."""
         if upon_answer:
             self._counts_next.add(group)
         else:
             self._counts_next.discard(group)
 
     def step_answered(self, group: int, gap_seconds: float) -> None:
-        """The step was answered, with the gap that the shard saw before it."""
+        """A step was answered, with the gap before it that the shard measured."""
         if group in self._counts_next and gap_seconds > 0:
             self._gaps.append(gap_seconds)
 
     @property
     def median_ms(self) -> float:
-        """Over the last 1,000; 0 when there were none."""
+        """Median of the last 1,000 gaps; 0: there were none."""
         return statistics.median(self._gaps) * 1000 if self._gaps else 0.0
 
 
 @dataclass(slots=True)
 class DriverTimeMeter:
-    """The processor time that the driver's event loop spends on a step, all that it does included.
+    """The processor time that the driver's event loop spends on a step, with everything it does.
 
-    It goes from one answer of the target to the next, where the step was sent right upon the first.
+    It is measured from one answer of the target to the next, if the step was sent at once upon the
+    first.
     """
 
     _times: deque[float] = field(default_factory=lambda: deque(maxlen=1000))
     _last: float | None = None
 
     def step_answered(self, thread_seconds: float) -> float:
-        """A step was answered, when the loop's thread had had so much of a processor in all.
+        """A step was answered. `thread_seconds`: total processor time of the loop's thread.
 
-        Returns what it had since the answer before, 0 where that is not counted.
+        Returns the time since the previous answer; 0 if that is not counted.
         """
         seconds = 0.0
         if self._last is not None:
@@ -152,5 +153,5 @@ class DriverTimeMeter:
 
     @property
     def median_ms(self) -> float:
-        """Over the last 1,000; 0 when there were none."""
+        """Median of the last 1,000 times; 0: there were none."""
         return statistics.median(self._times) * 1000 if self._times else 0.0

@@ -1,4 +1,4 @@
-"""Messages on their way into one gRPC stream, in order."""
+"""Messages to be written to one gRPC stream, in order."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 class Outbox(Generic[MessageT]):
-    """Takes messages without waiting; writes them one after the other.
+    """Takes messages without waiting and writes them one after the other.
 
-    `run` is the stream's writer. Whoever reads the stream may `begin` and `flush` instead of waking
-    the writer, which saves turns of the event loop. Nobody else may: a cancelled write ends the
-    stream.
+    `run` is the stream's writer. The reader of the stream may `begin` and `flush` instead of waking
+    the writer, which saves turns of the event loop. Nobody else may, because a cancelled write ends
+    the stream.
     """
 
     def __init__(self, write: Callable[[MessageT], Coroutine[Any, Any, None]]) -> None:
         self._write = write
-        # With their sizes, which are asked only of those that have to wait.
+        # With their sizes. The size of a message that need not wait is not computed.
         self._messages: deque[tuple[MessageT, int]] = deque()
         self.num_bytes = 0
-        """Of the messages that wait behind another."""
+        """Bytes of the messages that wait behind another."""
         self._woken = asyncio.Event()
         self._writing = False
         self._begun: Begun[None] | None = None
@@ -36,7 +36,7 @@ class Outbox(Generic[MessageT]):
         return len(self._messages)
 
     def put(self, message: MessageT) -> None:
-        """Append a message; `wake`, `begin` or `flush` must follow."""
+        """Append a message. `wake`, `begin` or `flush` must follow."""
         size = message.ByteSize() if self._messages else 0
         self.num_bytes += size
         self._messages.append((message, size))
@@ -47,17 +47,17 @@ class Outbox(Generic[MessageT]):
         return message
 
     def wake(self) -> None:
-        """Have the writer write what is there."""
+        """Have the writer write all messages."""
         self._woken.set()
 
     def begin(self) -> None:
-        """Hand the first message to gRPC, unless one is being written; `flush` must follow."""
+        """Hand the first message to gRPC, unless one is being written. `flush` must follow."""
         if not self._writing:
             self._writing = True
             self._begun = Begun(self._write(self._next()))
 
     async def flush(self) -> None:
-        """Write what is there, unless that is being done already."""
+        """Write all messages, unless that is being done already."""
         begun, self._begun = self._begun, None
         if self._writing and begun is None:
             return
@@ -71,7 +71,7 @@ class Outbox(Generic[MessageT]):
             self._writing = False
 
     async def run(self) -> None:
-        """Write whenever woken, for ever."""
+        """Write whenever woken, forever."""
         while True:
             await self._woken.wait()
             self._woken.clear()

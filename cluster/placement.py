@@ -1,9 +1,8 @@
-"""Which worker gets which threads, cores and devices. Pure: nodes in, a plan out.
+"""Decides which worker gets which threads, cores and devices. Pure: nodes in, a plan out.
 
-The shards of each target group form a placement group, on one node where one has room for all of
-them; model drafters form another, spread over nodes where there are several. The driver sits beside
-the first shard, and so does a drafter without a model, which costs next to nothing and reserves no
-core.
+The shards of each target group form a placement group, on one node if any node has room for all of
+them. Model drafters form another group, spread over the nodes. The driver is placed with the first
+shard. So is a drafter without a model, which costs next to nothing and reserves no core.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ WorkerKind = Literal["target"] | DrafterKind
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the cluster: what it has free, in CPUs and GPUs."""
+    """A node of the cluster, with its free CPUs and GPUs."""
 
     name: str
     cpus: float
@@ -32,10 +31,11 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """One worker. `group` and `bundle` say where; `cores` None: wherever the system puts it.
+    """One worker.
 
-    `rank` and `degree` are of a shard: its number, and how many its target group has.
-    `drafter`: the configuration of what is one.
+    `group`, `bundle`: its place. `cores`: those it is pinned to; None: it is not pinned. `rank`,
+    `degree`: a shard's number, and how many shards its target group has. `drafter`: the
+    configuration of a drafter.
     """
 
     name: str
@@ -62,9 +62,9 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The whole plan. The first groups are the target's, bundle N of each is that of its shard N.
+    """The whole plan. The first groups are the target's; bundle N of each holds its shard N.
 
-    Bundle 0 of group 0 has the driver too.
+    Bundle 0 of group 0 also holds the driver.
     """
 
     groups: tuple[GroupPlan, ...]
@@ -72,7 +72,7 @@ class Placement:
 
     @property
     def reserved_cpus(self) -> int:
-        """CPUs that all workers reserve."""
+        """CPUs that all workers reserve together."""
         return sum(worker.reserved_cpus for worker in self.workers)
 
 
@@ -83,11 +83,11 @@ def plan_placement(
     cores: Sequence[int] | None = None,
     enforce: bool = True,
 ) -> Placement:
-    """Share out the nodes.
+    """Divide the nodes among the workers.
 
-    `cores`: the core numbers of the only node where nobody else uses it; workers are pinned to
-    them if there are enough. `enforce=False` lets workers reserve more cores than there are. Raises
-    UnavailableError saying what is needed and what is there, for more shards than devices too.
+    `cores`: numbers of the cores of a single node that nobody else uses. Workers are pinned to them
+    if there are enough. `enforce=False` lets workers reserve more cores than there are. Raises
+    UnavailableError, which says what is needed and what is there, also if shards outnumber devices.
     """
     drafters = [one for drafter in config.drafters for one in [drafter] * drafter.count]
     num_model_drafters = sum(drafter.kind == "model" for drafter in drafters)
@@ -128,7 +128,7 @@ def plan_placement(
                 drafter=drafter,
             )
         )
-    shards = workers[:degree]  # those of other groups need as much
+    shards = workers[:degree]  # Other groups need as much.
     strategy: Literal["STRICT_PACK", "PACK"] = "STRICT_PACK" if _fit_one(shards, nodes) else "PACK"
     groups = [GroupPlan(_bundles(shards), strategy) for _ in range(num_targets)]
     if num_model_drafters:
@@ -141,7 +141,7 @@ def plan_placement(
 
 
 def _check_devices(config: Config, nodes: Sequence[Node]) -> None:
-    """Refuse more shards than devices: they would take turns, and gain nothing."""
+    """Refuse more shards than devices, which would take turns and gain nothing."""
     resources, degree = config.target.resources, _num_shards(config)
     gpus = int(sum(node.gpus for node in nodes))
     cpus = int(sum(node.cpus for node in nodes))
@@ -160,7 +160,7 @@ def _check_devices(config: Config, nodes: Sequence[Node]) -> None:
 
 
 def _num_shards(config: Config) -> int:
-    """Of all target groups."""
+    """Number of shards of all target groups."""
     return config.target.groups * config.target.tensor_parallel
 
 
@@ -178,7 +178,7 @@ def _lower(config: Config) -> str:
 
 
 def _share_gpus(config: Config, num_drafters: int, nodes: Sequence[Node]) -> tuple[int, int]:
-    """GPUs of each shard and of each model drafter: the target's come first."""
+    """GPUs of each shard and of each model drafter. The target's come first."""
     gpus = 0 if config.target.resources == "cpu" else int(sum(node.gpus for node in nodes))
     num_shards = _num_shards(config)
     return int(gpus >= num_shards), int(gpus >= num_shards + num_drafters)
@@ -189,7 +189,7 @@ def _nodes(nodes: Sequence[Node]) -> str:
 
 
 def _fit_one(shards: Sequence[WorkerPlan], nodes: Sequence[Node]) -> bool:
-    """Whether a node has room for all shards; one has to where there is one shard."""
+    """Whether some node has room for all shards. A single shard is always placed on one."""
     cpus = sum(shard.reserved_cpus for shard in shards)
     gpus = sum(shard.reserved_gpus for shard in shards)
     fits = any(node.cpus >= cpus and node.gpus >= gpus for node in nodes)
@@ -216,7 +216,7 @@ def _share_threads(
         return config.target.threads, threads
     taken = sum(n for drafter, n in zip(drafters, threads, strict=True) if drafter.kind == "model")
     left = cpus[0] - taken if len(cpus) == 1 else cpus[0]
-    # Of several nodes, some groups will share one.
+    # With several nodes, some groups may share one.
     a_node = (
         num_shards
         if len(cpus) == 1
@@ -236,7 +236,7 @@ def _bundles(workers: Sequence[WorkerPlan]) -> tuple[Bundle, ...]:
 
 
 def bundle_of(worker: WorkerPlan) -> Bundle:
-    """What it reserves."""
+    """Resources that the worker reserves."""
     bundle: Bundle = {"CPU": float(worker.reserved_cpus)}
     if worker.reserved_gpus:
         bundle["GPU"] = float(worker.reserved_gpus)
@@ -244,7 +244,7 @@ def bundle_of(worker: WorkerPlan) -> Bundle:
 
 
 def _check_room(workers: Sequence[WorkerPlan], nodes: Sequence[Node]) -> None:
-    """First fit, the target first and drafters where most is left."""
+    """Check by first fit that there is room: the target first, drafters where most is left."""
     left = [[node.cpus, node.gpus] for node in nodes]
     for worker in workers:
         left.sort(reverse=True)
@@ -268,7 +268,7 @@ def _check_room(workers: Sequence[WorkerPlan], nodes: Sequence[Node]) -> None:
 
 
 def _pin(workers: Sequence[WorkerPlan], cores: Sequence[int] | None) -> list[WorkerPlan]:
-    """Give each worker with threads of its own the next free cores, or pin none."""
+    """Give each worker that reserves cores the next free ones, or pin none."""
     needed = sum(worker.reserved_cpus for worker in workers)
     if cores is None or needed > len(cores):
         return list(workers)

@@ -1,4 +1,4 @@
-"""The section [plan] of a configuration: what `paceline plan` is asked. Frozen and closed."""
+"""The section [plan] of a configuration: the question that `paceline plan` answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _policy(value: object) -> object:
 
 
 def _listed(value: object) -> object:
-    """One value stands for a list of it."""
+    """Turn a single value into a list."""
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -52,7 +52,7 @@ _SOME = Field(min_length=1, strict=False)
 
 
 class PlanConfig(BaseModel):
-    """Devices, links, load and acceptance; where several values are given, all are compared."""
+    """Devices, links, load and acceptance. If several values are given, all are compared."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -65,7 +65,7 @@ class PlanConfig(BaseModel):
     )
     hosts: Annotated[int, Field(ge=1, le=100_000)] = 1
     gpus_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
-    # Target groups and the drafters that they share. Plain decoding is compared with in any case.
+    # Target groups and the drafters that they share. Plain decoding is always compared as well.
     ratios: Annotated[tuple[Annotated[str, BeforeValidator(_ratio)], ...], _Listed, _SOME] = (
         "1:1",
         "2:1",
@@ -74,22 +74,22 @@ class PlanConfig(BaseModel):
     policies: Annotated[tuple[Annotated[str, BeforeValidator(_policy)], ...], _Listed, _SOME] = (
         SIMULATED_POLICIES
     )
-    # Between a driver and a drafter.
+    # The link between a driver and a drafter: round trip in milliseconds, and Mbit/s.
     rtt_ms: Annotated[float, Field(ge=0, le=60_000, allow_inf_nan=False)] = 0.1
     mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    # That a drafted token is right, the ones before it being so; that the second guess is right
-    # where the first is not.
+    # The chance that a drafted token is right if those before it are. The chance that the second
+    # guess is right if the first is wrong.
     acceptance: _Share = 0.8
     hit_rate: _Share = 0.5
-    # Callers who ask again when they are answered; or requests a second, whoever is answered.
+    # The load: callers that ask again when they are answered, or a fixed rate of requests.
     concurrency: Annotated[int, Field(ge=1)] | None = None
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     prompt_tokens: Annotated[int, Field(ge=3, le=16_384)] = 512
     output_tokens: Annotated[int, Field(ge=2, le=16_384)] = 128
-    # KV that a target group holds.
+    # Tokens whose KV a target group holds.
     kv_tokens: Annotated[int, Field(ge=1024)] = 131_072
-    # How many requests are simulated for a layout; and of how many target groups at most, the
-    # load being cut alike (0: of all).
+    # Requests simulated for each layout. The most target groups that are simulated, with the load
+    # reduced accordingly (0: all).
     requests: Annotated[int, Field(ge=1)] = 100
     simulated_groups: Annotated[int, Field(ge=0)] = 4
     seed: Annotated[int, Field(ge=0)] = 0

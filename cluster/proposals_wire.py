@@ -1,4 +1,4 @@
-"""What a drafter's pass proposes, read from the messages of drafting.proto and checked."""
+"""Reads and checks the proposals in a drafter's messages (drafting.proto)."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from workers.verification.draft_probs import DraftProbs
 from workers.verification.rules import FACTS, check_proposal
 
 MAX_STOPPING_VALUES = 16
-"""Most numbers of a stopping rule's state; ours tell four."""
+"""Most numbers in the state of a stopping rule. Our rules report four."""
 
 MAX_STOPPING_NAME = 64
-"""Most characters of the name of such a number. It is kept as long as the request, and is told."""
+"""Most characters in the name of such a number. The name is kept and reported with the request."""
 
 _log = logging.getLogger(__name__)
 
 SpeculationOf = Callable[[int], Speculation | None]
-"""How a sequence is decoded, by its id; None: it has ended, or there never was one."""
+"""How a sequence is decoded, by its id; None: it has ended or never existed."""
 
 
 @dataclass(slots=True)
 class ReadBatch:
-    """What was read of a message. `dropped`: proposals that crossed the end of their sequence.
+    """The contents of a message.
 
-    `malformed`: those that break the contract, which are dropped as well.
+    `dropped`: proposals for sequences that have ended. `malformed`: proposals that break the
+    contract, which are dropped as well.
     """
 
     proposals: list[Proposal] = field(default_factory=list)
@@ -49,7 +50,7 @@ def read_proposals(
     vocab_size: int,
     drafter: str,
 ) -> ReadBatch:
-    """All that is of use in a message of `drafter`.
+    """The usable proposals in a message of `drafter`.
 
     Stops reading once the malformed proposals make the drafter suspect.
     """
@@ -78,9 +79,9 @@ def read_proposals(
 def proposal_from_wire(
     message: drafting_pb2.Proposal, speculation: Speculation, *, vocab_size: int
 ) -> Proposal:
-    """A proposal for a sequence that is decoded so.
+    """A proposal for a sequence with this `speculation`.
 
-    Raises ProtocolError where it breaks the contract.
+    Raises ProtocolError if it breaks the contract.
     """
     token_ids = tuple(message.token_ids)
     draft_probs = None
@@ -102,9 +103,9 @@ def proposal_from_wire(
 def tips_from_wire(
     message: drafting_pb2.Tips, speculation_of: SpeculationOf, *, vocab_size: int
 ) -> list[Proposal]:
-    """Proposals of a token each, but for sequences that have ended.
+    """Proposals of one token each, without those for sequences that have ended.
 
-    Raises ProtocolError where they break the contract.
+    Raises ProtocolError if they break the contract.
     """
     lengths, hashes = list(message.base_lengths), list(message.base_hashes)
     token_ids = list(message.token_ids)
@@ -129,7 +130,7 @@ def tips_from_wire(
         if FACTS[speculation.rule].needs_draft_probs:
             raise ProtocolError(
                 f"tips: expected none for sequence {sequence_id} under the rule "
-                f"{speculation.rule.value!r}: tell distributions"
+                f"{speculation.rule.value!r}: send proposals with distributions"
             )
     last_of = set(message.last_of)
     if not last_of.issubset(sequence_ids):
@@ -150,7 +151,7 @@ def tips_from_wire(
 
 
 def _mark_last(tips: list[Proposal], last_of: set[int]) -> None:
-    """Make the last one of each of these sequences say so. They are taken from the set."""
+    """Mark the last tip of each of these sequences as last. Empties the set."""
     for index in reversed(range(len(tips))):
         if tips[index].sequence_id in last_of:
             last_of.remove(tips[index].sequence_id)
@@ -160,9 +161,10 @@ def _mark_last(tips: list[Proposal], last_of: set[int]) -> None:
 def _is_sound_chain(
     message: drafting_pb2.Proposal, token_ids: tuple[int, ...], rule: Rule, vocab_size: int
 ) -> bool:
-    """Whether this is the usual case, of which all that `_check_candidates` asks is plainly true.
+    """Whether the message is the usual case, which passes `_check_candidates` for certain.
 
-    A driver reads one for each sequence and pass, and the whole check takes ten times as long.
+    A driver reads one such message for each sequence and pass, and the full check takes ten times
+    as long.
     """
     return (
         rule is Rule.COUPLED
@@ -178,7 +180,7 @@ def _check_candidates(
     speculation: Speculation,
     vocab_size: int,
 ) -> DraftProbs | None:
-    """Raise ProtocolError where candidates are not such as the rule and the grant allow."""
+    """Raise ProtocolError if rule or grant do not allow these candidates."""
     parents = tuple(message.parents) or tuple(range(len(token_ids)))
     tree = CandidateTree(token_ids, parents, tuple(message.multiplicities))
     draft_probs = distributions_from_wire(message.distributions)

@@ -1,4 +1,4 @@
-"""From what a caller asks to a request that can be decoded: checks, defaults, token ids."""
+"""Turns a caller's request into one that can be decoded: checks, defaults, token ids."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from workers.engine.checkpoint import CheckpointInfo
 _log = logging.getLogger(__name__)
 
 HASHED_AT_ONCE = 2048
-"""Tokens of a prompt that are hashed, some 1 ms, before the driver's loop may go on."""
+"""Tokens of a prompt, some 1 ms, that are hashed before the event loop may go on."""
 
 _SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
 
@@ -46,7 +46,7 @@ NameT = TypeVar("NameT", bound=enum.Enum)
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How a request speculates. `drafter` is a kind; None: any that fits the rule."""
+    """How a request speculates. `drafter`: a kind of drafter; None: any that fits the rule."""
 
     policy: PolicyName = PolicyName.CHAIN
     window: int = 8
@@ -58,13 +58,13 @@ class Speculation:
 
 
 def widest_proposal(speculation: Speculation) -> int:
-    """Most candidates of one position that a drafter may send, or k-SEQ paths."""
+    """The most candidates at one position, or k-SEQ paths, that a drafter may send."""
     return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRequest:
-    """A request with nothing left open."""
+    """A request with all defaults filled in."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -74,7 +74,7 @@ class ResolvedRequest:
     speculation: Speculation
     tenant: str
     prompt_hash: int | None = None
-    """paceline.prefix_hash of the prompt, which takes too long for the loop; None: not known."""
+    """paceline.prefix_hash of the prompt, computed off the event loop; None: not known."""
 
 
 class RequestResolver:
@@ -98,11 +98,11 @@ class RequestResolver:
         num_drafters: int | None = None,
         num_groups: int = 1,
     ) -> ResolvedRequest:
-        """Raise InvalidRequestError naming the field, or return what is to be decoded.
+        """Check a request and return what to decode. Raises InvalidRequestError with the field.
 
-        `room`: most tokens that a sequence may have. `drafters`: the kinds that are deployed, None
-        where that is not known; `num_drafters`: how many; `num_groups`: of the target. Tokenises,
-        so call it off the loop.
+        `room`: the most tokens of a sequence. `drafters`: the deployed kinds; None: not known.
+        `num_drafters`: how many are deployed. `num_groups`: target groups. This tokenizes, so call
+        it off the event loop.
         """
         speculation = self._speculation(options)
         if num_drafters is not None:
@@ -123,7 +123,7 @@ class RequestResolver:
         if sampling.min_tokens and len(end_token_ids) >= self._checkpoint.vocab_size:
             raise InvalidRequestError(
                 "stop_token_ids",
-                f"they leave no token that could be chosen before min_tokens "
+                f"they leave no token to choose before min_tokens "
                 f"({sampling.min_tokens}): expected fewer than the {self._checkpoint.vocab_size} "
                 "of the vocabulary, or min_tokens 0",
             )
@@ -157,7 +157,7 @@ class RequestResolver:
         return sampling
 
     def _check_length(self, generate_input: GenerateInput, room: int) -> None:
-        """Refuse text that cannot fit before time is spent on its tokens."""
+        """Refuse text that cannot fit, before tokenizing it."""
         if isinstance(generate_input, str):
             characters = len(generate_input)
         else:
@@ -191,7 +191,7 @@ class RequestResolver:
         rule = _named(Rule, "rule", options.rule, defaults.rule)
         policy = _named(PolicyName, "policy", options.policy, defaults.policy)
         window = _in_range("window", _given(options.window, defaults.window), 1, MAX_WINDOW)
-        # What the caller left out gives way to what was asked for.
+        # Values that the caller left out yield to those that were given.
         most = min(window, most_branches(policy, rule))
         branches = _given(options.branches, min(defaults.branches, most))
         check_branches(rule, branches, window)
@@ -217,7 +217,7 @@ class RequestResolver:
 
 
 def _check_drafters(speculation: Speculation, deployed: frozenset[str] | None) -> None:
-    """Raise InvalidRequestError where no drafter could draft what was asked for."""
+    """Raise InvalidRequestError if no drafter could draft what was asked for."""
     if speculation.policy is PolicyName.OFF:
         return
     kinds = deployed
@@ -232,7 +232,7 @@ def _check_drafters(speculation: Speculation, deployed: frozenset[str] | None) -
 
 
 def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:
-    """The member of an enum with that name. Raises InvalidRequestError."""
+    """The member of an enum with this name. Raises InvalidRequestError."""
     if name is None:
         return default
     try:
@@ -249,7 +249,7 @@ def _seed(seed: int | None) -> int:
 
 
 def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
-    """As many as asked for, or as fit."""
+    """The number of tokens asked for, or as many as fit."""
     if prompt_length >= room:
         raise PromptTooLongError(
             "prompt",
@@ -275,7 +275,7 @@ def _stop(stop: Sequence[str]) -> StopStrings:
 
 
 def _hash(token_ids: Sequence[int]) -> int:
-    """The hash of a prompt. This thread lets go of Python's lock after each piece."""
+    """The hash of a prompt. The thread releases Python's lock after each piece."""
     prefix_hash = EMPTY_PREFIX_HASH
     for first in range(0, len(token_ids), HASHED_AT_ONCE):
         prefix_hash = hash_on(prefix_hash, token_ids[first : first + HASHED_AT_ONCE])

@@ -1,9 +1,9 @@
-"""Starting a worker again that was lost: in its place, or on another node where its own is lost.
+"""Starts lost workers again, in the same place or, if that is lost, on another node.
 
-The more often it was lost of late, the longer the pause before the next try; where it is lost again
-and again in one place, it gets another. A drafter or a shard gets a new address, which the driver
-is told; the driver comes back at the port that callers know. Of a target's shards only those that
-were lost are started again: the driver brings the group together anew.
+The more often a worker was lost recently, the longer the pause before the next try. A worker that
+is repeatedly lost in one place gets another place. A drafter or shard gets a new address, which the
+driver is told. The driver returns at the port that callers know. Of a target's shards only lost
+ones are started again; the driver then brings the group together anew.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from cluster.workforce import DRIVER, Worker, Workforce
 from paceline.errors import PacelineError, WorkerLostError
 
 _START_SECONDS = 60.0
-"""How long a process may take to be there, at the first try; twice as long at each further one, for
-one that is slow to come is slower still when it is begun anew."""
+"""Time for a process to start at the first try. It doubles with each further try, because a process
+that starts slowly is slower still when it is started over."""
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
 _log = logging.getLogger(__name__)
 
 
 class Revival:
-    """Watches workers that serve, and starts them again."""
+    """Watches workers that serve, and starts them again when they are lost."""
 
     def __init__(self, workforce: Workforce) -> None:
         self._workforce = workforce
@@ -42,8 +42,8 @@ class Revival:
         while True:
             try:
                 await self._watch_once(worker)
-            except Exception:  # nobody else watches it
-                _log.exception("a defect in watching %s; it is watched again", worker.name)
+            except Exception:  # Nobody else watches the worker.
+                _log.exception("a defect ended the watch of %s; it starts again", worker.name)
                 await asyncio.sleep(LONGEST_PAUSE)
 
     async def _watch_once(self, worker: Worker) -> None:
@@ -57,7 +57,7 @@ class Revival:
         await self._revive(worker, why)
 
     async def _why_useless(self, worker: Worker) -> str | None:
-        """Why the driver cannot work with it though it answers; None: it can, or nobody knows."""
+        """Why the driver cannot work with an answering worker; None: it can, or it is unknown."""
         try:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 failing = await self._driver.handle.failing.remote(self._hung_after)
@@ -113,7 +113,7 @@ class Revival:
             return
 
     async def _pause(self, worker: Worker, trouble: str) -> None:
-        """Wait before the next try, and look for another place where this one was tried enough."""
+        """Wait before the next try. Look for another place if this one was tried often enough."""
         pause = worker.ends.pause
         if pause == 0:
             return
@@ -122,15 +122,15 @@ class Revival:
         _log.warning("%s: next try in %g s", worker.name, pause)
         await self._tell(worker, f"{trouble}; next try in {pause:g} s")
         if worker.ends.wants_another_place and await self._workforce.try_elsewhere(worker):
-            _log.warning("%s: goes on in another place", worker.name)
+            _log.warning("%s: moves to another place", worker.name)
         await asyncio.sleep(worker.next_try_at - time.monotonic())
         worker.next_try_at = None
 
     async def _tell_driver(self, revived: Worker) -> None:
-        """Tell where the worker is now: on another host perhaps, where its own is lost.
+        """Tell the driver where the worker is now, possibly on another host.
 
-        A driver that is lost as well is told when it is started again; others may have moved while
-        it started.
+        A driver that is lost itself is told when it is started again, because other workers may
+        have moved while it started.
         """
         driver, calls = self._driver.handle, []
         if not revived.is_drafter:
@@ -142,32 +142,32 @@ class Revival:
                 await outcome_of(answer_of(call), DRIVER)
 
     async def _tell(self, worker: Worker, trouble: str) -> None:
-        """Tell the driver what there is to know of a worker that is lost."""
+        """Tell the driver what is known of a lost worker."""
         await asyncio.gather(self._tell_trouble(worker, trouble), self._tell_lives())
 
     async def _tell_trouble(self, worker: Worker, trouble: str) -> None:
-        """Tell the driver, where it lives, why a shard stays away: requests that fail say so."""
+        """Tell a living driver why a shard stays away. Requests that fail report it."""
         if worker.is_shard:
             with contextlib.suppress(PacelineError, TimeoutError):
                 async with asyncio.timeout(_ANSWER_SECONDS):
                     await outcome_of(self._driver.handle.note_target.remote(trouble), DRIVER)
 
     async def _tell_lives(self) -> None:
-        """Tell the driver, where it lives, what became of the workers' processes."""
+        """Tell a living driver the history of the workers' processes."""
         with contextlib.suppress(PacelineError, TimeoutError):
             async with asyncio.timeout(_ANSWER_SECONDS):
                 lives = self._workforce.lives()
                 await outcome_of(self._driver.handle.note_lives.remote(lives), DRIVER)
 
     async def _until_shards_serve(self) -> None:
-        """Wait for those that are lost as well: a driver would look at old addresses."""
+        """Wait for shards that are lost as well, else a driver would use old addresses."""
         while not all(await asyncio.gather(*map(self._serves, self._workforce.shards))):
             await asyncio.sleep(_LOOK_SECONDS)
 
     async def _serves(self, shard: Worker) -> bool:
         if shard.restarting:
             return False
-        try:  # It may have been lost with the driver, and its own watch be slower to hear of it.
+        try:  # It may have been lost with the driver, without its own watch knowing yet.
             async with asyncio.timeout(_ANSWER_SECONDS):
                 await shard.handle.ping.remote()
         except (RayError, TimeoutError):

@@ -1,4 +1,4 @@
-"""What the devices do, round by round, for whoever traces them (trace.proto)."""
+"""Reports what the devices do, round by round, to whoever traces them (trace.proto)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from paceline.errors import PacelineError
 from paceline.v1 import drafting_pb2, target_pb2, trace_pb2
 
 KEPT_CANDIDATES, _KEPT_POSITIONS = 2048, 256
-"""Most candidates of a sequence whose passes are remembered: those of the last positions, and of
-these the latest."""
+"""Most candidates of a sequence whose passes are remembered, and the positions that they may span.
+The latest are kept."""
 
 KEPT_SEQUENCES = 4096
-"""Most sequences whose candidates are remembered; those proposed for first are forgotten first."""
+"""Most sequences whose candidates are remembered. The oldest are forgotten first."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _SentStep:
-    """`passes`: of each slice, in which passes its candidates were proposed."""
+    """A step in flight. `passes`: for each slice, the passes that proposed its candidates."""
 
     sent_at: float
     step: RunStep
@@ -32,10 +32,10 @@ class _SentStep:
 
 
 class RoundTap:
-    """Hears what the driver sends and receives, and tells it as messages of trace.proto.
+    """Hears what the driver sends and receives, and reports it as messages of trace.proto.
 
-    Which pass a candidate came from is found by its position and token id, as the driver itself
-    goes by content; of several passes that proposed the same, the last one counts.
+    It finds the pass of a candidate by position and token id, since the driver goes by content too.
+    If several passes proposed the same candidate, the last one counts.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class RoundTap:
         *,
         on_failure: Callable[[Exception], None],
     ) -> None:
-        """`now`: of the driver's clock. `on_failure` hears what `tell` raised, as the last word."""
+        """`now`: the driver's clock. `on_failure`: called once with the error that ends the tap."""
         self._tell = tell
         self._now = now
         self._on_failure = on_failure
@@ -54,7 +54,7 @@ class RoundTap:
         self._origins: dict[int, dict[tuple[int, int], int]] = {}
 
     def step_sent(self, step: RunStep) -> None:
-        """A step went out to every shard of its group."""
+        """A step was sent to every shard of its group."""
         passes = tuple(self._passes_of(piece) for piece in step.slices)
         self._sent[step.group, step.step] = _SentStep(self._now(), step, passes)
         for sequence_id in step.close:
@@ -63,10 +63,10 @@ class RoundTap:
     def step_answered(
         self, group: int, response: target_pb2.StepResponse, answered_at: float
     ) -> None:
-        """Rank 0 of a target group answered."""
+        """Rank 0 of a target group answered a step."""
         sent = self._sent.pop((group, response.step), None)
         if sent is None:
-            return  # it was sent before anybody traced
+            return  # It was sent before the trace began.
         verdicts = {verdict.sequence_id: verdict for verdict in response.verdicts}
         windows = []
         for piece, passes in zip(sent.step.slices, sent.passes, strict=True):
@@ -97,7 +97,7 @@ class RoundTap:
     def proposed(
         self, drafter: str, batch: drafting_pb2.ProposalBatch, proposals: Sequence[Proposal]
     ) -> None:
-        """A drafting pass arrived, of which `proposals` are usable."""
+        """A drafting pass arrived. `proposals`: the usable ones."""
         self._num_passes += 1
         for proposal in proposals:
             origins = self._origins.setdefault(proposal.sequence_id, {})
@@ -124,18 +124,18 @@ class RoundTap:
         self._tell(trace_pb2.TraceResponse(drafting=traced))
 
     def target_lost(self, group: int) -> None:
-        """Steps that were sent to a group will not be answered; their numbers begin anew."""
+        """A group was lost. Its steps will not be answered, and their numbers start afresh."""
         for key in [key for key in self._sent if key[0] == group]:
             del self._sent[key]
 
     def fail(self, error: Exception) -> None:
-        """It raised, and hears nothing more."""
+        """The tap raised an error and hears nothing more."""
         if not isinstance(error, PacelineError):
             _log.error("a defect ended a trace", exc_info=error)
         self._on_failure(error)
 
     def _forget_some(self, origins: dict[tuple[int, int], int], *, before: int) -> None:
-        """Keep to the bounds, though drafters lie and sequences end without a word."""
+        """Keep within bounds, although drafters may lie and sequences may end silently."""
         if len(origins) > KEPT_CANDIDATES:
             for key in [key for key in origins if key[0] < before]:
                 del origins[key]
@@ -157,7 +157,7 @@ class RoundTap:
 
 
 def _depths(count: int, parents: Sequence[int]) -> Iterator[int]:
-    """Of each candidate, 1 for those below the base; without parents they are a chain."""
+    """Depth of each candidate, from 1 on. Without parents they are a chain."""
     if not parents:
         yield from range(1, count + 1)
         return

@@ -1,10 +1,10 @@
-"""Stop strings: found in text as it comes, at a cost per character that no text can raise.
+"""Finds stop strings in text as it arrives, at a bounded cost per character.
 
-Aho and Corasick 1975: the strings make a tree of their beginnings, and each node knows the longest
-other node that is an end of it. A character moves from node to node. On average that is one move a
-character; for a single one at most as many as the longest string has characters. (pyahocorasick
-matches across pieces of text as well, but does not tell how deep in its tree it stands, and that is
-how much text must be held back.)
+The algorithm is that of Aho and Corasick (1975). The strings form a tree of their prefixes, and
+each node knows the longest other node that is a suffix of it. Each character moves from node to
+node: one move on average, and for one character at most as many moves as the longest string has
+characters. (pyahocorasick matches across pieces of text as well, but does not tell its depth in the
+tree, which is how much text must be held back.)
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _ROOT = 0
 
 
 class StopStrings:
-    """The automaton of some strings. Immutable: sequences may share it. False where there is none.
+    """The automaton of some strings. Immutable, so sequences may share it. False if it is empty.
 
-    To build one takes microseconds per character: do it off the event loop.
+    Building it takes microseconds per character: do it off the event loop.
     """
 
     def __init__(self, strings: Sequence[str] = ()) -> None:
-        """No string is empty."""
+        """`strings`: none of them may be empty."""
         self.strings = tuple(strings)
         self._children: list[dict[str, int]] = [{}]
         self._depth = array("I", [0])
-        # Of the strings that end at a node: the length of the longest, 0: none.
+        # Length of the longest string that ends at a node; 0: none does.
         self._longest = array("I", [0])
         for string in self.strings:
             self._insert(string)
@@ -38,10 +38,11 @@ class StopStrings:
         return bool(self.strings)
 
     def scan(self, node: int, text: str) -> tuple[int, int | None]:
-        """Read `text` on from a node (the first is 0).
+        """Read `text`, starting at `node` (at first 0).
 
-        Returns the node after it, and where the string begins that begins first of all that end in
-        `text`: counted from the begin of `text`, so it may be negative. None: no string ends there.
+        Returns the node after it and a position: of all strings that end in `text`, where the one
+        begins that begins first. It counts from the start of `text` and may be negative. None: no
+        string ends there.
         """
         children, fallback, longest = self._children, self._fallback, self._longest
         first: int | None = None
@@ -57,7 +58,7 @@ class StopStrings:
         return node, first
 
     def depth(self, node: int) -> int:
-        """How many of the last characters read are the begin of a string."""
+        """How many of the last characters read are the start of a string."""
         return self._depth[node]
 
     def _insert(self, string: str) -> None:
@@ -73,7 +74,7 @@ class StopStrings:
         self._longest[node] = len(string)
 
     def _link(self) -> None:
-        """Set the fallback of each node, the nodes nearest to the root first."""
+        """Set the fallback of each node, nodes near the root first."""
         nodes = deque(self._children[_ROOT].values())
         while nodes:
             node = nodes.popleft()

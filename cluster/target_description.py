@@ -1,4 +1,4 @@
-"""What a target says of itself."""
+"""How a target describes itself."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from paceline.v1 import target_pb2
 
 @dataclass(frozen=True, slots=True)
 class TargetDescription:
-    """What all shards of the target have in common. `model`: as they call it.
+    """What all shards of a target group have in common.
 
-    `checkpoint_digest`: of its files; `dtype`: what the model computes in (target.proto).
+    `model`: its name there. `checkpoint_digest`: of the checkpoint's files. `dtype`: the type that
+    the model computes in (target.proto).
     """
 
     model: str
@@ -26,7 +27,7 @@ class TargetDescription:
 
     @property
     def checkpoint(self) -> Mapping[str, str]:
-        """What all groups must have in common, for as long as the driver runs, in words by name."""
+        """Properties that all groups must share as long as the driver runs, in words by name."""
         return {
             "model": repr(self.model),
             "vocab_size": str(self.vocab_size),
@@ -35,20 +36,22 @@ class TargetDescription:
 
     @property
     def kv(self) -> Mapping[str, str]:
-        """What groups that serve at the same time must have in common besides: else a sequence
-        that moves from one to the other would not keep its text."""
+        """Further properties that groups must share to serve at the same time.
+
+        Otherwise a sequence that moves between groups would not keep its text.
+        """
         return {"block_size": str(self.block_size), "dtype": self.dtype or "unknown"}
 
     @property
     def room(self) -> int:
-        """Most tokens that one sequence may have."""
+        """The most tokens that one sequence may have."""
         return min(self.max_model_len, self.num_blocks * self.block_size, MAX_SEQUENCE_TOKENS)
 
 
 def description_of(
     shards: Sequence[target_pb2.DescribeTargetResponse],
 ) -> TargetDescription:
-    """What the shards of one group have in common, which is as large as the smallest of them."""
+    """The description of a group. It is as large as the smallest of its shards."""
     return TargetDescription(
         model=shards[0].model,
         vocab_size=shards[0].vocab_size,

@@ -1,4 +1,4 @@
-"""What is known of the target's groups, and how long requests wait for one."""
+"""Which target groups are there, and how long requests wait for one."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from paceline.errors import CheckpointError, WorkerLostError
 
 
 class TargetGroups:
-    """Which groups are there. When none is, requests wait for one to come back, a while."""
+    """The state of the target's groups. If none is there, requests wait a while for one."""
 
     def __init__(
         self, num_groups: int, *, patience: float, give_up: Callable[[WorkerLostError], None]
     ) -> None:
-        """`patience`: seconds from the loss of the last group until `give_up` is told why."""
+        """`patience`: seconds from the loss of the last group until `give_up` gets the reason."""
         self.all_joined_once = asyncio.Event()
-        """Every group of the target has been there."""
+        """Set once every group of the target has been there."""
         self._num_groups = num_groups
         self._patience = patience
         self._give_up = give_up
@@ -28,7 +28,7 @@ class TargetGroups:
 
     @property
     def target(self) -> TargetDescription | None:
-        """What the target is, or was: of its groups, the one that has the least room."""
+        """The description of the known group with the least room; None: none was ever there."""
         return min(self._known.values(), key=lambda one: one.room, default=None)
 
     @property
@@ -37,12 +37,12 @@ class TargetGroups:
         return bool(self._joined)
 
     def join(self, group: int, description: TargetDescription) -> None:
-        """A group is there. Raises CheckpointError where it differs from the others."""
+        """A group is there. Raises CheckpointError if it differs from the others."""
         for other, known in self._known.items():
             if other == group:
                 continue
             theirs, ours = dict(known.checkpoint), dict(description.checkpoint)
-            if other in self._joined:  # One that is gone may come back as this one is.
+            if other in self._joined:  # A group that is gone may come back changed.
                 theirs |= known.kv
                 ours |= description.kv
             different = [name for name in ours if ours[name] != theirs[name]]
@@ -60,7 +60,7 @@ class TargetGroups:
             self.all_joined_once.set()
 
     def lose(self, group: int, reason: str) -> bool:
-        """A group is gone; whether it was there."""
+        """A group is gone. Returns whether it was there."""
         if group not in self._joined:
             return False
         self._joined.discard(group)
@@ -70,16 +70,16 @@ class TargetGroups:
         return True
 
     def note(self, trouble: str) -> None:
-        """Why no group is back yet. Forgotten when one is."""
+        """Note why no group is back yet. Forgotten once one is."""
         self._trouble = trouble
 
     def wait_no_more(self) -> None:
-        """Nothing is given up from now on."""
+        """Stop the timer that gives up."""
         if self._impatience is not None:
             self._impatience.cancel()
 
     def lost_for_good(self, reason: str) -> WorkerLostError:
-        """What requests are told that nobody waits for any more."""
+        """The error of requests for which nobody waits any longer."""
         return WorkerLostError(
             f"the target went away and was not back within {self._patience:g} s "
             f"({self._trouble or reason}); start it again, then send the request again"

@@ -1,4 +1,4 @@
-"""The link to a target group: one Step stream a shard, lost and found as a whole."""
+"""The link to a target group: one Step stream for each shard, opened and lost as a whole."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from paceline.errors import (
 from paceline.v1 import target_pb2, target_pb2_grpc
 
 MEET_SECONDS = 90.0
-"""Deadline of a meeting of shards: their own, and a test of the group at its first one."""
+"""Deadline for a meeting of shards. It covers their own, and the group's test at the first one."""
 
 _log = logging.getLogger(__name__)
 
@@ -45,35 +45,35 @@ class TargetListener(Protocol):
     """Hears of the target's groups, by number. Its methods do not wait."""
 
     def target_joined(self, group: int, description: TargetDescription) -> None:
-        """Fresh streams to every shard are open. Raises CheckpointError for another model."""
+        """Every shard has a fresh stream. Raises CheckpointError for another model."""
 
     def target_lost(self, group: int, reason: str) -> None:
         """A stream broke."""
 
     def note_target(self, trouble: str) -> None:
-        """What answers where the target is looked for is not taken; it is asked again."""
+        """What answers at the target's addresses is not accepted. It is asked again later."""
 
     def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
-        """Rank 0 answered a step. Raises ProtocolError when it is no answer to the last one."""
+        """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
 
     def break_down(self, error: BaseException) -> None:
-        """A link ended by a defect: nobody would look for the target again."""
+        """A link ended by a defect, so nobody would look for the target again."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimeout:
-    """How long an answer may take: a hung shard answers pings but no steps."""
+    """How long an answer may take. A hung shard answers pings but no steps."""
 
     seconds: float = 60.0
     seconds_per_token: float = 0.25
 
     def of(self, tokens: int) -> float:
-        """Seconds for a step that feeds so many tokens."""
+        """Seconds for a step that feeds `tokens` tokens."""
         return self.seconds + self.seconds_per_token * tokens
 
 
 class TargetLink:
-    """Keeps the streams to all shards of a group open, as well as it can."""
+    """Keeps the streams to all shards of a group open, as far as possible."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class TargetLink:
         vocabulary_digest: bytes,
         step_timeout: StepTimeout,
     ) -> None:
-        """`group`: the number of this one, of `num_groups`."""
+        """`group`: number of this group, one of `num_groups`."""
         self.meters = [
             WorkerMeter(shard_name(rank, group=group, num_groups=num_groups), "target", address)
             for rank, address in enumerate(addresses)
@@ -98,11 +98,11 @@ class TargetLink:
         self._step_timeout = step_timeout
         self._outboxes: list[Outbox[target_pb2.StepRequest]] = []
         self._answer_by: float | None = None
-        self._has_asked = False  # over the present streams
+        self._has_asked = False  # Over the present streams.
         self._in_answer = False
         self.refused: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Ends with VocabularyMismatchError when the target is the wrong one, with CheckpointError
-        when its shards do not belong together."""
+        """Fails with VocabularyMismatchError if the target is the wrong one, and with
+        CheckpointError if its shards do not belong together."""
 
     def move(self, addresses: Sequence[str]) -> None:
         """Look for the shards at these addresses from the next connection on."""
@@ -116,12 +116,12 @@ class TargetLink:
             requests = step_messages(step)
         except Exception:
             _log.exception("a defect kept step %d from being sent", step.step)
-            self._answer_by = 0.0  # It counts as lost with the target, and its requests with it.
+            self._answer_by = 0.0  # Treat the step as lost with the target.
             return
         for request in requests:
             for outbox in self._outboxes:
                 outbox.put(request)
-        # The reader of rank 0 writes for itself when it is the one who handles an answer.
+        # While the reader of rank 0 handles an answer, it writes for itself.
         if self._in_answer:
             self._outboxes[0].begin()
         for outbox in self._outboxes[1:] if self._in_answer else self._outboxes:
@@ -132,7 +132,7 @@ class TargetLink:
             meter.tokens += tokens
 
     async def run(self) -> None:
-        """Connect, serve, and again when a stream breaks, until cancelled or refused."""
+        """Connect and serve, again whenever a stream breaks, until cancelled or refused."""
         waits = waits_between_tries()
         said = ""
         while True:
@@ -143,7 +143,7 @@ class TargetLink:
                 self.last_error = str(error)
                 if not self.refused.done():
                     self.refused.set_exception(error)
-                    self.refused.exception()  # nobody may be waiting for it
+                    self.refused.exception()  # Marks it as seen: nobody may be waiting for it.
                 self._listener.note_target(self.last_error)
             except (PacelineError, grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 self.last_error = one_line(error)
@@ -160,7 +160,7 @@ class TargetLink:
             await asyncio.sleep(next(waits))
 
     async def _serve(self) -> None:
-        """One life of the target: from connecting to the first broken stream."""
+        """Serve from connecting until the first stream breaks."""
         async with AsyncExitStack() as stack:
             stubs = [
                 target_pb2_grpc.TargetServiceStub(
@@ -244,8 +244,8 @@ class TargetLink:
             left = 1.0 if self._answer_by is None else self._answer_by - loop.time()
             await asyncio.sleep(min(max(left, 0.01), 1.0))
         raise WorkerLostError(
-            f"the target did not answer a step within {self._step_timeout.seconds:g} s and more "
-            "for its tokens; it is taken for hung"
+            f"the target did not answer a step within {self._step_timeout.seconds:g} s plus the "
+            "time for its tokens; it counts as hung"
         )
 
 
@@ -265,7 +265,7 @@ async def _describe(
 async def _meet(
     stubs: Sequence[target_pb2_grpc.TargetServiceAsyncStub], rendezvous: str
 ) -> list[target_pb2.DescribeTargetResponse]:
-    """Bring the shards of a group together. Raises CheckpointError when they do not fit."""
+    """Bring the shards of a group together. Raises CheckpointError if they do not fit."""
     request = target_pb2.MeetRequest(session=uuid.uuid4().hex, rendezvous=rendezvous)
 
     async def meet(

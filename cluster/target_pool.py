@@ -1,4 +1,4 @@
-"""The links to all groups of the target. Groups may be lost and found while requests run."""
+"""The links to all groups of the target. Groups may come and go while requests run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.errors import UnavailableError
 
 
 class TargetPool:
-    """One link a group, of which each has as many shards.
+    """One link for each group. All groups have the same number of shards.
 
     `addresses`: of all shards, group by group, each by rank.
     """
@@ -46,11 +46,11 @@ class TargetPool:
 
     @property
     def meters(self) -> list[WorkerMeter]:
-        """Of all shards, group by group."""
+        """The meters of all shards, group by group."""
         return [meter for link in self._links for meter in link.meters]
 
     async def start(self, seconds: float, joined: asyncio.Event) -> None:
-        """Wait until every group has joined, of which `joined` tells, at most `seconds`.
+        """Wait at most `seconds` until every group has joined, which sets `joined`.
 
         Raises UnavailableError, VocabularyMismatchError, or CheckpointError.
         """

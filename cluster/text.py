@@ -1,7 +1,7 @@
-"""The tokenizer's side of a request: text to token ids, and committed tokens back to text.
+"""Text to token ids, and committed tokens back to text.
 
-A sequence's `TextStream` turns tokens into text as they are committed. Text that later tokens could
-still change is held back: bytes of an unfinished character, and the begin of a stop string.
+A sequence's `TextStream` turns tokens into text as they are committed. It holds back text that
+later tokens may still change: bytes of an unfinished character, and the start of a stop string.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from paceline.generation import Message
 ROLES = ("system", "user", "assistant")
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character has at most four bytes, so at most three can be there without the last.
+# A character has at most four bytes, so at most three of them can lack the last one.
 _MAX_UNFINISHED = 3
-# The decoding window: at its limit it is cut to the tokens that it keeps, which must cover what is
-# unfinished (three replacement characters may stand for nine bytes) and a byte run before it.
+# Limits of the decoding window, in tokens. At its limit it is cut to the tokens to keep. These must
+# cover what is unfinished (three replacement characters may stand for nine bytes) and a byte run
+# before it.
 _WINDOW_LIMIT = 24
 _WINDOW_KEPT = 16
 _PROBE_TOKENS = 500
 
 
 def _characters_of_bytes() -> dict[str, int]:
-    """Byte-level BPE writes a byte as a character: as itself if that is seen, else from 256 on."""
+    """Byte-level BPE's characters for bytes: printable ones as they are, others from 256 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in seen)
     return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -44,13 +45,13 @@ _BYTE_OF_CHARACTER = _characters_of_bytes()
 
 
 class TextCodec:
-    """A checkpoint's tokenizer and chat template. Encoding takes time: call it off the loop."""
+    """A checkpoint's tokenizer and chat template. Encoding is slow: do it off the event loop."""
 
     def __init__(self, folder: Path) -> None:
         """Load from `folder`. Raises CheckpointError."""
         try:
             loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # transformers raises many kinds
+        except Exception as error:  # transformers raises many types.
             raise CheckpointError(f"cannot load a tokenizer from {folder}: {error}") from error
         if not isinstance(loaded, PreTrainedTokenizerFast):
             raise CheckpointError(
@@ -69,7 +70,7 @@ class TextCodec:
             vocabulary[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary
         )
         self.longest_token = max(map(len, self._raw.get_vocab()), default=1)
-        """Most characters that a token stands for."""
+        """The most characters that a token stands for."""
         self.anchor = next(
             (
                 token_id
@@ -78,12 +79,15 @@ class TextCodec:
             ),
             None,
         )
-        """A token with the text "a" to decode others behind, if there is one."""
+        """A token with the text "a", behind which others are decoded; None: there is none."""
         self._bytes: dict[int, bytes] = {}
         self._is_bytes = self._is_bytes_in_a_row(sorted(vocabulary.values()))
 
     def encode_prompt(self, prompt: str) -> tuple[int, ...]:
-        """Token ids of text, with the special tokens that the tokenizer puts around it."""
+        """Token ids of text, with the special tokens that the tokenizer adds.
+
+        Raises InvalidRequestError for text without tokens.
+        """
         if not prompt:
             raise InvalidRequestError("prompt", "expected text, got an empty string")
         token_ids = self._encode(prompt, special_tokens=True)
@@ -92,7 +96,10 @@ class TextCodec:
         return token_ids
 
     def encode_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Token ids of a chat in the checkpoint's template, up to where the answer begins."""
+        """Token ids of a chat in the checkpoint's template, up to where the answer begins.
+
+        Raises InvalidRequestError.
+        """
         if not messages:
             raise InvalidRequestError("messages", "expected at least one message, got none")
         for message in messages:
@@ -109,8 +116,8 @@ class TextCodec:
             text = self._loaded.apply_chat_template(
                 chat, tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # a template may raise what it likes
-            # What its `raise_exception` says is for callers; other errors tell how it is written.
+        except Exception as error:  # A template may raise anything.
+            # `raise_exception` is meant for callers. Other errors show how the template is written.
             told = str(error) if type(error) is TemplateError else "it cannot render them"
             raise InvalidRequestError(
                 "messages", f"the model's chat template refuses them: {told}"
@@ -119,28 +126,30 @@ class TextCodec:
         return self._encode(text, special_tokens=False)
 
     def _encode(self, text: str, *, special_tokens: bool) -> tuple[int, ...]:
-        """As a batch of one: `encode` holds Python's lock throughout, 1.3 s for a million letters,
-        in which no thread runs, the event loop's among them.
+        """Encode text as a batch of one.
+
+        `encode` would hold Python's lock throughout, 1.3 s for a million letters, so that no other
+        thread could run, the event loop's included.
         """
         (encoded,) = self._raw.encode_batch([text], add_special_tokens=special_tokens)
         return tuple(encoded.ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a whole output, special tokens left out."""
+        """Text of a whole output, without special tokens."""
         return self._raw.decode(list(token_ids), skip_special_tokens=True)
 
     def decoder(self) -> IncrementalDecoder | ByteDecoder:
-        """A fresh one for the tokens of an output, the quicker one where it can be had."""
+        """A new decoder for the tokens of an output, the faster one if the tokenizer allows it."""
         return ByteDecoder(self) if self._is_bytes else IncrementalDecoder(self)
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What a token stands for, where text is UTF-8 of the tokens' bytes in a row."""
+        """The bytes of a token, where text is the UTF-8 of the tokens' bytes in a row."""
         known = self._bytes.get(token_id)
         if known is None:
             token = self._raw.id_to_token(token_id) or ""
             try:
                 known = bytes(_BYTE_OF_CHARACTER[character] for character in token)
-            except KeyError:  # an added token: it is written as it is
+            except KeyError:  # An added token stands for its own text.
                 known = token.encode()
             self._bytes[token_id] = known
         return known
@@ -164,38 +173,38 @@ class TextCodec:
 
 
 class ByteDecoder:
-    """As IncrementalDecoder, and quicker, where text is UTF-8 of the tokens' bytes in a row."""
+    """Like IncrementalDecoder but faster, where text is the UTF-8 of the tokens' bytes in a row."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that became certain with this token."""
         if self._codec.is_special(token_id):
             return ""
         return self._utf8.decode(self._codec.bytes_of(token_id))
 
     def flush(self) -> str:
-        """What was held back. The decoder is at its end then."""
+        """The text that was held back. The decoder ends with this."""
         return self._utf8.decode(b"", final=True)
 
 
 class IncrementalDecoder:
-    """Decodes one token at a time; what it returns, `flush` included, concatenates to the whole.
+    """Decodes one token at a time. Its results, `flush` included, concatenate to the whole text.
 
-    It decodes a short window of the last tokens and gives what is new. Characters that are not
-    complete show as replacement characters at the end, which are held back. A run of byte tokens
-    is decoded character by character, while a tokenizer makes nothing of a run with one wrong byte.
+    It decodes a short window of the last tokens and returns what is new. Incomplete characters show
+    as replacement characters at the end, which are held back. A run of byte tokens is decoded
+    character by character, because a tokenizer gives no text for a run with one wrong byte.
     """
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
         self._window: list[int] = []
-        self._emitted = 0  # characters of the window's text
+        self._emitted = 0  # Characters of the window's text.
 
     def push(self, token_id: int) -> str:
-        """The text that is certain now and was not before."""
+        """The text that became certain with this token."""
         if self._codec.is_special(token_id):
             return ""
         self._window.append(token_id)
@@ -207,7 +216,7 @@ class IncrementalDecoder:
         if trailing == 0 and self._codec.is_byte(token_id):
             self._forget_bytes()
         elif len(self._window) >= _WINDOW_LIMIT:
-            # The begin of the shorter window may decode otherwise; its end does not. So count back.
+            # The start of a shorter window may decode differently, but its end does not.
             unfinished = len(text) - self._emitted
             self._window = self._window[-_WINDOW_KEPT:]
             self._emitted = len(self._codec.decode(self._window)) - unfinished
@@ -222,7 +231,7 @@ class IncrementalDecoder:
         self._emitted = len(self._codec.decode(self._window))
 
     def flush(self) -> str:
-        """What was held back. The decoder is at its end then."""
+        """The text that was held back. The decoder ends with this."""
         text = self._codec.decode(self._window)[self._emitted :]
         self._window = []
         self._emitted = 0
@@ -230,10 +239,10 @@ class IncrementalDecoder:
 
 
 class TextStream:
-    """Text of one sequence's output, which ends before a stop string and before an end token.
+    """The text of one sequence's output. It ends before a stop string and before an end token.
 
-    It is also the scheduler's `StopScanner`. Each committed token goes through it once: by
-    `first_stop` where there are stop strings, else by `take`.
+    It is also the scheduler's `StopScanner`. Each committed token passes through it once: by
+    `first_stop` if there are stop strings, else by `take`.
     """
 
     def __init__(
@@ -247,12 +256,12 @@ class TextStream:
         self._stop = stop or None
         self._stop_node = 0
         self._end_token_ids = frozenset(end_token_ids)
-        self._held = ""  # may become a stop string
+        self._held = ""  # May become a stop string.
         self._ended = False
-        self._ready: deque[str] = deque()  # pieces of tokens that were scanned and not taken
+        self._ready: deque[str] = deque()  # Pieces of tokens that were scanned and not taken.
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
-        """Append tokens; how many of them, when one completes a stop string, up to it."""
+        """Append tokens. If one completes a stop string: how many there are up to it."""
         for count, token_id in enumerate(token_ids, start=1):
             was_ended = self._ended
             piece, stopped = self._push(token_id)
@@ -262,9 +271,9 @@ class TextStream:
         return None
 
     def take(self, token_ids: Sequence[int], *, last: bool) -> tuple[list[str], str]:
-        """The pieces of the next tokens, and what is left over; `last`: no token follows.
+        """The pieces of the next tokens, and the text left over. `last`: no token follows.
 
-        The left-over text is empty unless `last`, and belongs to the last piece.
+        The left-over text belongs to the last piece. It is empty unless `last`.
         """
         if self._stop is None:
             pieces = [self._push(token_id)[0] for token_id in token_ids]
@@ -273,7 +282,7 @@ class TextStream:
         return pieces, self._end() if last else ""
 
     def _push(self, token_id: int) -> tuple[str, bool]:
-        """The text that is certain with one more token, and whether it completes a stop string."""
+        """The text that one more token makes certain, and whether it completes a stop string."""
         if self._ended:
             return "", False
         if token_id in self._end_token_ids:
@@ -291,7 +300,7 @@ class TextStream:
         return released
 
     def _release(self, new: str) -> tuple[str, bool]:
-        """Of the text held back and what is new: what can go out, and whether a stop was found."""
+        """Of held and new text: what can go out, and whether a stop string was found."""
         if self._stop is None:
             return new, False
         self._stop_node, begin = self._stop.scan(self._stop_node, new)

@@ -17,14 +17,14 @@ from paceline.v1 import trace_pb2, trace_pb2_grpc
 
 SERVICE_NAME = trace_pb2.DESCRIPTOR.services_by_name["TraceService"].full_name
 MAX_UNREAD_BYTES = 1024 * 1024
-"""Bytes of messages that a caller may leave unread before nothing more is kept for it, and its
-stream is ended once it reads again: some 2,000 steps of 40 sequences."""
+"""Bytes of messages, some 2,000 steps of 40 sequences, that a caller may leave unread. Beyond that
+nothing more is kept for it, and its stream ends once it reads again."""
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
-    """A tap on the driver for each stream, for as long as it is open."""
+    """Keeps a tap on the driver for each open stream."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -43,7 +43,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
         tap = RoundTap(messages.put, time.monotonic, on_failure=messages.fail)
         try:
             with self._driver.tapped(tap):
-                # Whoever has read this may ask for an answer: not a step of it must be missed.
+                # Whoever has read this may start a request, of which no step must be missed.
                 await context.write(trace_pb2.TraceResponse(begun=begun))
                 while True:
                     await context.write(await messages.get())
@@ -53,7 +53,7 @@ class TraceServicer(trace_pb2_grpc.TraceServiceServicer):
 
 
 class _Unread:
-    """What a caller has not read yet. Raises OverloadedError where that would be too much."""
+    """Messages that a caller has not read yet. Raises OverloadedError if they become too many."""
 
     def __init__(self) -> None:
         self._messages: deque[trace_pb2.TraceResponse] = deque()
@@ -69,7 +69,7 @@ class _Unread:
         self._told.set()
 
     def fail(self, error: Exception) -> None:
-        """Nothing more comes; what is unread is dropped."""
+        """Deliver no more messages. Unread ones are dropped."""
         self._messages.clear()
         if not isinstance(error, PacelineError):
             error = InternalError("a defect ended the trace; the server's log tells more")
@@ -77,7 +77,7 @@ class _Unread:
         self._told.set()
 
     async def get(self) -> trace_pb2.TraceResponse:
-        """The next message. Raises what `fail` was told."""
+        """The next message. Raises the error given to `fail`."""
         while not self._messages:
             if self._error is not None:
                 raise self._error

@@ -1,6 +1,6 @@
-"""What a worker is told to load, by the configuration and its place in the plan.
+"""The options of a worker, from the configuration and its place in the plan.
 
-What is heavy to import is imported where it is needed.
+Slow imports happen where they are needed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ async def files_of(home: Path, model: str) -> ModelFiles:
 
 
 def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
-    """Of a shard that computes."""
+    """The options of a shard that computes."""
     from workers.engine.tensor_parallel.group import Deadlines
     from workers.engine.tensor_parallel.sharding import Place
     from workers.target_shard import TargetShardOptions
@@ -45,13 +45,13 @@ def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> Target
         batch_invariant=target.batch_invariant,
         kernels=target.kernels,
         place=Place(plan.rank, plan.degree),
-        # A rank that waits for a hung one must be there again before it seems to hang itself.
+        # A rank that waits for a hung one must give up before it seems to hang itself.
         deadlines=Deadlines(collective=target.hung_after / 2),
     )
 
 
 def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) -> DrafterOptions:
-    """Of a drafter that computes. `files`: of one that is a model."""
+    """The options of a drafter that computes. `files`: those of its model; None: it has none."""
     from workers.drafter import DrafterOptions
 
     assert plan.kind != "target"
@@ -76,5 +76,5 @@ def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) 
 
 
 def _kv_bytes(config: Config) -> int | None:
-    """None: the worker chooses, by what its device has."""
+    """Bytes for KV; None: the worker chooses by the memory of its device."""
     return None if config.target.kv_memory == "auto" else config.target.kv_memory

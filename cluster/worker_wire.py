@@ -1,4 +1,4 @@
-"""Between the scheduler's plain values and the messages of target.proto and drafting.proto."""
+"""Converts the scheduler's values to messages of target.proto and drafting.proto, and back."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 MessageT = TypeVar("MessageT", bound=Message)
 
 _HEADER_BYTES = 8
-"""Most bytes before a message that lies in another: its field and its length."""
+"""Most bytes in front of a nested message: its field and its length."""
 
 
 def step_messages(step: RunStep) -> Sequence[target_pb2.StepRequest]:
-    """A step in as many messages as it needs: one, but where much is opened or drawn at once.
+    """A step in as many messages as it needs: usually one.
 
-    The largest things that lie whole in a message: to open a sequence takes at most 5 bytes for
-    each of MAX_SEQUENCE_TOKENS (10 MiB), as much for a sixteenth of them, which are blocks, and
-    60 KiB for the spec, by the limits of a request; a slice has at most 65 distributions of 9 KiB,
-    and 5 bytes a token. A slice without distributions is no larger than what the step feeds, so
-    nobody asks for its size.
+    These are the largest parts that cannot be split. Opening a sequence takes at most 5 bytes for
+    each of MAX_SEQUENCE_TOKENS (10 MiB), as much for a sixteenth of them, which are blocks, and 60
+    KiB for the spec, by the limits of a request. A slice has at most 65 distributions of 9 KiB, and
+    5 bytes a token. A slice without distributions is no larger than what the step feeds, so its
+    size is not computed.
     """
     request = target_pb2.StepRequest(step=step.step, close=step.close)
     if not (_fill_step(request, step) or step.open):
@@ -59,7 +59,7 @@ def step_messages(step: RunStep) -> Sequence[target_pb2.StepRequest]:
 
 
 def _in_parts(messages: Iterable[MessageT]) -> list[list[MessageT]]:
-    """In their order, in lists that have at most PART_BYTES or one message; at least one list."""
+    """Split messages, in order, into lists of at most PART_BYTES or one message. At least one."""
     parts: list[list[MessageT]] = [[]]
     room = PART_BYTES
     for message in messages:
@@ -73,14 +73,14 @@ def _in_parts(messages: Iterable[MessageT]) -> list[list[MessageT]]:
 
 
 def step_to_wire(step: RunStep) -> target_pb2.StepRequest:
-    """A whole step in one message, which gRPC may not send (`step_messages`)."""
+    """A whole step in one message. It may be too large for gRPC (`step_messages`)."""
     request = target_pb2.StepRequest(step=step.step, close=step.close)
     _fill_step(request, step)
     return request
 
 
 def _fill_step(request: target_pb2.StepRequest, step: RunStep) -> bool:
-    """Slices and openings; whether a slice may be large."""
+    """Fill in slices and opens. Returns whether a slice may be large."""
     has_distributions = False
     for part in step.slices:
         if _fill_slice(request.slices.add(), part):
@@ -96,9 +96,9 @@ def _fill_step(request: target_pb2.StepRequest, step: RunStep) -> bool:
 
 
 def _fill_slice(message: target_pb2.Slice, part: Slice) -> bool:
-    """Fields that are not set cost nothing, and most slices have the first few alone.
+    """Fill in a slice. Returns whether it has distributions, without which it is small.
 
-    Whether it has distributions, without which it is small.
+    Unset fields cost nothing, and most slices need only the first few.
     """
     message.sequence_id = part.sequence_id
     message.start = part.start
@@ -127,7 +127,7 @@ def verdicts_from_wire(response: target_pb2.StepResponse) -> tuple[SequenceVerdi
 
 
 def _verdict_from_wire(verdict: target_pb2.Verdict) -> SequenceVerdict:
-    """Of most verdicts there is no more than the first three fields."""
+    """A verdict. Most have no more than the first three fields."""
     accepted, top = verdict.accepted, verdict.top_tokens
     return SequenceVerdict(
         verdict.sequence_id,
@@ -140,7 +140,7 @@ def _verdict_from_wire(verdict: target_pb2.Verdict) -> SequenceVerdict:
 
 
 def fed_from_wire(response: target_pb2.StepResponse) -> tuple[FedTopTokens, ...]:
-    """What a step told of the tokens that slices without a verdict fed."""
+    """What an answer reports of tokens fed by slices without a verdict."""
     return tuple(
         [
             FedTopTokens(fed.sequence_id, tuple(map(_top_tokens_from_wire, fed.top_tokens)))
@@ -157,10 +157,10 @@ def _top_tokens_from_wire(message: types_pb2.TopTokens) -> TopTokens:
 def drafts_to_wire(
     instructions: Sequence[DraftInstruction],
 ) -> Sequence[drafting_pb2.DraftRequest]:
-    """All instructions for a drafter, of which there is at least one, in one message.
+    """Instructions for one drafter, at least one, in one message or several.
 
-    In several where sequences are opened that make it too large. What opens one has less than what
-    opens it at the target (`step_messages`).
+    Several are needed if sequences are opened and make one message too large. Opening a sequence
+    takes less than at the target (`step_messages`).
     """
     request = drafting_pb2.DraftRequest()
     if len(instructions) == 1:
@@ -184,9 +184,9 @@ def _batch_of(requests: Sequence[drafting_pb2.DraftRequest]) -> drafting_pb2.Dra
 
 
 def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruction) -> bool:
-    """The message of an instruction, filled where it lies: to make it and copy it takes longer.
+    """Fill in the message of an instruction, in place because a copy takes longer.
 
-    Whether it may be large.
+    Returns whether it may be large.
     """
     if isinstance(instruction, SendOutcome):
         outcome = request.outcome
@@ -214,7 +214,7 @@ def _fill_request(request: drafting_pb2.DraftRequest, instruction: DraftInstruct
 
 
 def _fill_grant(message: drafting_pb2.Grant, grant: Grant) -> None:
-    """Fields that are not set cost nothing, and most grants have the first few alone."""
+    """Fill in a grant. Unset fields cost nothing, and most grants need only the first few."""
     message.sequence_id = grant.sequence_id
     message.until_position = grant.until_position
     message.branches = grant.branches
@@ -233,7 +233,7 @@ def _fill_grant(message: drafting_pb2.Grant, grant: Grant) -> None:
 
 
 def rules_from_wire(numbers: Sequence[int]) -> frozenset[Rule]:
-    """The rules that a drafter names, the coupled one where it names none.
+    """The rules that a drafter names; if it names none, the coupled rule.
 
     Rules that this version does not know are left out.
     """

@@ -1,6 +1,6 @@
-"""The workers of a deployment as Ray actors: room is set aside for them, they are made, and serve.
+"""The workers of a deployment as Ray actors: reserves room, creates actors, has them serve.
 
-What becomes of one that is lost is no concern of this module (cluster/revival.py).
+cluster/revival.py deals with lost workers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from paceline.generation import WorkerLife
 
 DRIVER = "driver"
 ROOM_SECONDS = 30.0
-"""How long the cluster may take to set aside what the plan reserves."""
+"""How long the cluster may take to reserve what the plan asks for."""
 _PLACE_SECONDS = 5.0
 """How long Ray may take to find another place for a worker."""
 _NODE_LABEL = "ray.io/node-id"
 _ANSWERS_AT_ONCE = 100
 _PATIENCE_OF_LOADS = 3.0
-"""Requests wait for a lost target as long as this many loads of its slowest shard took, after the
-time in which a shard that hangs is found."""
+"""Requests wait for a lost target as long as this many loads of its slowest shard took, plus the
+time to find a shard that hangs."""
 
 
 @dataclass(slots=True)
 class Worker:
-    """A worker, whichever actor is its present life. The driver has no plan."""
+    """A worker, whichever actor it lives in now. The driver has no plan."""
 
     name: str
     plan: WorkerPlan | None
@@ -53,41 +53,41 @@ class Worker:
     next_try_at: float | None = None
     """When it is started again, by time.monotonic; None: it serves or is being started."""
     place: PlacementGroup | None = None
-    """A place of its own, in another than the plan's; None: the plan's."""
+    """A place of its own, different from the plan's; None: it has the plan's."""
 
     @property
     def kind(self) -> str:
-        """As in WorkerStatus."""
+        """The kind as in WorkerStatus."""
         return DRIVER if self.plan is None else self.plan.kind
 
     @property
     def is_shard(self) -> bool:
-        """Whether it is one of the target's."""
+        """Whether it is a shard of the target."""
         return self.kind == "target"
 
     @property
     def is_drafter(self) -> bool:
-        """Whether it drafts."""
+        """Whether it is a drafter."""
         return self.plan is not None and not self.is_shard
 
     @property
     def address(self) -> str | None:
-        """Where it serves, or did last."""
+        """Where it serves, or served last; None: it never did."""
         return None if self.serving is None else self.serving.address
 
     @property
     def port(self) -> int:
-        """Where it serves, or did last; 0 for none."""
+        """The port where it serves, or served last; 0: it never did."""
         return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
 
     def end_of_process(self, why: str) -> None:
-        """Its process ended, or did not start."""
+        """Its process ended or did not start, for the reason `why`."""
         self.last_end = why
         self.ends.add(time.monotonic())
 
 
 class Workforce:
-    """All workers. `load_seconds`: what the slowest shard took to serve at first."""
+    """All workers. `load_seconds`: time that the slowest shard took to serve at first."""
 
     def __init__(self, setup: WorkerSetup, placement: Placement) -> None:
         self.setup = setup
@@ -99,20 +99,20 @@ class Workforce:
 
     @property
     def all(self) -> list[Worker]:
-        """The driver last."""
+        """All workers, the driver last."""
         return [*self.workers, self.driver]
 
     @property
     def shards(self) -> list[Worker]:
-        """Of all target groups, group by group, each by rank."""
+        """The shards of all target groups, group by group, each by rank."""
         return [worker for worker in self.workers if worker.is_shard]
 
     def target_addresses(self) -> list[str]:
-        """Of the shards that have served."""
+        """Addresses of the shards that have served."""
         return [shard.address for shard in self.shards if shard.address is not None]
 
     def drafter_addresses(self) -> dict[str, str]:
-        """By name, of those that have served."""
+        """Addresses of the drafters that have served, by name."""
         return {
             worker.name: worker.address
             for worker in self.workers
@@ -120,18 +120,18 @@ class Workforce:
         }
 
     async def reserve(self) -> None:
-        """Set aside what the plan says. Raises UnavailableError."""
+        """Reserve what the plan asks for. Raises UnavailableError."""
         for plan in self._placement.groups:
             self._groups.append(placement_group(list(plan.bundles), strategy=plan.strategy))
         for plan, group in zip(self._placement.groups, self._groups, strict=True):
             if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
                 raise UnavailableError(
-                    f"the cluster did not set aside {list(plan.bundles)} ({plan.strategy}) within "
+                    f"the cluster did not reserve {list(plan.bundles)} ({plan.strategy}) within "
                     f"{ROOM_SECONDS:g} s; free are {ray.available_resources()}"
                 )
 
     def lives(self) -> list[WorkerLife]:
-        """What became of all workers' processes, the driver's last."""
+        """The history of all workers' processes, the driver's last."""
         now = time.monotonic()
         return [
             WorkerLife(
@@ -147,7 +147,7 @@ class Workforce:
         ]
 
     def room_of(self, worker: Worker) -> tuple[GroupPlan, PlacementGroup]:
-        """The placement group that has the worker's place."""
+        """The placement group that has the worker's place, and its plan."""
         if worker.place is not None:
             assert worker.plan is not None
             return GroupPlan((bundle_of(worker.plan),), "STRICT_PACK"), worker.place
@@ -155,11 +155,11 @@ class Workforce:
         return self._placement.groups[number], self._groups[number]
 
     async def try_elsewhere(self, worker: Worker) -> bool:
-        """Give a worker another place, where there is one; whether it has moved.
+        """Give a worker another place, if there is one. Returns whether it has moved.
 
-        Another node, else another GPU of the same: its old place stays set aside, so that nobody
-        else gets a device that fails, and is taken again where the new one fails too. The driver
-        and drafters without cores stay: the first has an address to keep.
+        The other place is another node, else another GPU of the same node. The old place stays
+        reserved, so that nobody else gets a device that fails. It is taken again if the new one
+        fails too. The driver stays because its address must; drafters without cores stay too.
         """
         plan = worker.plan
         if plan is None or not plan.reserved_cpus:
@@ -175,7 +175,7 @@ class Workforce:
     async def _another_place(self, plan: WorkerPlan) -> PlacementGroup | None:
         nodes = placement_group_table(self._groups[plan.group])["bundles_to_node_id"]
         elsewhere = {_NODE_LABEL: f"!{nodes[plan.bundle]}"}
-        # Workers that listen on the loopback can be on one node alone.
+        # Workers that listen on the loopback must all be on one node.
         tries: list[list[dict[str, str]] | None] = [[elsewhere]] if self.setup.host is None else []
         tries += [None] if plan.reserved_gpus else []
         for labels in tries:
@@ -188,7 +188,7 @@ class Workforce:
         return None
 
     def make(self, worker: Worker) -> None:
-        """Give the worker an actor in its place; what it had before is ended."""
+        """Give the worker a new actor in its place. An earlier actor is ended."""
         self.end(worker)
         plan = worker.plan
         kind: type = DriverActor
@@ -212,7 +212,7 @@ class Workforce:
     async def serve(self, worker: Worker, port: int) -> None:
         """Have the worker's actor serve. Raises its PacelineError, or WorkerLostError."""
         if worker.plan is not None:
-            # Cores are of the node that the plan is for.
+            # Core numbers apply to the node that the plan chose.
             plan = worker.plan if worker.place is None else replace(worker.plan, cores=None)
             call = worker.handle.serve.remote(self.setup, plan, port)
         else:
@@ -232,7 +232,7 @@ class Workforce:
             ray.kill(worker.handle)
 
     def release(self) -> None:
-        """End all processes and give back what they reserved."""
+        """End all processes and free what they reserved."""
         for worker in (self.driver, *self.workers):
             self.end(worker)
         own = [worker.place for worker in self.workers if worker.place is not None]

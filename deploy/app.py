@@ -1,7 +1,7 @@
 """The command tree of `paceline`. Each module of deploy/commands adds its commands to it.
 
-A module imports what is heavy (torch, ray, transformers) inside its commands, so that `--help`
-and a mistyped flag answer at once.
+Modules import slow packages (torch, ray, transformers) inside their commands, so that `--help` and
+a mistyped flag answer at once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _show_version(asked: bool) -> None:
 
 
 def build_app(environ: Mapping[str, str]) -> typer.Typer:
-    """All commands. `environ` is read here and in the commands, and nowhere below."""
+    """Build all commands. Only this and the commands read `environ`."""
     app = typer.Typer(
         name="paceline",
         help="Pipelined speculative decoding of language models across devices.",

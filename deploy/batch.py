@@ -1,4 +1,4 @@
-"""The rows of an input file as requests to one server: some at a time, answers in file order."""
+"""Sends the rows of an input file to a server, some at a time. Answers come in the file's order."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A row without an answer, and why, after its file and line."""
+    """Why a row has no answer. `message` begins with its file and line."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a row. Row `index` is counted from 0 over the rows of its file."""
+    """The result of a row. `index` counts the rows of its file from 0."""
 
     index: int
     row: InputRow | BadRow
@@ -61,9 +61,9 @@ async def answers_in_order(
 ) -> AsyncIterator[Answer]:
     """Send every good row, `concurrency` at a time, and yield the answers in the rows' order.
 
-    A row that is malformed or refused is a Failure and the others go on. `on_done` is called at
-    each row that is done, in any order. Raises UnavailableError when the server is gone. Requests
-    in flight are cancelled when the caller stops early.
+    A row that is malformed or refused gives a Failure, and the others go on. `on_done` is called
+    for each finished row, in any order. Raises UnavailableError if the server is gone. If the
+    caller stops early, requests in flight are cancelled.
     """
     turns = asyncio.Semaphore(concurrency)
     async with AsyncClient(address) as client:

@@ -1,4 +1,4 @@
-"""The `paceline` command: checks that the server's packages are there, then runs deploy.app."""
+"""The `paceline` command: checks that the server's packages are installed, then runs deploy.app."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from importlib.util import find_spec
 
 from deploy.signals import ending_on_signals
 
-# One package of each kind that the commands need; `pip install paceline` brings none of them.
+# The server's packages that commands need. `pip install paceline` installs none of them.
 _SERVER_PACKAGES = ("typer", "rich", "pydantic", "numpy", "torch", "transformers", "ray", "psutil")
 
 
 def main() -> None:
-    """Run the command line. Every error is one line on stderr; exit codes as DESIGN.md has them.
+    """Run the command line. Every error is one line on stderr. README.md lists the exit codes.
 
-    SIGTERM unwinds it as Ctrl-C does, and so cleans up: from here on, while packages are imported.
+    SIGTERM unwinds the command as Ctrl-C does, so it cleans up, even while packages are imported.
     """
     with ending_on_signals():
         missing = [name for name in _SERVER_PACKAGES if find_spec(name) is None]

@@ -1,4 +1,4 @@
-"""Same text? Token ids of two runs over the same rows, compared."""
+"""Compares the token ids of two runs over the same rows."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from deploy.batch import Answer, Failure
 
 TIE_MARGIN = 1e-4
-"""Kernels differ by up to 2e-4 in a logit; two tokens closer than this are a tie (DESIGN.md, 3)."""
+"""Two tokens whose logits differ by less are a tie. Kernels differ by up to 2e-4 in a logit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to run the rows. `window` None: the server's."""
+    """One way to run the rows. `window`: None is the server's default."""
 
     policy: str
     window: int | None
@@ -25,12 +25,12 @@ class Variant:
 
 
 REFERENCE = Variant("off", None, 1)
-"""Plain decoding, one row after the other: what every other run is compared with."""
+"""Plain decoding, one row after the other. Every other run is compared with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What is run over each file: every temperature with every variant, the reference first."""
+    """The runs over each file: every temperature with every variant, the reference first."""
 
     temperatures: Sequence[float | None]
     variants: Sequence[Variant]
@@ -38,10 +38,10 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where a row's tokens differ. A token is None where that text had ended.
+    """The first position where a row's tokens differ. A token is None if that text had ended.
 
-    `margin` is by how much plain decoding prefers its own token there, in logits, where that was
-    measured: after trees, whose rows are computed in another order than those of chains.
+    `margin`: by how much plain decoding prefers its own token there, in logits; None: not measured.
+    It is measured for trees, whose rows are computed in another order than those of chains.
     """
 
     row: int
@@ -52,12 +52,12 @@ class Divergence:
 
     @property
     def tie(self) -> bool:
-        """Whether rounding alone explains it."""
+        """Whether rounding alone explains the difference."""
         return self.margin is not None and abs(self.margin) < TIE_MARGIN
 
 
 def first_difference(row: int, expected: Sequence[int], got: Sequence[int]) -> Divergence | None:
-    """Where two lists of token ids part, or None where they are equal."""
+    """The first position where two lists of token ids differ; None: they are equal."""
     for position in range(max(len(expected), len(got))):
         expected_token = expected[position] if position < len(expected) else None
         got_token = got[position] if position < len(got) else None
@@ -68,7 +68,7 @@ def first_difference(row: int, expected: Sequence[int], got: Sequence[int]) -> D
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The answers of one variant, and how long it took."""
+    """The answers of one variant, and how long they took."""
 
     variant: Variant
     answers: Sequence[Answer]
@@ -94,12 +94,12 @@ class Run:
 
     @property
     def failures(self) -> list[int]:
-        """Rows without an answer."""
+        """Indices of the rows without an answer."""
         return [answer.index for answer in self.answers if isinstance(answer.outcome, Failure)]
 
 
 def divergences(expected: Run, got: Run) -> list[Divergence]:
-    """Every row whose token ids are not bit-equal; rows that failed in either run are left out."""
+    """The first difference of each row whose token ids differ. Rows that failed are left out."""
     found: list[Divergence] = []
     for one, other in zip(expected.answers, got.answers, strict=True):
         if isinstance(one.outcome, Failure) or isinstance(other.outcome, Failure):
@@ -112,7 +112,7 @@ def divergences(expected: Run, got: Run) -> list[Divergence]:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A run beside plain decoding of the same rows and seeds."""
+    """A run compared with plain decoding of the same rows and seeds."""
 
     run: Run
     temperature: float | None
@@ -120,7 +120,7 @@ class Comparison:
 
     @property
     def ties(self) -> int:
-        """Divergences that rounding explains."""
+        """Number of divergences that rounding explains."""
         return sum(found.tie for found in self.divergences)
 
 
@@ -129,7 +129,7 @@ def variants_of(
     windows: Sequence[int | None],
     concurrencies: Sequence[int],
 ) -> list[Variant]:
-    """Every combination but the reference; a window means nothing to `off`."""
+    """Every combination except the reference. `off` has no window."""
     found: list[Variant] = []
     for policy in policies:
         for window in windows:

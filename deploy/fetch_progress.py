@@ -1,4 +1,4 @@
-"""A progress bar for fetching a model; where the console is no terminal, a line a stage."""
+"""Shows the fetch of a model: a progress bar on a terminal, else one line a stage."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.progress import Progress as ProgressBar
 from deploy.lines import plain
 from workers.model_fetch import FetchProgress, Progress
 
-# The stages that take long enough to be told where nothing moves.
+# Stages long enough to be reported where no bar is shown.
 _TOLD = ("waiting for another fetch", "downloading", "converting")
 
 
 @contextmanager
 def show_fetch(console: Console, name: str) -> Iterator[Progress]:
-    """Yield what to hand to `resolve_model`; a bar is gone when the block ends, lines stay."""
+    """Yield the `progress` argument of `resolve_model`. The bar is removed at the end."""
     if console.is_terminal and not console.quiet:
         with _bars(console, name) as show:
             yield show
@@ -27,7 +27,7 @@ def show_fetch(console: Console, name: str) -> Iterator[Progress]:
 
 
 def _lines(console: Console, name: str) -> Progress:
-    """Says each of the long stages once."""
+    """Reports each of the long stages once."""
     told: set[str] = set()
 
     def show(now: FetchProgress) -> None:
@@ -40,7 +40,7 @@ def _lines(console: Console, name: str) -> Progress:
 
 @contextmanager
 def _bars(console: Console, name: str) -> Iterator[Progress]:
-    """A bar a stage: one that fills where bytes are counted, else one that moves."""
+    """Shows a bar for each stage. It fills if bytes are counted; else it moves."""
     bar = ProgressBar(
         TextColumn("{task.description}"),
         BarColumn(),

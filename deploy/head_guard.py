@@ -1,4 +1,4 @@
-"""Ends a Ray head when the process that started it is gone, killed outright included.
+"""Ends a Ray head once the process that started it is gone, even if that was killed.
 
 python -m deploy.head_guard HEAD_AS_JSON    with a pipe from that process as standard input
 """
@@ -19,17 +19,17 @@ _KEEP = b"keep"
 
 
 class Guard:
-    """A process that ends a head with this one, however this one ends, unless it is kept."""
+    """A process that ends a head with this process, however this one ends, unless `keep`."""
 
     def __init__(self, head: RayHead) -> None:
-        """`head` may be a plan: a guard is there before what it guards."""
+        """`head` may be a plan, since the guard starts before the head does."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "deploy.head_guard", json.dumps(asdict(head))],
             cwd=Path(__file__).resolve().parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for us; the guard sees only that we are gone.
+            start_new_session=True,  # Ctrl-C must not reach the guard.
         )
 
     def keep(self) -> None:
@@ -43,7 +43,7 @@ class Guard:
 
 @contextmanager
 def guarded(head: RayHead) -> Iterator[None]:
-    """End `head` with the block, or with this process, however it ends."""
+    """End `head` with the block, or with this process, however that ends."""
     guard = Guard(head)
     try:
         yield
@@ -53,7 +53,7 @@ def guarded(head: RayHead) -> Iterator[None]:
 
 
 def main() -> None:
-    """Wait for the end of standard input."""
+    """Wait for the end of standard input, then end the head."""
     head = RayHead(**json.loads(sys.argv[1]))
     if sys.stdin.buffer.read() != _KEEP:
         stop_head(head)

@@ -1,8 +1,8 @@
-"""Input files: JSON lines, a prompt a row, in the format of Spec-Bench, HumanEval and GSM8K.
+"""Input files: JSON lines with one prompt a row, as in Spec-Bench, HumanEval and GSM8K.
 
-A row has one of `prompt` (text to continue), `question` (one chat message), `messages` (a chat as
-OpenAI's, with contents of text or of text parts) and `turns` (user turns, of which the first is
-used). Keys beside these are left alone.
+A row has exactly one of `prompt` (text to continue), `question` (one chat message), `messages` (a
+chat in OpenAI's format, with contents of text or of text parts) and `turns` (user turns, of which
+only the first is used). Other keys are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.generation import Message, text_of_content
 Kind = Literal["prompt", "question", "messages", "turns"]
 
 DEFAULT_INPUT = Path(__file__).parent / "prompts" / "default.jsonl"
-"""The prompts that are used where no input is named."""
+"""The prompts used if no input is named."""
 
 _JSON_NAMES: Mapping[type, str] = {
     dict: "an object",
@@ -38,7 +38,7 @@ _ROLES = ("system", "user", "assistant")
 class InputRow:
     """A row to decode: text to continue, or a chat to answer.
 
-    `index` counts the file's rows from 0, malformed ones included; `line` its lines from 1.
+    `index` counts the file's rows from 0, malformed ones included; `line` counts lines from 1.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class InputRow:
     input: str | tuple[Message, ...]
 
     def tell(self, wrong: str) -> str:
-        """What is wrong with the row, after the place where it stands."""
+        """What is wrong with the row, preceded by its file and line."""
         return _tell(self.path, self.line, wrong)
 
 
@@ -68,10 +68,10 @@ class _RowError(Exception):
 
 
 def read_rows(path: Path, *, limit: int | None = None) -> list[InputRow | BadRow]:
-    """The rows of a file in order, malformed ones as such; blank lines are no rows.
+    """The rows of a file in order, malformed ones as BadRow. Blank lines are skipped.
 
-    `limit` cuts to the first rows. Raises InvalidRequestError where the file cannot be read or
-    holds no row.
+    `limit`: return only the first rows. Raises InvalidRequestError if the file cannot be read or
+    has no row.
     """
     try:
         lines = path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -183,7 +183,7 @@ def _message(value: object, name: str) -> Message:
 
 
 def _content(value: object, name: str) -> str:
-    """A text, or OpenAI's list of parts, all of them texts."""
+    """A text, or OpenAI's list of parts, all of which must be texts."""
     if isinstance(value, list):
         try:
             value = text_of_content(value)

@@ -1,4 +1,4 @@
-"""Lines and tables for people, on stdout and stderr."""
+"""Prints lines and tables for people, on stdout and stderr."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from rich.measure import Measurement
 from rich.table import Table
 
 _UNBOUNDED = 10_000
-"""Columns; more than any table of ours has."""
+"""Columns; more than any of our tables has."""
 
 
 def plain(console: Console, line: str) -> None:
-    """Print a line as it is: rich would make a picture of `:100:`, the line of a file."""
+    """Print a line as it is. By default rich would turn `:100:` into a picture."""
     console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def whole_table(console: Console, table: Table) -> None:
-    """Print a table as wide as it is: rich would cut what is wider than the terminal.
+    """Print a table at full width. By default rich would cut it at the terminal's width.
 
-    A narrower terminal goes on in the next line.
+    A narrower terminal wraps the lines.
     """
     unbounded = Console(file=console.file, width=_UNBOUNDED, highlight=False)
     width = Measurement.get(unbounded, unbounded.options, table).maximum

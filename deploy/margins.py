@@ -1,4 +1,4 @@
-"""How close two tokens were in plain decoding: the target's engine, asked once more."""
+"""Measures how close two tokens were in plain decoding, with the target's engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CHUNK = 512
 
 
 class MarginMeter:
-    """The target's own engine, for one sequence at a time and without candidates."""
+    """The target's engine, for one sequence at a time and without candidates."""
 
     def __init__(self, files: ModelFiles, *, threads: int) -> None:
         self._engine = Engine(
@@ -32,8 +32,8 @@ class MarginMeter:
     ) -> float | None:
         """By how much plain decoding prefers `expected` to `got` after `prefix`, in logits.
 
-        At a temperature above 0 the noise of the position counts too. None where one of the two
-        could not have been chosen at all.
+        At a temperature above 0 it includes the noise of the position. None: one of the two could
+        not have been chosen.
         """
         logits_V = self._logits_V(prefix)
         position = len(prefix)

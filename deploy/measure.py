@@ -1,4 +1,4 @@
-"""One request, measured: its tokens, its time, and how busy each worker was meanwhile."""
+"""Measures one request: its tokens, its time, and how busy each worker was meanwhile."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.options import GenerateOptions
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What came of one request. `seconds` are the caller's, prefill included.
+    """The result of one request. `seconds`: the caller's time, prefill included.
 
-    `busy` holds each worker's share of that time spent in forward passes. Peers have no steps.
+    `busy`: each worker's share of that time in forward passes. Peers have no steps.
     """
 
     token_ids: tuple[int, ...]
@@ -37,7 +37,7 @@ def measure(
     *,
     on_chunk: Callable[[Chunk], None] = lambda chunk: None,
 ) -> Sample:
-    """Decode one request and read the server's counters around it."""
+    """Decode one request, and read the server's counters before and after it."""
     before = client.stats()
     builder = CompletionBuilder()
     start = time.perf_counter()
@@ -67,7 +67,7 @@ def busy_shares(before: Stats, after: Stats) -> dict[str, float]:
 
 
 def acceptance_length(samples: Iterable[Sample]) -> float | None:
-    """Committed tokens over steps, of all samples together; None where there were no steps."""
+    """Committed tokens over steps, of all samples together; None: there were no steps."""
     tokens = steps = 0
     for sample in samples:
         tokens += len(sample.token_ids)
@@ -76,7 +76,7 @@ def acceptance_length(samples: Iterable[Sample]) -> float | None:
 
 
 def median_busy(samples: Sequence[Sample]) -> dict[str, float]:
-    """The median share of each worker."""
+    """The median busy share of each worker."""
     names = dict.fromkeys(name for sample in samples for name in sample.busy or {})
     return {
         name: statistics.median((sample.busy or {}).get(name, 0.0) for sample in samples)

@@ -1,4 +1,4 @@
-"""Output files: JSON lines that appear whole or not at all."""
+"""Output files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.errors import InvalidRequestError
 
 
 class RowSink(Protocol):
-    """Takes one row after the other."""
+    """Takes rows one after the other."""
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append a row."""
@@ -37,11 +37,11 @@ class _JsonLines:
 
 @contextmanager
 def whole_file(path: Path, *, flag: str = "output") -> Iterator[RowSink]:
-    """Write rows into a temporary file beside `path`, renamed to it when the block ends well.
+    """Write rows to a temporary file beside `path`. It is renamed when the block ends well.
 
-    A symlink stays: the file that it names is replaced. An error, Ctrl-C or SIGTERM inside the
-    block leaves neither file behind, and an older `path` as it was. Raises InvalidRequestError
-    before the block when `path` cannot be written.
+    A symlink is kept: the file that it names is replaced. An error, Ctrl-C or SIGTERM in the block
+    leaves no new file behind, and an older `path` unchanged. Raises InvalidRequestError before the
+    block if `path` cannot be written.
     """
     target = _regular_target(path, flag)
     handle, name = _open_beside(target, flag)
@@ -72,16 +72,17 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def _regular_target(path: Path, flag: str) -> Path:
-    """The regular file, there or to be made, that `path` names once symlinks are followed."""
-    if os.path.isdir(path):  # Unlike Path.is_dir, False where a folder on the way is closed.
+    """The regular file, existing or new, that `path` names once symlinks are followed."""
+    if os.path.isdir(path):  # Unlike Path.is_dir, False if a folder on the way is not readable.
         raise InvalidRequestError(flag, f"{path} is a folder; name a file in it")
     target = os.path.realpath(path)
     there = os.path.exists(target)
-    # The link to an open pipe in /proc leads to a name that is not there; a loop leads to itself.
+    # The link to an open pipe in /proc leads to a missing name; a loop leads to itself.
     leads_astray = os.path.exists(path) != there or os.path.islink(target)
     if leads_astray or (there and not os.path.isfile(target)):
         raise InvalidRequestError(
-            flag, f"{path} is no regular file, and would be replaced; name a new or a regular file"
+            flag,
+            f"{path} is not a regular file and would be replaced; name a new or a regular file",
         )
     return Path(target)
 

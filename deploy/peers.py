@@ -1,4 +1,4 @@
-"""transformers beside us: the reference of `verify`, and what `bench` measures against."""
+"""The transformers library as the reference of `verify` and a contender in `bench`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from paceline.generation import Message
 
 @dataclass(frozen=True, slots=True)
 class Departure:
-    """Where our greedy text leaves transformers'. A token is None where that text had ended.
+    """Where our greedy text differs from transformers'. A token is None if that text had ended.
 
-    `margin` is by how much transformers' logits prefer its own token to ours at that prefix, None
-    where there is no pair of finite logits to compare.
+    `margin`: by how much transformers' logits prefer its own token to ours at that prefix; None:
+    there is no pair of finite logits.
     """
 
     position: int
@@ -32,20 +32,20 @@ class Departure:
 
     @property
     def tie(self) -> bool:
-        """Whether rounding alone explains it."""
+        """Whether rounding alone explains the difference."""
         return self.margin is not None and self.margin < TIE_MARGIN
 
 
 @dataclass(frozen=True, slots=True)
 class GreedyText:
-    """What transformers generates, and the processed logits that each token was the argmax of."""
+    """The text that transformers generates, and the processed logits behind each token."""
 
     token_ids: list[int]
     logits_TV: torch.Tensor
 
 
 def greedy_config(config: GenerationConfig, max_tokens: int) -> GenerationConfig:
-    """The checkpoint's generation settings with sampling switched off and a limit."""
+    """The checkpoint's generation settings, without sampling and with a limit."""
     greedy = copy.deepcopy(config)
     greedy.do_sample = False
     greedy.max_new_tokens = max_tokens
@@ -55,10 +55,10 @@ def greedy_config(config: GenerationConfig, max_tokens: int) -> GenerationConfig
 
 
 class TransformersPeer:
-    """The plain transformers model of a checkpoint, float32, on `threads` CPU threads (all)."""
+    """A checkpoint's plain transformers model in float32. `threads`: CPU threads; None: all."""
 
     def __init__(self, folder: Path, *, threads: int | None = None) -> None:
-        disable_progress_bar()  # It would write over the lines and bars of ours.
+        disable_progress_bar()  # It would overwrite our own lines and bars.
         torch.set_num_threads(threads or os.cpu_count() or 1)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -75,7 +75,7 @@ class TransformersPeer:
         )
 
     def greedy(self, prompt_token_ids: Sequence[int], max_tokens: int) -> GreedyText:
-        """What `generate` continues a prompt with; the end token, if it comes, is part of it."""
+        """How transformers' `generate` continues a prompt, the end token included if it comes."""
         prompt_BT = torch.tensor([list(prompt_token_ids)])
         config = greedy_config(self._model.generation_config, max_tokens)
         config.return_dict_in_generate = True
@@ -92,10 +92,10 @@ class TransformersPeer:
     def departures(
         self, prompt_token_ids: Sequence[int], token_ids: Sequence[int], max_tokens: int
     ) -> list[Departure]:
-        """Every place where our greedy text leaves transformers'.
+        """All positions where our greedy text differs from transformers'.
 
-        After a tie the comparison goes on behind our token, so that a tie hides nothing; it ends at
-        the first departure that is none.
+        After a tie the comparison continues with our token, so that a tie hides nothing. It ends at
+        the first departure that is not a tie.
         """
         found: list[Departure] = []
         start = 0

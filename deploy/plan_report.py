@@ -1,4 +1,4 @@
-"""What `paceline plan` found: a table for a plain terminal, a document for programs."""
+"""The results of `paceline plan`: a table for people, a document for programs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _HEADINGS = (
 )
 _WIDTH_OF_A_FILE = 100
 LEGEND = """
-SIMULATED: the scheduler and the drafters' trees are the real ones, devices and links are latency
-profiles; nothing was measured on a GPU. /off: tokens/s over plain decoding on the same hosts.
-first, token: ms from asking to the first token, and from then on a token; median and 99th
-percentile of requests. target: time with a step, waiting for one though there are requests, idle.
-drafter: time with a pass. len: tokens a step. used: of what was drafted.
+SIMULATED: the scheduler and the drafters' trees are real, devices and links are latency profiles;
+nothing was measured on a GPU. /off: tokens/s over plain decoding on the same hosts. first, token:
+ms to the first token, and ms a token after it; median and 99th percentile of requests. target:
+share of time in steps, waiting although there are requests, and idle. drafter: share of time in
+passes. len: tokens a step. used: share of the drafted tokens that was used.
 """
 
 
@@ -51,7 +51,7 @@ def plan_json(asked: PlanConfig, planned: Sequence[PlannedLayout]) -> dict[str, 
 
 
 def print_plan(console: Console, asked: PlanConfig, planned: Sequence[PlannedLayout]) -> None:
-    """The layouts by name, the best first, then their figures."""
+    """Print the layouts by name, the best first, then their figures."""
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_OF_A_FILE)
     gpus = asked.hosts * asked.gpus_per_host
@@ -75,7 +75,7 @@ def print_plan(console: Console, asked: PlanConfig, planned: Sequence[PlannedLay
     if any(one.simulated_groups < one.layout.groups for one in planned):
         most = max(one.simulated_groups for one in planned)
         console.print(
-            f"Simulated of larger layouts: at most {counted(most, 'target group')}, with their "
+            f"Of larger layouts at most {counted(most, 'target group')} are simulated, with their "
             "part of the load.",
             highlight=False,
         )

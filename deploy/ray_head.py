@@ -1,10 +1,10 @@
 """A Ray head of our own: one node on the loopback interface, in a session of its own.
 
-Ending it ends every process of it, though its first may be long dead, and nothing else. A process
-is known by a token in its environment, or by its session: that of one with the token, or of one
-whose pid and start time were written down. So the head can be ended by whoever knows its plan, made
-before anything starts, and a pid that belongs to somebody else by now, after a reboot perhaps, is
-left alone. This module does not import Ray.
+Ending a head ends every process of it, even if its first process died long ago, and no other
+process. A process belongs to the head if its environment holds the head's token, or if it shares a
+session with such a process or with one whose recorded pid and start time match. So anyone who knows
+a head's plan, made before it starts, can end it. A pid that now belongs to another process, for
+example after a reboot, is left alone. This module does not import Ray.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ START_SECONDS = 180.0
 ASK_SECONDS = 1.0
 """How long the processes of a head may take to end on SIGTERM, before SIGKILL."""
 KILL_SECONDS = 15.0
-"""How long they may take then. One that waits for a device or a file server that does not answer
-(state D) ends only once that does."""
+"""How long they may take after SIGKILL. A process that waits for a device or file server that does
+not answer (state D) ends only once that answers."""
 _LOOK_SECONDS = 0.1
 _TOKEN = "PACELINE_RAY_HEAD"
 _OF_HEAD_AND_JOINERS = {
-    # Ray takes "127.0.0.1" for "this host's own address" unless it is told not to.
+    # Ray takes "127.0.0.1" for "this host's own address" unless this is set.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # Where this user has a token, from a `ray.init()` of theirs, a head would ask for it and who
-    # joins by its address would not give it.
+    # If this user has a token from an earlier `ray.init()`, a head would ask for it, and a process
+    # that joins by address would not give it.
     "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
 }
 _LOOPBACK = "127.0.0.1"
@@ -48,19 +48,19 @@ SYSTEM_CONFIG = {
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
-    # Its default of 15 would give way to whatever else runs on this host.
+    # The default of 15 would give way to every other process on this host.
     "worker_niceness": 0,
 }
-"""What we ask of Ray where we start it: lost nodes are noticed in some 6 s."""
+"""Options of a Ray cluster that we start. It notices lost nodes in some 6 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayHead:
-    """A head, planned or running. `address` is what RAY_ADDRESS would hold.
+    """A head, planned or running. `address`: as in RAY_ADDRESS.
 
-    `processes`: pid and start time (seconds since 1970) of each that it had when it began to take
-    connections, the first one first. Empty: it did not come to that, or nobody lived to write them
-    down.
+    `processes`: pid and start time (seconds since 1970) of each process that it had when it began
+    to accept connections, the first process first. Empty: it never got so far, or its starter died
+    before recording them.
     """
 
     address: str
@@ -71,23 +71,23 @@ class RayHead:
 
 
 def plan_head() -> RayHead:
-    """All that one must know to end it, before it is started."""
+    """Plan a head. The plan suffices to end the head, so make it before starting anything."""
     token = secrets.token_hex(16)
     ports = free_ports(3)
     return RayHead(
         address=f"{_LOOPBACK}:{ports[0]}",
         token=token,
-        # Unix sockets lie in it: it must be short.
+        # Keep it short: it is part of the paths of Unix sockets.
         folder=str(Path(tempfile.gettempdir()) / f"paceline-{token[:12]}"),
         ports=ports,
     )
 
 
 def start_head(head: RayHead | None = None, *, num_cpus: int, gpus: bool = False) -> RayHead:
-    """Start a head, a planned one if given, and return when it takes connections.
+    """Start a head, a planned one if given. Returns once it accepts connections.
 
-    `gpus`: it has all GPUs that Ray finds on this host, else none. Raises UnavailableError with its
-    log, and has ended it then.
+    `gpus`: it gets all GPUs that Ray finds on this host, else none. If it fails, this ends the head
+    and raises UnavailableError with the last line of its log.
     """
     head = head or plan_head()
     log = Path(head.folder) / "start.log"
@@ -106,9 +106,9 @@ def start_head(head: RayHead | None = None, *, num_cpus: int, gpus: bool = False
 
 
 def stop_head(head: RayHead) -> None:
-    """End every process of the head and remove its folder. No error where they are dead.
+    """End every process of the head and remove its folder. No error if they are dead.
 
-    Raises UnavailableError naming those that SIGKILL does not end; the folder stays then.
+    Raises UnavailableError naming processes that SIGKILL does not end. The folder then stays.
     """
     began = time.monotonic()
     sessions: set[int] = set()
@@ -117,12 +117,12 @@ def stop_head(head: RayHead) -> None:
         seconds = time.monotonic() - began
         if seconds > ASK_SECONDS + KILL_SECONDS:
             raise UnavailableError(
-                f"the Ray cluster at {head.address} has ended but for {_named(processes)}: SIGKILL "
-                "does not end what waits for a device or a file server; once that answers, run "
-                "`paceline down` again"
+                f"the Ray cluster at {head.address} has ended except for {_named(processes)}: "
+                "SIGKILL does not end a process that waits for a device or a file server; once "
+                "that answers, run `paceline down` again"
             )
         for process in processes:
-            with contextlib.suppress(psutil.Error):  # of a pid that is another's by now, too
+            with contextlib.suppress(psutil.Error):  # Also if the pid belongs to another by now.
                 if seconds > ASK_SECONDS:
                     process.kill()
                 elif process not in asked:
@@ -136,7 +136,7 @@ def stop_head(head: RayHead) -> None:
 
 
 def is_running(head: RayHead) -> bool:
-    """Whether one of the processes that it had when it started lives."""
+    """Whether one of the processes recorded at its start lives."""
     return bool(_known_of(head))
 
 
@@ -151,12 +151,12 @@ def is_listening(address: str) -> bool:
 
 
 def prepare_to_join() -> None:
-    """To be called before Ray is imported in a process that joins a head of ours."""
+    """Call this before importing Ray in a process that joins a head of ours."""
     os.environ.update(_OF_HEAD_AND_JOINERS)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on."""
+    """Ports on which nobody listens."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
@@ -188,7 +188,7 @@ def _command(head: RayHead, *, num_cpus: int, gpus: bool) -> list[str]:
 
 
 def _environment(token: str) -> dict[str, str]:
-    """The caller's, with this Python first and our packages to be found by it."""
+    """The caller's environment, with this Python first on PATH and our packages importable."""
     environment = dict(os.environ)
     environment.pop("RAY_ADDRESS", None)
     environment.update(_OF_HEAD_AND_JOINERS)
@@ -204,7 +204,7 @@ def _environment(token: str) -> dict[str, str]:
 
 
 def _spawn(command: list[str], environment: dict[str, str], log: Path) -> int:
-    """Start it in a session of its own, in which it may outlive us; return its number."""
+    """Start it in a session of its own, so that it can outlive this process. Returns its pid."""
     return os.posix_spawn(
         command[0],
         command,
@@ -220,10 +220,10 @@ def _spawn(command: list[str], environment: dict[str, str], log: Path) -> int:
 
 
 def _inheritable() -> list[int]:
-    """Files that whoever started us left open to children: a head would hold their locks."""
+    """Files that our parent left open to children. A head that kept them would hold their locks."""
     found = []
     for number in sorted(int(name) for name in os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # that of the listing is closed by now
+        with contextlib.suppress(OSError):  # The descriptor of the listing is closed by now.
             if number > 2 and os.get_inheritable(number):
                 found.append(number)
     return found
@@ -231,7 +231,7 @@ def _inheritable() -> list[int]:
 
 def _await_start(first: psutil.Process, folder: Path, log: Path) -> None:
     give_up = time.monotonic() + START_SECONDS
-    # Ray writes its address there when all its processes are up.
+    # Ray writes its address to this file once all its processes run.
     while not (folder / "ray_current_cluster").exists():
         if not _is_alive(first):
             raise UnavailableError(f"Ray did not start: {_last_line(log)}")
@@ -248,9 +248,9 @@ def _last_line(log: Path) -> str:
 
 
 def _processes_of(head: RayHead, sessions: set[int]) -> list[psutil.Process]:
-    """Its living processes. To `sessions` those are added that are seen to be its own.
+    """The head's living processes. Adds the sessions that belong to it to `sessions`.
 
-    A session's number is nobody else's while one of its processes lives.
+    While a process of a session lives, its number is not given to another session.
     """
     alive = {process: _session_of(process) for process in psutil.process_iter()}
     carriers = {process for process in alive if _carries(process, head.token)}
@@ -269,7 +269,7 @@ def _marks(processes: Sequence[psutil.Process]) -> Iterator[tuple[int, float]]:
 
 
 def _known_of(head: RayHead) -> list[psutil.Process]:
-    """Those of its processes that were written down and live: of the same number and start."""
+    """Its recorded processes that still live, matched by pid and start time."""
     known = []
     for pid, started in head.processes:
         with contextlib.suppress(psutil.Error):
@@ -280,7 +280,7 @@ def _known_of(head: RayHead) -> list[psutil.Process]:
 
 
 def _carries(process: psutil.Process, token: str) -> bool:
-    """Whether the token is in its environment; Ray's agents overwrite theirs."""
+    """Whether the token is in the environment. Ray's agents overwrite theirs."""
     try:
         return bool(process.environ().get(_TOKEN) == token)
     except (psutil.Error, OSError):
@@ -288,7 +288,7 @@ def _carries(process: psutil.Process, token: str) -> bool:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    """Whether it runs, and is not only waiting for its parent to look."""
+    """Whether the process runs and is not a zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -296,7 +296,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def _session_of(process: psutil.Process) -> int | None:
-    """Its session; None for a process that has ended."""
+    """The session of a process; None: it has ended."""
     try:
         return os.getsid(process.pid) if _is_alive(process) else None
     except OSError:

@@ -1,4 +1,4 @@
-"""A server for a command to talk to: the one named, the running one, or a private one."""
+"""Finds a server for a command: the named one, the running one, or a private one."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from workers.models import default_home, resolve_model
 def reach_cluster(
     config: Config, environ: Mapping[str, str], *, console: Console, server: str | None
 ) -> Iterator[str]:
-    """Yield HOST:PORT of an InferenceService (deploy/session.py says which).
+    """Yield HOST:PORT of an InferenceService. deploy/session.py says which one.
 
-    What goes on is told on `console`.
+    Progress is shown on `console`.
     """
     from deploy.session import open_cluster
 
@@ -33,14 +33,14 @@ def reach_cluster(
 
 
 class Teller:
-    """Says what goes on: in one changing line on a terminal, else a line each."""
+    """Shows progress: in one changing line on a terminal, else as one line each."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status = console.status("")
 
     def __call__(self, message: str) -> None:
-        """Say a line."""
+        """Show a message."""
         if self._console.is_terminal and not self._console.quiet:
             self._status.update(message)
             self._status.start()
@@ -48,13 +48,13 @@ class Teller:
             plain(self._console, message)
 
     def rest(self) -> None:
-        """Take the changing line away, until something is said again."""
+        """Remove the changing line until the next message."""
         self._status.stop()
 
 
 @contextmanager
 def teller(console: Console) -> Iterator[Teller]:
-    """A teller whose line is gone when the block ends."""
+    """A teller whose line is removed at the end of the block."""
     tell = Teller(console)
     try:
         yield tell

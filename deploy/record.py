@@ -1,4 +1,4 @@
-"""$PACELINE_HOME/run/cluster.json: what `paceline up` started, for `status`, `down` and clients."""
+"""$PACELINE_HOME/run/cluster.json records what `paceline up` started, for the other commands."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MOMENT = 0.05
 class ClusterRecord:
     """A deployment of `up`.
 
-    `address`: of InferenceService, None while it is coming up. `deployment`: its configuration's
-    (Config.deployment). `head`: ours, None where the Ray cluster at `ray_address` is somebody
-    else's. `name`: of the controller on it. `logs`: the folder of its logs, on each of its hosts.
+    `address`: of InferenceService; None while it starts. `deployment`: Config.deployment of its
+    configuration. `head`: our own Ray head; None: the Ray cluster at `ray_address` is not ours.
+    `name`: of the controller there. `logs`: the folder of its logs, on each of its hosts.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ClusterRecord:
 
 
 def read_record(home: Path) -> ClusterRecord | None:
-    """What is recorded, or None. Raises UnavailableError where it cannot be read."""
+    """The record; None: there is none. Raises UnavailableError if it cannot be read."""
     path = _path(home)
     try:
         fields = json.loads(path.read_text())
@@ -53,7 +53,7 @@ def read_record(home: Path) -> ClusterRecord | None:
 
 
 def write_record(home: Path, record: ClusterRecord) -> None:
-    """Record it, whole or not at all. Raises UnavailableError, as where the disk is full."""
+    """Write the record, whole or not at all. Raises UnavailableError, as on a full disk."""
     path = _path(home)
     partial = path.with_suffix(".partial")
     with _told(path):
@@ -64,13 +64,13 @@ def write_record(home: Path, record: ClusterRecord) -> None:
 
 
 def remove_record(home: Path) -> None:
-    """Forget it. No error where there is none."""
+    """Remove the record. No error if there is none."""
     _path(home).unlink(missing_ok=True)
 
 
 @contextmanager
 def alone(home: Path, command: Command) -> Iterator[None]:
-    """Hold the lock of `up` and `down`. Raises UnavailableError when another one has it."""
+    """Hold the lock of `up` and `down`. Raises UnavailableError if another process holds it."""
     path = _lock_path(home)
     with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def alone(home: Path, command: Command) -> Iterator[None]:
 
 
 def at_work(home: Path) -> Command | None:
-    """Which of `up` and `down` holds the lock now, if one does."""
+    """Which of `up` and `down` holds the lock now; None: neither."""
     try:
         with _lock_path(home).open() as stream:
             return None if _locked(stream, fcntl.LOCK_SH) else _written(stream)
@@ -97,7 +97,7 @@ def at_work(home: Path) -> Command | None:
 
 @contextmanager
 def _told(path: Path) -> Iterator[None]:
-    """Raises UnavailableError where `path` cannot be written, as where the disk is full."""
+    """Raise UnavailableError if `path` cannot be written, for example on a full disk."""
     try:
         yield
     except OSError as error:
@@ -108,7 +108,7 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def _locked(stream: IO[str], kind: int) -> bool:
-    """Whether the lock was free. Tried twice: one who only looks has it for a moment."""
+    """Whether the lock was free. Tries twice, because `at_work` holds it for a moment."""
     for pause in (_MOMENT, 0.0):
         try:
             fcntl.flock(stream, kind | fcntl.LOCK_NB)
@@ -119,7 +119,7 @@ def _locked(stream: IO[str], kind: int) -> bool:
 
 
 def _written(stream: IO[str]) -> Command:
-    """What its holder wrote; `up` where it has not done so yet."""
+    """The command that the holder wrote; `up` if it has not written yet."""
     stream.seek(0)
     return "down" if stream.read() == "down" else "up"
 

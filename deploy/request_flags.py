@@ -1,4 +1,4 @@
-"""The request flags that `generate` and `verify` share, checked before anything is started."""
+"""Request flags that `generate` and `verify` share, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEED_SPACE = 2**64
 
 
 def check_sampling(*, temperature: float | None, top_k: int | None, top_p: float | None) -> None:
-    """Raise InvalidRequestError naming the first one out of range; None is the checkpoint's."""
+    """Raise InvalidRequestError naming the first value out of range. None: the checkpoint's."""
     defaults = SamplingParams()
     SamplingParams(
         temperature=defaults.temperature if temperature is None else temperature,
@@ -71,7 +71,7 @@ def check_policy(policy: str | None) -> None:
 
 
 def check_text(verification: str | None, temperature: float) -> None:
-    """Raise InvalidRequestError where a rule promises the law of plain decoding, not its text."""
+    """Raise InvalidRequestError if the rule keeps the law of plain decoding but not its text."""
     rule = Rule(verification or Rule.COUPLED)
     if temperature > 0 and FACTS[rule].promise is not Promise.TEXT:
         raise InvalidRequestError(
@@ -83,7 +83,7 @@ def check_text(verification: str | None, temperature: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
-    """What every row of a run has in common; None leaves a choice to checkpoint or server."""
+    """Options that all rows of a run share. None leaves the choice to checkpoint or server."""
 
     max_tokens: int
     temperature: float | None
@@ -122,16 +122,16 @@ class RequestFlags:
                 check_merge(PolicyName(self.policy), rule, None)
 
     def seed_of(self, index: int) -> int:
-        """Row `index` of a run uses the run's seed plus its index."""
+        """The seed of row `index`: the run's seed plus the index."""
         return (self.seed + index) % SEED_SPACE
 
 
 def check_drafters(
     flags: RequestFlags, config: Config, policies: Collection[str] | None = None
 ) -> None:
-    """Raise InvalidRequestError where no drafter of the configuration could draft what is asked.
+    """Raise InvalidRequestError if no drafter of the configuration could draft what is asked.
 
-    `policies`: of a run with several; else that of the flags, or the configuration's.
+    `policies`: those of a run with several; None: that of the flags, else the configuration's.
     """
     chosen = config.speculation
     asked = [PolicyName(name) for name in policies or [flags.policy or chosen.policy]]

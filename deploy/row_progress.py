@@ -1,4 +1,4 @@
-"""Progress over the rows of a file, and complaints about some of them, on stderr."""
+"""Shows progress over the rows of a file, and names failed rows, on stderr."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from deploy.lines import plain
 from paceline.text import counted
 
 LINE_SECONDS = 10.0
-"""Lines are at least this far apart, whatever is counted."""
+"""The least time between two lines."""
 SILENT_SECONDS = 60.0
-"""After so long a line comes even where less than a tenth was done."""
+"""The time after which a line comes even if less than a tenth of the rows was done."""
 _TENTHS = 10
 
 
 class RowProgress(Protocol):
-    """Shows how far one count after the other has come."""
+    """Shows how far a count has come, one count after the other."""
 
     def counting(self, what: str, total: int) -> AbstractContextManager[Callable[[], None]]:
-        """Count to `total` while the block runs; it yields what is called for each one done."""
+        """Count to `total` while the block runs. Yields a function to call for each one done."""
 
 
 class LineProgress:
-    """A plain line now and then, where no bar can be drawn."""
+    """Prints a line now and then, where no bar can be drawn."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
-        """`clock` gives seconds."""
+        """`clock` returns seconds."""
         self._say = say
         self._clock = clock
         self._began = self._said = clock()
@@ -71,7 +71,7 @@ class _Bars:
 
 @contextmanager
 def row_progress(console: Console) -> Iterator[RowProgress]:
-    """Bars of rows done on a terminal, elsewhere lines; nothing on a quiet console."""
+    """Bars on a terminal, lines elsewhere, nothing on a quiet console."""
     if not console.is_terminal or console.quiet:
         yield LineProgress(lambda line: plain(console, line), time.monotonic)
         return

@@ -1,8 +1,8 @@
-"""What `paceline up` does, as a Ray job that ends all it started when it is stopped.
+"""Runs a deployment as a Ray job. When the job is stopped, everything that it started ends.
 
     ray job submit --working-dir . -- python -m deploy.serve_job [--config C]
 
-It stays in the foreground. Its workers are not detached: they end with this process, however it
+It stays in the foreground. Its workers are not detached: they end with this process, however that
 ends.
 """
 
@@ -59,13 +59,13 @@ def serve(
             try:
                 said = ""
                 while workers := cluster.workers():
-                    # The driver is on another node where its own was lost.
+                    # The driver is on another node if its own was lost.
                     address = workers[-1].address or cluster.address
                     if address != said:
                         _log(f"serving: gRPC at {address}")
                         said = address
                     time.sleep(_LOOK_SECONDS)
-                raise WorkerLostError("the controller has no workers any more")
+                raise WorkerLostError("the controller no longer has workers")
             finally:
                 with signals_held():
                     cluster.stop()

@@ -1,4 +1,4 @@
-"""Where a command finds its cluster: given, running already, or a private one that ends with it."""
+"""Finds the cluster of a command: a named one, a running one, or a private one for the command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 FOUND_BY_RAY = Path("/tmp/ray/ray_current_cluster")
 _LONGEST_ADDRESS = 256
-"""Characters of that file which are read."""
+"""Characters of that file that are read."""
 
 
 @contextmanager
@@ -46,12 +46,12 @@ def open_cluster(
     server: str | None,
     console: Console | None = None,
 ) -> Iterator[ClusterHandle]:
-    """A cluster that serves `config`, for as long as the block runs.
+    """A cluster that serves `config` while the block runs.
 
-    `server` ("host:port") if given; else the one of `paceline up` with the same deployment; else a
-    private one, on the Ray cluster that runs or on a head of ours, ended with the block, with an
-    error, and on SIGINT and SIGTERM. A fetch of models is shown on `console`, without one on
-    stderr. Raises the PacelineError that says why there is none.
+    It is `server` ("host:port") if given, else the cluster of `paceline up` with the same
+    deployment, else a private one. A private cluster runs on the running Ray cluster or on a head
+    of ours. It ends with the block, on an error, and on SIGINT and SIGTERM. Fetches of models are
+    shown on `console` (None: stderr). Raises the PacelineError that says why there is no cluster.
     """
     address = server or running_address(config, home)
     if address is not None:
@@ -85,13 +85,13 @@ def open_cluster(
 
 
 def check_listening(address: str) -> None:
-    """Raise UnavailableError with the cause where no server can be reached at "host:port"."""
+    """Raise UnavailableError with the cause if no server can be reached at "host:port"."""
     with Client(address) as client:
         client.connect()
 
 
 def running_address(config: Config, home: Path) -> str | None:
-    """Where the cluster of `paceline up` serves, if it runs and has the same deployment."""
+    """Address of the cluster of `paceline up`, if it runs and has the same deployment."""
     record = read_record(home)
     if record is None or record.deployment != config.deployment():
         return None
@@ -104,9 +104,9 @@ def _where_it_listens(record: ClusterRecord) -> str | None:
 
 
 def _tell_of_another(config: Config, home: Path) -> None:
-    """Say on stderr, quiet or not, that the running cluster is left alone, and why.
+    """Say on stderr, even if quiet, that a running cluster is not used, and why.
 
-    What answers in its place may be another model.
+    The cluster that is used instead may serve another model.
     """
     record = read_record(home)
     address = None if record is None else _where_it_listens(record)
@@ -122,7 +122,7 @@ def _tell_of_another(config: Config, home: Path) -> None:
 
 
 def _differences(running: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
-    """Keys of two deployments, with both values."""
+    """The keys in which two deployments differ, with both values."""
     pairs = [("target", running["target"], asked["target"])]
     there, here = running["drafters"], asked["drafters"]
     if len(there) == len(here):
@@ -142,10 +142,10 @@ def _differences(running: Mapping[str, Any], asked: Mapping[str, Any]) -> list[s
 
 
 def present_record(home: Path) -> ClusterRecord | None:
-    """What `up` recorded, with the address of today: a driver may be on another node by now.
+    """The record of `up`, with the present address, since a driver may have moved to another node.
 
-    The controller is asked where nothing listens at the one recorded. A head of ours has one node,
-    on which a driver comes back at the address that it had.
+    The controller is asked if nothing listens at the recorded address. A head of ours has one node,
+    on which a driver returns at its old address.
     """
     record = read_record(home)
     return None if record is None else _of_today(record)
@@ -158,7 +158,7 @@ def _of_today(record: ClusterRecord) -> ClusterRecord:
 
 
 def lives_of(record: ClusterRecord) -> list[WorkerLife]:
-    """What became of the workers' processes, as the controller knows; none where it is gone."""
+    """The history of the workers' processes, from the controller; empty if that is gone."""
     with _controller_of(record) as handle:
         try:
             return [] if handle is None else handle.lives()
@@ -173,7 +173,7 @@ def _told_by_controller(record: ClusterRecord) -> str | None:
 
 @contextmanager
 def _controller_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
-    """The deployment as Ray has it; None where it, or Ray, is gone."""
+    """The deployment on its Ray cluster; None: the deployment or the Ray cluster is gone."""
     if record.head is not None and not ray_head.is_listening(record.ray_address):
         yield None
         return
@@ -193,7 +193,7 @@ def _controller_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
 
 @contextmanager
 def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead | None]:
-    """Join the Ray that runs (yields None), or a head of ours that ends with the block."""
+    """Join the running Ray cluster (yields None) or a head of ours, which ends with the block."""
     running = running_ray(os.environ, progress)
     stack = ExitStack()
     try:
@@ -214,9 +214,9 @@ def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead
 
 
 def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -> ray_head.RayHead:
-    """Start a planned head, with as many CPUs as this process may use, and as the workers reserve.
+    """Start a planned head with all CPUs that this process may use, or more if workers need more.
 
-    And with this host's GPUs, where the configuration does not keep them out.
+    It gets this host's GPUs too, unless the configuration excludes them.
     """
     num_cores = len(own_cores())
     gpus = 0
@@ -234,7 +234,7 @@ def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -
 
 
 def enter_ray(address: str, *, own: bool) -> Callable[[], None] | None:
-    """Join the Ray at `address`; returns how to leave it, None where this process was in it."""
+    """Join Ray at `address`. Returns a function that leaves it; None: it was joined already."""
     if own:
         ray_head.prepare_to_join()
     elif ":" in address and "//" not in address and not ray_head.is_listening(address):
@@ -245,7 +245,7 @@ def enter_ray(address: str, *, own: bool) -> Callable[[], None] | None:
 
 
 def leave_ray() -> None:
-    """Leave the Ray that this process may have joined."""
+    """Leave the Ray cluster that this process may have joined."""
     if "ray" in sys.modules:
         from cluster.launch import disconnect
 
@@ -253,10 +253,11 @@ def leave_ray() -> None:
 
 
 def running_ray(environ: Mapping[str, str], progress: Progress | None = None) -> str | None:
-    """RAY_ADDRESS, else a Ray cluster that `ray start` left running on this host.
+    """RAY_ADDRESS, else the address of a Ray cluster that `ray start` left running on this host.
 
-    Ray notes the latter in a folder that all users share. Whoever joins a Ray cluster runs what it
-    sends, so the note is believed only where this user or root wrote it and nobody else can.
+    Ray writes that address to a file in a folder that all users share. A process that joins a Ray
+    cluster runs the code that the cluster sends. So the file is trusted only if this user or root
+    owns it and nobody else can write it.
     """
     if environ.get("RAY_ADDRESS"):
         return environ["RAY_ADDRESS"]
@@ -274,22 +275,22 @@ def running_ray(environ: Mapping[str, str], progress: Progress | None = None) ->
         return found
     if progress is not None:
         progress(
-            f"Ray: {FOUND_BY_RAY} names a cluster at {found}, but others than this user could have "
-            "written it: it is not used; set RAY_ADDRESS to use that cluster"
+            f"Ray: {FOUND_BY_RAY} names a cluster at {found}, but other users could have written "
+            "it, so it is not used; set RAY_ADDRESS to use that cluster"
         )
     return None
 
 
 def check_models(config: Config, *, home: Path, console: Console | None = None) -> None:
-    """Fetch what is absent, and look into checkpoints that are not ours, before anything starts.
+    """Fetch missing models and inspect checkpoints that are not ours, before anything starts.
 
-    A fetch is shown on `console`, without one on stderr. Raises CheckpointError, ConfigError,
+    Fetches are shown on `console` (None: stderr). Raises CheckpointError, ConfigError,
     ModelFetchError or VocabularyMismatchError.
     """
     names = [config.target.model, *(one.model for one in config.drafters if one.model)]
     for name in names:
         if name not in CATALOGUE:
-            resolve_model(name, home=home)  # An absent folder is said before anything is fetched.
+            resolve_model(name, home=home)  # Report a missing folder before fetching anything.
     for name in dict.fromkeys(names):
         if name in CATALOGUE and not is_present(CATALOGUE[name], home=home):
             with show_fetch(console or Console(stderr=True), name) as show:

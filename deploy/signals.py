@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from types import FrameType
 
 LONGEST_UNWINDING = 60.0
-"""Seconds from a signal to the end of the process. Python raises what a signal means between two
-lines of Python: a library may swallow it, or not come back to Python at all. What such a process
-leaves is ended by its guard (deploy/head_guard.py)."""
+"""The longest time in seconds from a signal to the end of the process. Python handles a signal only
+between two of its instructions, so a library may swallow it or never return to Python. The guard
+(deploy/head_guard.py) ends what such a process leaves behind."""
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
-    """Let SIGTERM unwind the block as Ctrl-C does; exit code 143, or 130 for Ctrl-C.
+    """Let SIGTERM unwind the block as Ctrl-C does. The exit code is 143, or 130 for Ctrl-C.
 
     The process ends within LONGEST_UNWINDING seconds of the first signal, whatever the block does.
     """
@@ -33,14 +33,14 @@ def ending_on_signals() -> Iterator[None]:
         finally:
             if signal.getsignal(signal.SIGTERM) is _unwind:
                 signal.signal(signal.SIGTERM, before)
-            # Others may have turned the signal into an error of their own meanwhile, as Ray does.
+            # Libraries such as Ray may have turned the signal into an error of their own.
             if (number := watch.end()) is not None:
                 raise SystemExit(_exit_code(number)) from None
 
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Let no second Ctrl-C cut a clean-up short."""
+    """Do not let another Ctrl-C or SIGTERM interrupt a clean-up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -53,13 +53,13 @@ def signals_held() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """Ignore them to the end of this process: what it was asked for is done, and stays."""
+    """Ignore signals until this process ends, because its work is done and should stay."""
     for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)
 
 
 class _SignalWatch:
-    """A thread that is told of signals at once, even while the main thread runs no Python."""
+    """A thread that hears of signals at once, even while the main thread runs no Python."""
 
     def __enter__(self) -> _SignalWatch:
         self._received: int | None = None
@@ -75,7 +75,7 @@ class _SignalWatch:
         self.end()
 
     def end(self) -> int | None:
-        """Stop watching; the first signal that came, None where none did."""
+        """Stop watching. Returns the first signal; None: none came."""
         if not self._has_ended.is_set():
             self._has_ended.set()
             signal.set_wakeup_fd(self._before)

@@ -1,4 +1,4 @@
-"""Prints a stream of tokens as it comes, broken at words, drafted ones in a colour of their own."""
+"""Prints a stream of tokens as it arrives, wrapped at words, with drafted tokens in a color."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.generation import Chunk, Origin
 STYLES: dict[Origin, str] = {"draft": "green", "target": "bold yellow"}
 MAX_WIDTH = 80
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""What a terminal would obey; only newlines and tabs are let through."""
+"""Characters that control a terminal. Only newlines and tabs are printed."""
 
 
 class TokenPrinter:
     """Writes text to a console, at most MAX_WIDTH columns a line.
 
-    A word is held back until the space after it is there, since it may not fit the line. Colours
-    are left out where the console is no terminal.
+    A word is held back until a space follows it, since it may not fit the line. Without a terminal
+    there are no colors.
     """
 
     def __init__(self, console: Console) -> None:

@@ -1,9 +1,9 @@
-"""Rounds as a Chrome trace: what https://ui.perfetto.dev and chrome://tracing open.
+"""Draws rounds as a Chrome trace, for https://ui.perfetto.dev and chrome://tracing.
 
-A row a device. On a target group's: each step from its begin to the end of its pass, then its
-verdicts. On a drafter's: its passes. An arrow goes from the pass that proposed candidates to the
-verdict on them. On the rows of sequences, one a target group: each window, from when it was
-sent to its verdict.
+Each device has a row. A target group's row shows each step, from its begin to the end of its pass,
+then the verdicts. A drafter's row shows its passes. An arrow goes from the pass that proposed
+candidates to the verdict on them. Each sequence has a row for each target group that verified it,
+with its windows from when they were sent to their verdicts.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from workers.emulated.profiles import EMULATED
 
 _DEVICES, _SEQUENCES = 1, 2
 _REPLICA_ROWS = 1000
-"""Rows of target groups from the second on; that of the first is 0, drafters follow it."""
+"""First row of further target groups. The first group has row 0, and drafters follow it."""
 _REPLICA_SEQUENCES = 1_000_000_000
-"""Rows of sequences on each further target group begin so much further on."""
+"""Distance between the rows of a sequence on one target group and on the next."""
 _LEAST_US = 1.0
-"""The shortest slice: one of no length cannot be seen, nor hold an end of an arrow."""
+"""The shortest slice. A slice of no length cannot be seen, and no arrow can end there."""
 
 Event = dict[str, Any]
 
 
 class TraceFile:
-    """Takes messages of TraceService in their order; `document` is what is written."""
+    """Takes the messages of TraceService in order. `document` is the result."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -131,7 +131,7 @@ class TraceFile:
         )
 
     def _sequence_row(self, sequence_id: int, group: int) -> int:
-        """Windows that several groups verify at a time are on rows of their own."""
+        """The row of a sequence. Windows that several groups verify at a time have rows each."""
         row = group * _REPLICA_SEQUENCES + sequence_id
         name = f"sequence {sequence_id}"
         self._sequence_rows.setdefault(row, f"{name}, replica {group}" if group else name)
@@ -155,7 +155,7 @@ class TraceFile:
         self._pass_ends[one.number] = (row, end - _LEAST_US / 2)
 
     def _begin(self, row: int, wanted: float) -> float:
-        """Where a slice begins; a message that was late would have it begin in the one before."""
+        """Start of a slice. A slice of a late message would start in the one before it."""
         return max(wanted, self._busy_until.get(row, wanted))
 
     def _arrow(self, number: int, target_row: int, to: float) -> None:

@@ -1,4 +1,4 @@
-"""The stream of TraceService, drawn as it comes."""
+"""Reads the stream of TraceService and draws it as it arrives."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from paceline.status import error_of
 from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2, trace_pb2_grpc
 
 _LAST_SECONDS = 0.2
-"""How long messages that are on their way when the block ends are waited for."""
+"""How long to wait for messages that are on their way when the block ends."""
 
 
 @asynccontextmanager
 async def tracing(address: str) -> AsyncIterator[TraceFile]:
-    """Trace the server at "host:port" while the block runs. Raises the PacelineError it gave."""
+    """Trace the server at "host:port" while the block runs. Raises the server's PacelineError."""
     drawn = TraceFile()
     async with grpc.aio.insecure_channel(address, options=caller_options(address)) as channel:
         call = trace_pb2_grpc.TraceServiceStub(channel).Trace(trace_pb2.TraceRequest())
         try:
             messages = aiter(call)
-            drawn.add(await anext(messages))  # the server listens from now on
+            drawn.add(await anext(messages))  # From now on the server reports rounds.
             reader = asyncio.create_task(_read(messages, drawn))
             try:
                 yield drawn
@@ -44,9 +44,9 @@ async def tracing(address: str) -> AsyncIterator[TraceFile]:
 
 
 async def _all_is_told(channel: grpc.aio.Channel) -> None:
-    """By the time that a later call is answered, all before it was told, however busy the host."""
+    """Wait until all earlier rounds were reported: a later call is answered after them."""
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    with suppress(grpc.RpcError):  # a server that is gone ends the stream, which says so
+    with suppress(grpc.RpcError):  # A server that is gone also ends the stream, with the reason.
         await stub.Stats(inference_pb2.StatsRequest(), timeout=UNARY_SECONDS)
 
 

@@ -1,4 +1,4 @@
-"""What was typed wrong, as one line: which option, what came, what is expected."""
+"""Turns bad usage into one line: which option, what was given, what is expected."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paceline.text import did_you_mean
 
 _BAD_USAGE = 2
 _EXPECTED: Mapping[str, str] = {"int": "a whole number", "float": "a number", "bool": "yes or no"}
-"""What an option takes, by the first part of pydantic's name for the error."""
+"""What an option expects, by the first part of pydantic's name for the error."""
 
 
 def run_app(build: Callable[[], typer.Typer], name: str) -> int:
-    """Build a command tree and run this process's command line on it; the exit code.
+    """Build a command tree and run this process's command line on it. Returns the exit code.
 
-    An error of ours and bad usage alike are one line on stderr, never a box or a traceback.
+    Our errors and bad usage are one line on stderr, never a box or a traceback.
     """
     try:
         code = typer.main.get_command(build()).main(prog_name=name, standalone_mode=False)
@@ -31,14 +31,14 @@ def run_app(build: Callable[[], typer.Typer], name: str) -> int:
         sys.stderr.write(f"error: {error}\n")
         return outward(error).exit_code
     except TyperException as error:
-        # A command without its subcommand has shown its help, and says nothing more.
+        # For a command without its subcommand the help was shown, and nothing more is to be said.
         if complaint := _complaint(error):
             sys.stderr.write(f"error: {complaint}\n")
         return _BAD_USAGE
 
 
 def _complaint(error: Any) -> str:
-    """One line. typer gives no public name to the kinds of bad usage; their fields tell them."""
+    """The line for an error. Typer's types of bad usage are not public; fields tell them apart."""
     ctx = getattr(error, "ctx", None)
     path = ctx.command_path if ctx is not None else "paceline"
     parameter = getattr(error, "param", None)

@@ -1,4 +1,4 @@
-"""Runs of an input file under several policies against one server, and transformers beside them."""
+"""Runs an input file under several policies on one server, and compares with transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Rows = Sequence[InputRow | BadRow]
 
 @dataclass(slots=True)
 class PeerReport:
-    """Our greedy text beside that of transformers."""
+    """Our greedy text compared with that of transformers."""
 
     rows: int = 0
     tokens: int = 0
@@ -44,7 +44,7 @@ class PeerReport:
 
     @property
     def ties(self) -> int:
-        """Departures that rounding explains."""
+        """Number of departures that rounding explains."""
         return sum(departure.tie for _, departure in self.departures)
 
     @property
@@ -55,7 +55,7 @@ class PeerReport:
 
 @dataclass(frozen=True, slots=True)
 class FileReport:
-    """All that was found for one input file. `peer`: None where nothing was greedy, or no model."""
+    """The results for one input file. `peer`: None if no run was greedy or there is no model."""
 
     path: str
     rows: Rows
@@ -64,7 +64,7 @@ class FileReport:
 
     @property
     def ok(self) -> bool:
-        """No divergence, no failed row."""
+        """Whether there is no divergence and no failed row."""
         return not (
             any(
                 comparison.ties < len(comparison.divergences) or comparison.run.failures
@@ -77,8 +77,8 @@ class FileReport:
 class Verifier:
     """Runs a matrix against the server at `address`.
 
-    `flags` name the rule and the branches. `make_peer` and `make_meter` are called once, if at all;
-    None where there is no model to ask, as behind an emulated target that replays.
+    `flags`: rule and branches. `make_peer` and `make_meter` are called at most once. They are None
+    if there is no model to ask, as with an emulated target that replays.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Verifier:
         make_peer: Callable[[], TransformersPeer] | None,
         make_meter: Callable[[], MarginMeter] | None,
     ) -> None:
-        """Raises InvalidRequestError where the rule keeps but the law at a temperature."""
+        """Raises InvalidRequestError if the rule keeps only the law at a temperature."""
         self._address = address
         self._matrix = matrix
         self._flags = flags
@@ -107,7 +107,7 @@ class Verifier:
             check_text(flags.verification, default if temperature is None else temperature)
 
     def verify_file(self, path: Path, rows: Rows) -> FileReport:
-        """All runs over the rows of one file, then transformers beside the greedy one."""
+        """Run everything over the rows of one file, then compare a greedy run with transformers."""
         comparisons: list[Comparison] = []
         for temperature in self._matrix.temperatures:
             reference = self._run(rows, REFERENCE, temperature)
@@ -156,7 +156,7 @@ class Verifier:
     def _with_margin(
         self, found: Divergence, reference: Run, temperature: float | None
     ) -> Divergence:
-        """With the margin where a tie is possible: after trees. Chains are exact."""
+        """Add the margin if a tie is possible, which is after trees. Chains are exact."""
         plain = reference.answers[found.row].outcome
         chain = self._flags.branches in (None, 1)
         if chain or found.expected is None or found.got is None or isinstance(plain, Failure):
@@ -191,7 +191,7 @@ class Verifier:
         return [answer async for answer in stream]
 
     def _compare_with_peer(self, run: Run) -> PeerReport | None:
-        """Each answered row beside transformers: the prompt's tokens, then the text's."""
+        """Compare each answered row with transformers: the prompt's tokens, then the text's."""
         if self._peer is None:
             if self._make_peer is None:
                 return None

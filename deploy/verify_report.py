@@ -1,4 +1,4 @@
-"""What `verify` found: a table for people, a document for programs."""
+"""The results of `verify`: a table for people, a document for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.text import counted
 
 
 def print_report(console: Console, errors: Console, reports: Sequence[FileReport]) -> None:
-    """The runs of each file, then each divergence, then one line that says how it ended.
+    """Print the runs of each file, then each divergence, then a line with the outcome.
 
     Failed rows are named on `errors`, once each.
     """

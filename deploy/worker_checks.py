@@ -1,4 +1,4 @@
-"""What workers would refuse to load, said before Ray starts. Light: torch comes when needed."""
+"""Reports before Ray starts what workers would refuse to load. Imports torch only if needed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from workers.models import CATALOGUE, ModelFiles
 
 
 def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: bool) -> None:
-    """Look into the checkpoints, by the model names of `config`.
+    """Inspect the checkpoints. `files`: by the model names of `config`.
 
-    `ray_runs`: whether workers will run on a Ray that is there already, which may have GPUs; on a
-    head of ours they compute on CPUs. Raises CheckpointError, ConfigError, saying of which model,
-    or VocabularyMismatchError.
+    `ray_runs`: workers will run on an existing Ray cluster, which may have GPUs; on a head of ours
+    they compute on CPUs. Raises CheckpointError, ConfigError naming the model, or
+    VocabularyMismatchError.
     """
     if not _may_be_refused(config, files):
         return
@@ -31,13 +31,13 @@ def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: 
         digest = inspect_checkpoint(files[name].folder).vocabulary_digest
         if digest != info.vocabulary_digest:
             raise VocabularyMismatchError(
-                f"drafter {name!r} has another vocabulary than target {target.model!r}; "
+                f"drafter {name!r} does not have the vocabulary of target {target.model!r}; "
                 "choose a drafter with the target's tokenizer, or kind ngram or recycling"
             )
 
 
 def _may_be_refused(config: Config, files: Mapping[str, ModelFiles]) -> bool:
-    """Models of ours fit as they are, unless something is asked of them."""
+    """Whether inspection is needed. Our own models fit, unless the options are unusual."""
     target = config.target
     usual = (
         target.tensor_parallel == 1
@@ -62,7 +62,7 @@ def _check_engines(
     if target.resources == "gpu":
         device = "cuda"
     elif target.resources == "auto" and ray_runs:
-        # Whether the target gets GPUs is known once Ray was asked: its engine will check the rest.
+        # Only Ray knows whether the target gets GPUs. Its engine checks the rest.
         from workers.engine.model import part_config
         from workers.engine.tensor_parallel.sharding import Place
 
@@ -78,7 +78,7 @@ def _check_engines(
         degree=target.tensor_parallel,
     )
     if device == "cuda":
-        return  # a drafter may be left with a CPU
+        return  # A drafter may be left with a CPU.
     for name in _drafter_models(config):
         try:
             check_ahead(

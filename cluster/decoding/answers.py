@@ -1,7 +1,7 @@
-"""What the answer to a step does.
+"""How the answer to a step is handled.
 
-First sequences grow, which is all that the next step needs. Once that is on its way, counts and
-estimates are told, drafters and callers (`settle`).
+First the sequences grow, which is all that the next step needs. `settle` does the rest once that
+step is on its way: counts, estimates, and messages to drafters and callers.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from paceline.rules import Rule
 
 @dataclass(slots=True)
 class Commit:
-    """What a verdict brought a sequence.
+    """What a verdict committed for a sequence.
 
-    `offset`: output tokens before it; `position`: tokens before it, the prompt's included. `told`:
-    of one that several groups verify.
+    `offset`: output tokens before it. `position`: tokens before it, the prompt's included. `told`:
+    set for a sequence that several groups verify.
     """
 
     sequence: Sequence
@@ -41,7 +41,7 @@ class Commit:
     told: Told | None = None
 
     def counted(self, kept: int) -> CountedVerdict:
-        """As it is counted, where the sequence's end kept so many of its tokens."""
+        """The verdict as it is counted. `kept`: its tokens up to the end of the sequence."""
         if self.told is not None:
             return self.told.counted(kept, self.foresight)
         return counted(
@@ -55,7 +55,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Answer:
-    """An answered step. Its verdicts are committed; of the `commits` nobody has been told."""
+    """An answered step. Its verdicts are committed; nobody has been told of the `commits` yet."""
 
     event: StepDone
     step: RunStep
@@ -67,8 +67,8 @@ class Answer:
     def is_all(self) -> bool:
         """Whether every sequence of the batch was in the step, or waits for its drafter.
 
-        Then the next step is of these alone: nobody is prefilled. Of one that is steered the policy
-        may change, and with it whether it waits.
+        If so, the next step holds no others, since none is prefilled. A sequence with a pilot may
+        change its policy, and with it whether it waits.
         """
         running = self.batching.running
         if len(self.commits) == len(running):
@@ -77,16 +77,16 @@ class Answer:
 
     @property
     def steers(self) -> bool:
-        """Whether settling it may change what a sequence's policy is."""
+        """Whether settling the answer may change a sequence's policy."""
         return any(commit.sequence.pilot is not None for commit in self.commits)
 
 
 def take_answer(
     state: DecodingState, group: Group, step: RunStep, event: StepDone, out: Outbox
 ) -> Answer:
-    """The step that was in flight in a group was answered, and its verdicts fit it.
+    """Commit the verdicts on a group's step in flight. They must fit the step.
 
-    `settle` is to follow before the next event.
+    `settle` must follow before the next event.
     """
     batching = group.batching
     state.totals.steps += 1
@@ -134,11 +134,12 @@ def _fail(
     reason: str,
     out: Outbox,
 ) -> None:
-    """The target has an error in place of a verdict. What it computed is of use to nobody.
+    """Handle an error in place of a verdict. What the target computed is not usable.
 
-    A candidate may be what it fails at, of which plain decoding would know nothing. So one that had
-    some is computed again without, and without the drafters that gave them. Not under rules that
-    toss coins: there what is drawn instead must not depend on a candidate.
+    A candidate may be what the target fails at. So a sequence that had candidates is computed again
+    without them, and without the drafters that gave them. Rules that toss coins do not allow this,
+    because what is drawn instead must not depend on a candidate. Under these rules, and if there
+    was no candidate, the request is refused.
     """
     batching.kv.forget(sequence)
     lead = sequence.lead if isinstance(sequence, Replica) else sequence
@@ -151,13 +152,13 @@ def _fail(
             batching.give_back(lead)
         return
     error = RequestFaultError(
-        f"the target cannot go on with this request: {reason}. Sent again as it is it fails again"
+        f"the target cannot decode this request: {reason}. Sent again unchanged it would fail again"
     )
     state.refuse(lead, error, out)
 
 
 def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
-    """Count what was committed and tell of it, callers and drafters; learn what the step took."""
+    """Count what was committed, tell callers and drafters of it, and learn the step's time."""
     event, step = answer.event, answer.step
     state.auto.answered(event, num_drafters=len(state.drafters.names), num_groups=state.groups_each)
     for commit in answer.commits:
@@ -190,10 +191,10 @@ def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
 
 
 def _begin_as_chosen(state: DecodingState, out: Outbox) -> None:
-    """Something was chosen at last: those of `auto` that had no verdict yet begin with it.
+    """Start waiting `auto` sequences with the first choice that was made for new ones.
 
-    While prompts are computed their drafter runs far ahead, so that at first all fill their windows
-    at once: small ones, therefore.
+    While prompts are computed, drafters run far ahead, so all of these sequences would fill their
+    windows at once. They begin with small windows for that reason.
     """
     for sequence in state.sequences():
         pilot = sequence.pilot
@@ -226,7 +227,7 @@ def _commit(
             if index != place
         )
         if sequence.kv.moves:
-            # A node off its own position was summed in another order; so is what sees it.
+            # A node off its own position was summed in another order, and so was all after it.
             sequence.kv.plain_until = min(sequence.kv.plain_until, position)
     batching.kv.keep(sequence)
     commit = Commit(sequence, part, verdict, offset, position, committed, foresight)
@@ -241,7 +242,7 @@ def _commit_what_is_new(
     verdict: SequenceVerdict,
     out: Outbox,
 ) -> None:
-    """Of a sequence that several groups verify: others may have told it already (replicas.py)."""
+    """Commit a verdict where several groups verify. Others may have said the same (replicas.py)."""
     sequence = member.lead if isinstance(member, Replica) else member
     tree, offset, position = sequence.tree, sequence.counts.committed, sequence.tree.num_committed
     told = told_by(tree, part, verdict.num_accepted, verdict.token_id)
@@ -258,11 +259,11 @@ def _commit_what_is_new(
         return
     _count(state, answer.event.now, sequence, commit.counted(0))
     if sequence.pilot is not None:
-        sequence.steer(sequence.pilot)  # which may have had to wait for this
+        sequence.steer(sequence.pilot)  # It may have had to wait for this.
 
 
 def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Outbox) -> None:
-    """The next window may begin, unless the sequence ends with what was committed, or is paused."""
+    """Make the sequence ready for its next window, unless it ends here or is paused."""
     sequence, now = commit.sequence, answer.event.now
     kept, reason = cut_at_end(sequence, commit.offset, commit.token_ids)
     if reason is None and not sequence.paused:

@@ -1,19 +1,20 @@
-"""The controller of policy `auto`: which policy and window each sequence has now.
+"""The controller of policy `auto`: it chooses each sequence's policy and window.
 
-It maximises the tokens/s of the whole batch. Sequences whose drafts are accepted about as often
-are a cohort (cohorts.py), and a choice is made for a cohort as if all of it did the same from the
-next step on: expected tokens of a step over its expected time, both of the whole batch. The time
-is believed (step_model.py) to depend on the rows that a step feeds, on its sequences, and on the
-proposals that the driver must read meanwhile; the tokens are forecast for each policy (forecast.py)
-and corrected by what the policy brought when it was last in use. One cohort is chosen for in a
-step, while the target computes if anything is drafted. Its sequences follow within a few steps, not
-all at once, so that what was believed in error shows before all have followed; a step that takes
-far longer than was believed has all choices made anew.
+It maximizes the tokens/s of the whole batch. Sequences with the same drafter whose drafts are
+accepted about as often form a cohort (cohorts.py). The controller chooses for a cohort as if all
+members changed with the next step. It compares expected tokens over expected time of a step, both
+of the whole batch. The time depends on the rows that a step feeds, on its sequences, and on the
+proposals that the driver reads meanwhile (step_model.py). The tokens are forecast for each policy
+(forecast.py) and corrected by what the policy brought when it was last in use.
 
-What is in use is left only for a gain that is worth the change. Where drafting is not worth its
-price the cohort rests: its sequences decode plainly. A sequence of which nothing is known, or whose
-drafts fail, is tried now and then: a few steps with candidates, at intervals that double while they
-fail, and never many sequences of a batch at a time.
+Each step brings a choice for one cohort, made while the target computes if anything is drafted. The
+members follow over a few steps, so an error shows before all have followed. A step that takes far
+longer than expected has all choices made anew.
+
+A policy in use is left only for a gain that is worth the change. Where drafting does not pay, the
+cohort rests: its sequences decode plainly. A sequence of which nothing is known, or whose drafts
+fail, is probed: it gets candidates for a few steps. The intervals between probes double while they
+fail, and only a few sequences of a batch are probed at a time.
 """
 
 from __future__ import annotations
@@ -32,54 +33,56 @@ from cluster.decoding.pilot import FIRST_WINDOW, Pilot
 from cluster.decoding.token_tree import TokenTree
 
 GAIN_TO_DRAFT = 1.01
-"""Drafting must promise so much more than plain decoding."""
+"""Draft only if the forecast gain over plain decoding exceeds this factor."""
 
 PATIENCE = 3.0
-"""So many times what a window should take to draft may be waited, not for a drafter that hangs."""
+"""Upper bound on a wait, as a multiple of a window's expected drafting time. It limits what a
+drafter that hangs can cost."""
 
 FIRST_REST, LAST_REST = 16, 128
-"""A choice to rest stands for so many steps; twice as many whenever drafting was worse again."""
+"""Steps for which a choice to rest stands. The number doubles whenever drafting is worse again."""
 
 EVIDENCE = 8
-"""Before so many candidates of a drafter were tried nothing is chosen for those it drafts for."""
+"""Judged candidates of a drafter before the controller chooses for its sequences."""
 
 HOPE = 0.9
-"""A probe must be worth it if so many candidates turn out right; under a load that makes each too
-dear there is nothing to find out."""
+"""Probe only if drafting pays when this share of the candidates is right. Under a load that makes
+every candidate too expensive there is nothing to find out."""
 
 PROBE_CANDIDATES, PROBE_VERDICTS, PROBE_WINDOW = 6, 16, 2
-"""A probe lasts until so many candidates were tried, or so many verdicts; its window is small."""
+"""A probe ends after this many judged candidates or verdicts. Its window is small."""
 
 FIRST_TRIED, SHARE_TRIED, SHARE_THAT_FOLLOWS = 8, 16, 2
-"""So many sequences may be tried at a time while nothing is known; later one in so many of the
-batch. One in so many may change its policy in a step."""
+"""How many sequences may be tried at a time while nothing is known; later, one in SHARE_TRIED of
+the batch. One in SHARE_THAT_FOLLOWS may change its policy in a step."""
 
 
 class Controller:
-    """Chooses for sequences that have a Pilot. Times are seconds."""
+    """Chooses for each sequence that has a Pilot. Times are seconds."""
 
     def __init__(self, *, observes: bool = True) -> None:
-        """`observes`: False where no request will ever leave its policy to it."""
+        """`observes`: False if no request will ever have the policy `auto`."""
         self._observes = observes
         self.choices: dict[str, int] = {}
-        """Verdicts by the policy that was chosen, of all sequences together."""
+        """Verdicts by the chosen policy, over all sequences."""
         self.beliefs = Beliefs()
         self._cohorts = Cohorts()
         self._step = 0
         self._num_drafters, self._num_groups = 0, 1
-        # Who is chosen for in this step, None: a new one; whether it was due in the last one.
+        # The cohort to choose for in this step; None: only a new one. `_is_late`: it was due in the
+        # last step already.
         self._turn: Cohort | None = None
         self._is_late = False
         self._may_decide = False
         self._changes_left = 0
-        # Sequences that were being tried in the last step; such as are counted in this one.
+        # Sequences that were tried in the last step, and those counted so far in this one.
         self._tried = self._tried_now = 0
         self._latest: Plan | None = None
-        self._is_first = False  # `latest` is, and nobody has asked yet.
-        self._num_begun = 0  # before anything was chosen
+        self._is_first = False  # `_latest` is the first plan, and nobody has asked for it yet.
+        self._num_begun = 0  # Sequences that began before anything was chosen.
 
     def admitted(self, pilot: Pilot) -> None:
-        """A sequence begins, with what was last chosen for others; else it is one of the first."""
+        """Begin a sequence with the latest plan, or try it if it is one of the first."""
         assert self._observes, "it was told that it would have nothing to choose"
         latest = self._latest
         if latest is None and self._num_begun < FIRST_TRIED:
@@ -92,25 +95,26 @@ class Controller:
             return
         choice = latest.choice
         if choice.policy.replicates:
-            choice = Choice.FANOUT  # Whether there is a group to spare is known when it has begun.
+            choice = Choice.FANOUT  # Only a running sequence shows whether a group is to spare.
         if pilot.allows(choice) and not choice.policy.waits:
             pilot.follow(choice)
         pilot.window = min(pilot.limit, max(latest.window, pilot.branches))
 
     def sent(self, now: float, step: RunStep) -> None:
-        """A step goes out."""
+        """A step goes out to the target."""
         if self._observes:
             self.beliefs.steps.sent(now, step)
 
     def chose_first(self) -> bool:
-        """Whether something is chosen for those who begin, for the first time; true once."""
+        """Whether the first plan for new sequences was just made. True once."""
         is_first, self._is_first = self._is_first, False
         return is_first
 
     def answered(self, event: StepDone, *, num_drafters: int, num_groups: int = 1) -> None:
-        """A step is back, before its verdicts are handed in.
+        """A step came back. Call before its verdicts are handed in.
 
-        `num_drafters`: that can be used. `num_groups`: that can verify each sequence.
+        `num_drafters`: drafters that can be used. `num_groups`: target groups that can verify each
+        sequence.
         """
         if not self._observes:
             return
@@ -121,7 +125,7 @@ class Controller:
         self._num_drafters, self._num_groups = num_drafters, num_groups
         missed = self._turn is not None and self._may_decide
         if missed and self._is_late and self._turn is not None:
-            self._turn.decided_at = self._step  # Nothing can be chosen: the others' turn.
+            self._turn.decided_at = self._step  # It cannot be chosen for: let others have the turn.
         self._is_late = missed and not self._is_late
         if not self._is_late:
             self._turn = self._cohorts.most_overdue(self._step)
@@ -130,7 +134,7 @@ class Controller:
         self._tried, self._tried_now = self._tried_now, 0
 
     def drafted(self, event: Proposed) -> None:
-        """A pass of a drafter: while the target computes there is time to choose."""
+        """A pass of a drafter arrived. The target is computing, so there is time to choose."""
         if not self._observes:
             return
         self.beliefs.drafted(event)
@@ -146,7 +150,10 @@ class Controller:
         drafter: str | None,
         tree: TokenTree,
     ) -> None:
-        """A verdict on a sequence, which goes on. `drafter`: its own. `tree`: what was left."""
+        """Learn from a verdict on a sequence that goes on, and steer the sequence.
+
+        `drafter`: the sequence's own; None: it has none. `tree`: what the verdict left of it.
+        """
         pilot.verdicts += 1
         for choices in (pilot.choices, self.choices):
             choices[pilot.choice.value] = choices.get(pilot.choice.value, 0) + 1
@@ -170,10 +177,10 @@ class Controller:
         self._steer(pilot, self._cohorts.of(pilot, drafter, usual))
 
     def _steer(self, pilot: Pilot, cohort: Cohort) -> None:
-        """Have a sequence do what was chosen for its cohort."""
+        """Have a sequence follow its cohort's plan or trial."""
         plan = self._plan(cohort)
         if plan is None:
-            # What is in use will teach.
+            # Nothing is chosen yet, so verdicts on what is in use will teach.
             if pilot.rests:
                 self._try_out(pilot, FIRST_WINDOW, at_most=FIRST_TRIED)
             return
@@ -196,7 +203,7 @@ class Controller:
         pilot.told = plan.told
 
     def _try_out(self, pilot: Pilot, window: int, *, at_most: int) -> None:
-        """Try a sequence, unless `at_most` or a share of the batch are being tried."""
+        """Try a sequence, unless `at_most` or a share of the batch is being tried already."""
         at_most = max(at_most, self.beliefs.sequences // SHARE_TRIED)
         window = window if self.beliefs.is_bearable(window, HOPE) else 1
         if max(self._tried, self._tried_now) < at_most and self.beliefs.is_bearable(window, HOPE):
@@ -204,7 +211,7 @@ class Controller:
             pilot.try_out(window)
 
     def _plan(self, cohort: Cohort) -> Plan | None:
-        """What was chosen for the cohort; now, if nothing was, or if nobody drafts meanwhile."""
+        """The cohort's plan. It is made here if there is none or no draft gave an occasion."""
         is_new = cohort.plan is None and self._turn in (None, cohort)
         if self._may_decide and (is_new or (self._is_late and cohort is self._turn)):
             self._choose_for(cohort)
@@ -280,6 +287,6 @@ class Controller:
 
 
 def _drafting_ms(conditions: Conditions, depth: int) -> float:
-    """From a verdict to so many candidates after it."""
+    """Milliseconds from a verdict to the `depth`-th candidate after it."""
     passes = depth / max(0.1, conditions.tokens_a_pass)
     return conditions.restart_ms + passes * conditions.pass_ms

@@ -1,9 +1,9 @@
-"""Which sequences a step takes, how much of each, and in which KV blocks.
+"""Which sequences a step holds, how many tokens of each, and in which KV blocks.
 
-Decoding sequences come first, the oldest before the youngest; then prefill chunks, as many tokens
-as the step's budget leaves and as those who decode can bear (prefill.py). Each target group has a
-batch of its own; those who wait are in one line for all groups, in the order in which they came:
-none overtakes, so none waits for ever.
+Decoding sequences come first, the oldest before the youngest. Prefill chunks follow, as many tokens
+as the step's budget leaves and as decoding sequences can bear (prefill.py). Each target group has a
+batch of its own. Waiting sequences of all groups form one line in the order of arrival. None
+overtakes another, so none waits forever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cluster.decoding.waiting import WaitingLine
 
 @dataclass(slots=True)
 class _Draft:
-    """A step while it is being put together."""
+    """A step that is being put together. `members`: ids of the sequences in it."""
 
     budget: int
     slices: list[Slice] = field(default_factory=list)
@@ -32,7 +32,7 @@ class _Draft:
 
 
 class Batching(Residents):
-    """Puts the steps of a target group together."""
+    """Puts the steps of one target group together."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Batching(Residents):
         max_step_tokens: int = 512,
         wait_seconds: float = 1.0,
     ) -> None:
-        """`waiting`: the line of all groups; `group`: the number of this one."""
+        """`waiting`: the line of all groups. `group`: the number of this one."""
         if not 1 <= max_num_seqs <= max_step_tokens:
             raise ValueError(
                 f"a step of {max_step_tokens} tokens cannot hold {max_num_seqs} sequences"
@@ -53,18 +53,18 @@ class Batching(Residents):
         self._wait_seconds = wait_seconds
         self._prefill_costs = PrefillCosts()
         self.hit_tokens = 0
-        """Tokens that sequences found computed."""
+        """Committed tokens whose KV sequences found in the cache."""
         self.wake_at: float | None = None
         self._last_step = 0
         self._suspect_is_next = True
 
     def join_target(self, target: Target) -> None:
-        """A fresh target: nothing is known to it."""
+        """A target joined. It is fresh: it knows no sequence."""
         super().join_target(target)
         self._last_step = 0
 
     def answered(self, step: RunStep, step_seconds: float) -> int:
-        """Learn what a step cost; returns how many tokens of it were prefill."""
+        """Learn what a step cost. Returns its number of prefill tokens."""
         decoding = prefill = 0
         positions = 0.0
         for part in step.slices:
@@ -83,14 +83,14 @@ class Batching(Residents):
         return prefill
 
     def plan(self, now: float) -> RunStep | None:
-        """The next step, or None when there is nothing to do; sets `wake_at` for those who wait."""
+        """The next step; None: nothing to do. Sets `wake_at` if a sequence waits."""
         self.wake_at = None
         if self.target is None:
             return None
         suspect = self.suspect
         if suspect is None:
             return self._step_of(self.running.values(), now)
-        # Alone, in every other step: nobody who ran here before waits for more than one.
+        # A suspect is tried alone in every other step, so others wait for one step at most.
         others = [one for one in self.running.values() if one is not suspect]
         turns = [(True, [suspect]), (False, others)]
         for is_trial, members in turns if self._suspect_is_next else reversed(turns):
@@ -101,23 +101,23 @@ class Batching(Residents):
         return None
 
     def _step_of(self, members: Iterable[Sequence], now: float) -> RunStep | None:
-        """A step of these running sequences alone, if there is anything to do for them."""
+        """A step of these running sequences alone; None: there is nothing to do for them."""
         assert self.target is not None
         draft = _Draft(self._max_step_tokens)
         decoding, prefilling = self._windows(members, now)
         to_prefill = self._to_prefill(prefilling) if prefilling else []
         spare, room = draft.budget - len(decoding), self.target.room
         for sequence, wanted in decoding:
-            # What other groups committed meanwhile comes first.
+            # Tokens that other groups committed meanwhile come first.
             lacking = min(sequence.lacking, 1 + spare)
             left = spare + 1 - lacking if lacking == sequence.lacking else 0
-            # Candidates of a tree take KV positions of their own, more than its depth.
+            # Each candidate of a tree takes a KV position of its own.
             window = min(wanted, left, room - sequence.tree.num_committed)
             if self._take(draft, sequence, lacking, window):
                 spare -= window + lacking - 1
         self._take_prefill(draft, to_prefill)
         if not draft.slices:
-            return None  # What ended is told with the next step: until then nobody needs to know.
+            return None  # Closes go with the next step. Until then nobody needs to know of them.
         self._last_step += 1
         step = RunStep(
             self._last_step,
@@ -132,10 +132,7 @@ class Batching(Residents):
     def _windows(
         self, members: Iterable[Sequence], now: float
     ) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
-        """Those of `members` that may decode now, with the windows that their policies want.
-
-        And those that prefill.
-        """
+        """Members that decode now, with the windows of their policies; and members that prefill."""
         ready, prefilling = [], []
         for sequence in members:
             if sequence.prefilling:
@@ -147,20 +144,20 @@ class Batching(Residents):
                 if window.until < math.inf:
                     self.wake_at = min(window.until, self.wake_at or window.until)
             elif sequence.num_paths:
-                # Merged paths are fewer candidates: how many must not decide how deep it goes.
+                # Merged paths have fewer candidates, which must not change how deep a window goes.
                 ready.append((sequence, sequence.window))
             else:
                 ready.append((sequence, window))
         return ready, prefilling
 
     def _to_prefill(self, sequences: list[Sequence]) -> list[Sequence]:
-        """Those of the sequences to prefill now, the oldest first.
+        """The sequences to prefill now, the oldest first.
 
-        One that would begin with a block which an older one is about to compute waits for it.
+        A sequence whose first block an older one is about to compute waits for that block.
         """
         assert self.target is not None
         kv = self.target.kv
-        # By sequence that has not begun: the index in its block table of what it computes first.
+        # For each sequence that has not begun: index in its block table of its first own block.
         first_of: dict[int, int] = {}
         for sequence in sequences:
             if not sequence.kv.open_at_target:
@@ -180,7 +177,7 @@ class Batching(Residents):
         return chosen
 
     def _take_prefill(self, draft: _Draft, sequences: list[Sequence]) -> None:
-        """Add prefill chunks, the oldest sequence's first."""
+        """Add prefill chunks to the step, the oldest sequence's first."""
         if not sequences:
             return
         fed = sum(len(part.token_ids) for part in draft.slices)
@@ -198,11 +195,11 @@ class Batching(Residents):
                 self._take(draft, sequence, count, 0)
 
     def _take(self, draft: _Draft, sequence: Sequence, count: int, window: int) -> bool:
-        """Add a slice of `count` committed tokens and `window` candidates, if blocks allow."""
+        """Add `count` committed tokens and `window` candidates, if blocks allow; whether it did."""
         held = sequence.kv
         start = held.length
         if sequence.sequence_id not in self.running:
-            return False  # It gave its blocks to an older one a moment ago.
+            return False  # It just gave its blocks to an older one.
         if not self.cover(sequence, start + count + window, but=draft.members):
             return False
         if not held.open_at_target:
@@ -233,7 +230,7 @@ class Batching(Residents):
         return True
 
     def _open(self, draft: _Draft, sequence: Sequence) -> None:
-        """Begin the sequence at the target, which is told where the KV of its first tokens is."""
+        """Open a sequence at the target, which learns where the KV of its first tokens lies."""
         assert self.target is not None
         held = sequence.kv
         start = held.length

@@ -1,4 +1,4 @@
-"""What the controller of `auto` (auto.py) believes: all estimates, and what a forecast is worth."""
+"""All estimates of the controller of `auto` (auto.py), and the worth of a forecast by them."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
 
 FIRST_FORKS = 0.5
-"""Proposals of a pass for each position that may fork, before any did."""
+"""Proposals a pass for each position that may fork, before any was seen."""
 TOLD_A_CANDIDATE = 1.5
-"""Proposals of a tree without branches sent ahead: each node is told once, and after a verdict
-against them new ones are. One for each that a step may verify where most are right, 1.5 where few.
+"""Proposals for each candidate that a step may verify, in a tree without branches sent ahead. Each
+node is told once, and new nodes follow a wrong one: 1 where most are right, 1.5 where few are.
 """
 PROOF = 5.0
-"""So many verdicts against the first candidate, decayed, by which a policy with branches is known:
-six."""
+"""Decayed number of verdicts against the first candidate from which on a policy with branches is
+known. Six verdicts reach it."""
 _LEAST_MS = 1e-3
 
 
 class Beliefs:
-    """Observes every step and pass. Times of events are seconds, estimates milliseconds."""
+    """Observes every step and pass. Events carry seconds; estimates are milliseconds."""
 
     def __init__(self) -> None:
         self.steps = StepModel()
@@ -39,16 +39,16 @@ class Beliefs:
         self._acceptances: dict[str, Acceptance] = {}
         self._corrections: dict[Choice, Correction] = {}
         self._hits = Hits()
-        self._forks = Mean()  # of sequences that have branches: positions that may fork
-        self._tokens = Mean()  # of a verdict
+        self._forks = Mean()  # Positions that may fork, of sequences with branches.
+        self._tokens = Mean()  # Tokens of a verdict.
 
     @property
     def sequences(self) -> int:
-        """That decoded in the last step."""
+        """Sequences that decoded in the last step."""
         return self.steps.last.sequences
 
     def estimates(self) -> dict[str, float]:
-        """What it believes of the target and of each drafter, by name."""
+        """The estimates for the target and each drafter, by name, for statistics."""
         found = self.steps.estimates()
         for name, times in self._drafters.items():
             if times.known:
@@ -61,11 +61,11 @@ class Beliefs:
         return found
 
     def drafted(self, event: Proposed) -> None:
-        """A pass of a drafter."""
+        """Learn from a pass of a drafter."""
         self.steps.heard(len(event.proposals))
         if not event.proposals or event.believable_seconds <= 0:
             return
-        # A pass adds a level to a tree, which may be told in several proposals.
+        # A pass adds one level to a tree, which may come in several proposals.
         told: dict[int, int] = {}
         grown: set[int] = set()
         for one in event.proposals:
@@ -86,7 +86,10 @@ class Beliefs:
             times.branch_messages.add(sum(told[one] - 1 for one in grown) / len(grown))
 
     def attached(self, pilot: Pilot, event: Proposed) -> None:
-        """Candidates of the pass continue what is committed of this sequence."""
+        """Learn how long a drafter took to answer a verdict.
+
+        Candidates of the pass continue what is committed of this sequence.
+        """
         if pilot.restarted_at is None:
             return
         times = self._drafters.get(event.drafter)
@@ -96,13 +99,13 @@ class Beliefs:
         pilot.restarted_at = None
 
     def acceptance(self, drafter: str) -> Acceptance:
-        """Of all that it drafted."""
+        """The acceptance of everything that the drafter drafted."""
         return self._acceptances.setdefault(drafter, Acceptance(FIRST_GUESS))
 
     def learn(
         self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float, tree: TokenTree
     ) -> None:
-        """From a verdict on a sequence of this cohort; `tree`: what it left."""
+        """Learn from a verdict on a sequence of this cohort. `tree`: what the verdict left."""
         rights = pilot.rights(verdict)
         if rights:
             pilot.acceptance.add(rights)
@@ -118,7 +121,7 @@ class Beliefs:
                 pilot.until_branches = UNSETTLED
             elif pilot.until_branches <= 0:
                 self._hits.count(pilot, verdict, rights, tree, of=self.sequences)
-            else:  # Until some come, or should have, a miss tells nothing of branches.
+            else:  # Until the first branches came, or should have, a miss says nothing of them.
                 beside = tree.num_candidates - lead_length(tree.root, tree.num_candidates)
                 passed = 1 / (1 + self._restart_steps(cohort))
                 pilot.until_branches = 0.0 if beside else pilot.until_branches - passed
@@ -126,7 +129,7 @@ class Beliefs:
             self._hits.count(pilot, verdict, rights, tree, of=self.sequences)
 
     def _forks_of(self, pilot: Pilot, cohort: Cohort) -> int:
-        """Positions of its chain that may fork."""
+        """Positions of the sequence's chain that may fork."""
         times = self._drafters.get(cohort.like.drafter)
         pass_ms = times.pass_ms(self.sequences, branches=True) if times else 0.0
         bounded = pass_ms and not pilot.choice.is_tree
@@ -135,9 +138,9 @@ class Beliefs:
         return forks_within(granted_ahead(pilot.window), pace=pace, crowd=crowd)
 
     def _correct(self, pilot: Pilot, cohort: Cohort, verdict: CountedVerdict, now: float) -> None:
-        """Compare what the policy brought since the verdict before with what it had promised.
+        """Compare the tokens since the previous verdict with what the policy promised.
 
-        By the time of a step as it is now, which has estimates of its own.
+        The promise is scaled by the present time of a step, which other estimates cover.
         """
         before, pilot.last_verdict_at = pilot.last_verdict_at, now
         if before is None or self.steps.last.has_prefill or not pilot.promised or pilot.trying:
@@ -148,7 +151,7 @@ class Beliefs:
         if not self._is_settled(pilot, cohort):
             return
         forecast = pilot.promised * (now - before) / last_seconds
-        # What its window was worth, so that luck with it does not count.
+        # Count what the window was worth rather than what came, so that luck does not count.
         chances = cohort.acceptance.chances(max(1, verdict.depth))
         if pilot.choice.is_tree:
             shape = shape_of(verdict.depth, verdict.window)
@@ -162,17 +165,17 @@ class Beliefs:
                 other.forget(of=self.sequences)
 
     def _is_settled(self, pilot: Pilot, cohort: Cohort) -> bool:
-        """Whether what it holds and drafts is no longer that of the policy before."""
+        """Whether what the sequence holds and drafts no longer stems from the policy before."""
         return pilot.verdicts > UNSETTLED + self._restart_steps(cohort)
 
     def _restart_steps(self, cohort: Cohort) -> float:
-        """Steps that pass until its drafter answers a verdict."""
+        """Steps that pass until the cohort's drafter answers a verdict."""
         times = self._drafters.get(cohort.like.drafter)
         restart_ms = times.restart_ms() if times is not None and times.known else 0.0
         return restart_ms / max(self.steps.last.ms, _LEAST_MS)
 
     def conditions(self, cohort: Cohort) -> Conditions | None:
-        """What a forecast for all of a cohort rests on; None: too little was seen yet."""
+        """The conditions of forecasts for the whole cohort; None: too little was seen yet."""
         like = cohort.like
         times = self._drafters.get(like.drafter)
         if not self.steps.known or times is None or not times.known:
@@ -187,7 +190,10 @@ class Beliefs:
         )
 
     def _step_ms(self, cohort: Cohort, *, hopeful: bool) -> StepMs:
-        """Of a step of which each of the cohort has so many candidates and so many proposals."""
+        """A step's time, as a function of each member's candidates and proposals.
+
+        `hopeful`: see `given`.
+        """
         members, others = self._shares(cohort)
         other_rows = float(others)
         other_messages = 0.0
@@ -205,17 +211,17 @@ class Beliefs:
         return step_ms
 
     def _shares(self, cohort: Cohort) -> tuple[int, int]:
-        """Sequences of the batch that are of the cohort, and the others."""
+        """How many sequences of the batch are in the cohort, and how many are not."""
         members = max(1, cohort.members)
         return members, max(0, self.sequences - members)
 
     def given(
         self, choice: Choice, conditions: Conditions, cohort: Cohort, crowd: int
     ) -> Conditions:
-        """The conditions with what its branches bring and cost a choice that has some.
+        """`conditions`, completed by what the branches or trees of a choice bring and cost.
 
-        `crowd`: sequences of its drafter. Of one that is not proven, and so is only tried, what it
-        costs to read more proposals than ever came at a time is hoped to be no more.
+        `crowd`: sequences of the drafter. For a choice that is not proven, which only a few try,
+        reading more proposals than ever arrived at a time is hoped to cost no more.
         """
         if not self.proven(choice):
             conditions = replace(conditions, step_ms=self._step_ms(cohort, hopeful=True))
@@ -240,20 +246,20 @@ class Beliefs:
         )
 
     def _messages_a_fork(self, times: DraftTimes) -> float:
-        """Proposals of a pass for a sequence, for each position that may fork."""
+        """Proposals a pass for a sequence, for each position that may fork."""
         if not (times.branch_messages.known and self._forks.known):
             return FIRST_FORKS
         return times.branch_messages.value / max(1.0, self._forks.value)
 
     def worth(self, forecast: Forecast, conditions: Conditions, cohort: Cohort) -> float:
-        """Tokens/ms that each of the cohort adds to the batch, less what the others then lose."""
+        """Tokens/ms that each member adds to the batch, less what other sequences lose by it."""
         members, others = self._shares(cohort)
         others_lose = 1 / conditions.step_ms(0, 0) - 1 / forecast.step_ms
         lost = others * max(1.0, self._tokens.value) * others_lose / members
         return forecast.tokens_per_ms - lost
 
     def is_bearable(self, candidates: int, chance: float) -> bool:
-        """Whether a sequence may draft that is not known yet: if most are right, nobody loses."""
+        """Whether trying a sequence costs the batch nothing if each candidate has this chance."""
         if not self.steps.known:
             return True
         tokens, reached = float(self.sequences), 1.0
@@ -266,21 +272,21 @@ class Beliefs:
         return tokens / ms >= self.sequences / plain_ms
 
     def hopes_for_branches(self) -> bool:
-        """Whether branches sent ahead may be worth it, for all that is known."""
+        """Whether branches sent ahead may pay, by what is known."""
         return self._hits.rate(Choice.FANOUT) >= FIRST_HIT_RATE / 2
 
     def proven(self, choice: Choice) -> bool:
-        """Whether enough is known of it for all to follow."""
+        """Whether enough is known of the choice for all members to follow it."""
         is_plain = not (choice.is_tree or choice.policy.fans_out)
         return is_plain or self._hits.weight >= PROOF
 
     def factor(self, choice: Choice) -> float:
-        """What it brought over what was forecast, of late."""
+        """Recent tokens of the choice over its forecasts; 1 while nothing is known."""
         correction = self._corrections.get(choice)
         return 1.0 if correction is None else correction.factor
 
     def told(self, cohort: Cohort, conditions: Conditions, *, branches: bool) -> dict[str, float]:
-        """What is told of a choice for a cohort (inference.proto, SpeculationStats.estimates)."""
+        """What the statistics say of a choice (inference.proto, SpeculationStats.estimates)."""
         times = self._drafters[cohort.like.drafter]
         members, _ = self._shares(cohort)
         return {

@@ -1,4 +1,4 @@
-"""The candidates beyond the committed tokens of a sequence, and those that a step verifies."""
+"""The candidates of a sequence after its committed tokens, and which of them a step verifies."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ from paceline.rules import DRAFTER_KINDS, MAX_WINDOW
 
 
 class Candidates:
-    """A tree of candidates under `root`, the last committed token, in the order of their coming.
+    """A tree of candidates under `root`, the last committed token, in order of arrival.
 
-    With `chain` there is one branch at most.
-
-    With `verified_width` some of the candidates are held for other outcomes: a step verifies the
-    likeliest of them, at most so many children of a node. Where it is 1, that is the chain of first
-    children. Without it a step verifies what came first. `merged`: candidates of a drafter of
-    each kind stand side by side and are verified, so that much wider.
+    `chain`: the tree has at most one branch. `verified_width`: some candidates are held for other
+    outcomes; a step verifies the likeliest of all, at most this many children of a node. With 1 it
+    verifies the chain of first children. None: a step verifies what came first. `merged`: one
+    drafter of each kind proposes; their candidates are verified side by side, so a step is that
+    much wider.
     """
 
     __slots__ = (
@@ -53,17 +52,17 @@ class Candidates:
         self._nodes: list[Node] = []
         self._pinned: list[Node] = []
         self._by_hash: dict[int, Node] = {}
-        # Whether what is pinned is not held any more: a drafter drew it that has been replaced.
+        # Whether the pinned candidates have left the tree, since another drafter took over.
         self._apart = False
         self._set_root(root)
 
     @property
     def num_candidates(self) -> int:
-        """Candidates held, those that are being verified included."""
+        """Candidates held, those being verified included."""
         return len(self._nodes)
 
     def num_verifiable(self, limit: int) -> int:
-        """Candidates that a step of at most `limit` could verify, perhaps more than those."""
+        """Candidates that a step of at most `limit` could verify; without a width, all held."""
         if self.verified_width is None:
             return self.num_candidates
         return num_likeliest(self.root, limit, width=self.verified_width)
@@ -74,10 +73,10 @@ class Candidates:
         return len(self._pinned)
 
     def pin(self, limit: int, *, num_paths: int = 0) -> Window:
-        """The `limit` candidates that are to be verified, held fast until the verdict.
+        """Choose the `limit` candidates to verify, and hold them until the verdict.
 
-        With `num_paths` (k-SEQ) all candidates down to the depth at which so many paths surely
-        fit: which of them are cut off must not depend on what they are.
+        `num_paths` (k-SEQ): take all candidates down to the depth at which this many paths surely
+        fit, because the cut must not depend on what the candidates are.
         """
         if not self._nodes:
             self._pinned = []
@@ -92,19 +91,19 @@ class Candidates:
         )
 
     def chain_of(self, limit: int) -> Window:
-        """The `limit` candidates of a window that nothing holds fast: it is judged by content."""
+        """A window of `limit` candidates that is not held. Its verdict is read by content."""
         nodes = self._choose(limit)
         return window_of(self.root, nodes, with_multiplicities=False, in_line=self._in_line)
 
     def unpin(self) -> None:
-        """There will be no verdict on what was pinned."""
+        """Release what was pinned: it gets no verdict."""
         self._pinned = []
         self._apart = False
 
     def run_ahead_follows(self, accepted: Sequence[int]) -> bool:
         """Whether candidates beyond the window continue this path, all of which was accepted.
 
-        Not those of a drafter that did not draw the window.
+        Candidates of a drafter that did not draw the window do not count.
         """
         if self._apart:
             return False
@@ -113,9 +112,9 @@ class Candidates:
         return bool(leaf.children) and not any(id(child) in pinned for child in leaf.children)
 
     def foresight(self, accepted: Sequence[int], token_id: int | None) -> Foresight:
-        """What is held for the place after this path of pinned candidates, where `token_id` comes.
+        """What is held at the position after this path of pinned candidates.
 
-        `token_id` None: nothing comes there yet.
+        `token_id`: the token that comes there; None: none comes yet.
         """
         leaf = self._pinned[accepted[-1]] if accepted else self.root
         if token_id is None or self._apart or not leaf.children:
@@ -126,16 +125,16 @@ class Candidates:
         return Foresight.BRANCH if held else Foresight.OTHERS
 
     def drop_run_ahead(self) -> None:
-        """Forget all candidates: another drafter begins.
+        """Forget all candidates, since another drafter begins.
 
-        Those that are being verified wait for their verdict apart from the tree. In the tree they
-        would be siblings of what the other drafter draws, with one distribution for both.
+        Candidates that are being verified leave the tree and wait for their verdict. In the tree
+        they would be siblings of the other drafter's draws, with one distribution for both.
         """
         self._keep([])
         self._apart = bool(self._pinned)
 
     def check_integrity(self) -> None:
-        """Assert that the tree hangs together."""
+        """Assert that the tree is consistent."""
         seen = {id(self.root)}
         for node in self._nodes:
             assert node.parent is not None
@@ -160,13 +159,13 @@ class Candidates:
 
     @property
     def _in_line(self) -> bool:
-        """Whether what a step verifies is a chain, whatever is held."""
+        """Whether a step verifies a chain, whatever is held."""
         return self.chain or self.verified_width == 1
 
     def _keep_below(self, root: Node) -> None:
-        """Hold what hangs from a root, all of which is held already. What is below stays as it is.
+        """Keep only what hangs from `root`, which is held already.
 
-        In a chain that is all from some place on.
+        In a chain these are all candidates from some position on.
         """
         if not root.children:
             root.distribution = None  # The next children may be another drafter's draws.
@@ -186,12 +185,12 @@ class Candidates:
             if node.distribution is not None and not node.children:
                 node.distribution = None  # As above.
         self._nodes = kept
-        # Of equal prefixes the first, but the root above all.
+        # Of nodes with equal prefixes keep the first, and the root above all.
         self._by_hash = {node.prefix_hash: node for node in reversed(kept)}
         self._by_hash[root.prefix_hash] = root
 
     def _cut_chain(self, child: Node) -> None:
-        """Drop a candidate of a chain, and all after it."""
+        """Drop a candidate of a chain and everything after it."""
         parent = child.parent
         assert parent is not None
         first = child.length - self._nodes[0].length
@@ -203,7 +202,7 @@ class Candidates:
         parent.children, parent.distribution = [], None
 
     def _keep(self, nodes: Sequence[Node]) -> None:
-        """Hold those of `nodes` that hang from the root, and nothing else."""
+        """Keep those of `nodes` that hang from the root, and nothing else."""
         root = self.root
         if not nodes or not root.children:
             root.children, root.distribution = [], None

@@ -1,4 +1,4 @@
-"""What the controller of `auto` (auto.py) may choose: a policy, and whether steps verify trees."""
+"""The choices of the `auto` controller (auto.py): a policy, and whether steps verify trees."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from cluster.decoding.policies import PolicyName, policy_named
 from paceline.rules import Rule
 
 TREE_WIDTH = 2
-"""Candidates beside each other in a tree. A drafter's second guess is right far more often than its
-third, and more branches leave fewer candidates to each."""
+"""Candidates at one position of a tree. A drafter's second guess is right far more often than its
+third, and with more branches each gets fewer candidates."""
 
 
 class Choice(enum.Enum):
-    """A policy; the value is its name in the statistics.
+    """A policy, with or without trees. The value is its name in the statistics.
 
-    `named`: as requests name it. `width`: candidates beside each other that a step verifies. More
-    than 1: of what is held for other outcomes the likeliest is verified together with the chain;
-    where nothing is (`chain`, and `fanout` in a large batch), the drafter grows a tree to that end.
+    `named`: the policy's name in requests. `width`: candidates that a step verifies at one
+    position. If it is above 1, a step verifies the chain and the likeliest of what is held for
+    other outcomes. Where nothing is (`chain`, and `fanout` in a large batch), the drafter grows a
+    tree instead.
     """
 
     OFF = "off", PolicyName.OFF
@@ -36,7 +37,7 @@ class Choice(enum.Enum):
     width: int
 
     def __new__(cls, value: str, named: PolicyName, width: int = 1) -> Choice:
-        """A member: what is told of it, the policy, its width."""
+        """Make a member. `value`: its name in the statistics."""
         made = object.__new__(cls)
         made._value_ = value
         made.named, made.width = named, width
@@ -49,14 +50,14 @@ class Choice(enum.Enum):
 
     @property
     def is_tree(self) -> bool:
-        """Whether steps verify candidates beside each other."""
+        """Whether steps verify several candidates at a position."""
         return self.width > 1
 
     def allowed(self, rule: Rule, *, branches: int, merge: bool) -> bool:
-        """Whether a request of this rule can have it, with so many branches or merged drafters.
+        """Whether a request with this rule, these branches and merged drafters or not can have it.
 
-        Candidates stand beside each other already where the request asks for branches; where coins
-        are tossed, drafters that know another guess than their first do not draft.
+        The trees of a choice need the coupled rule. Requests with branches or merged drafters
+        verify trees under every policy, so they cannot have these.
         """
         needs = self.policy.needs
         if merge and (needs.chains_only or needs.drafters > 1):

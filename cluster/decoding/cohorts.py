@@ -1,8 +1,8 @@
-"""Sequences of `auto` that are alike: what they share, and what was decided for all of them.
+"""Cohorts of `auto`: sequences that are alike and follow one plan.
 
-Alike are those with the same drafter and the same bounds whose drafts are accepted about as
-often. They decide together, since what one of them does, all will do: a choice that looks free
-while the others stand still may be what ruins a step when all make it.
+Sequences are alike if they have the same drafter and the same bounds, and their drafts are accepted
+about as often. They decide together, because what one of them does, all will do: a choice that
+looks free while the others stand still may ruin a step when all make it.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from cluster.decoding.pilot import Pilot
 from paceline.rules import Rule
 
 _LEVEL, _STAYS = 0.3, 0.22
-"""Sequences are told apart by how far their acceptance is from what is usual with their drafter, in
-steps of the first; it stays at its step for so far as the second."""
+"""Levels tell sequences apart by how far their acceptance is from what is usual with their drafter.
+Levels are 0.3 apart. A sequence keeps its level while it is within 0.22 of it."""
 
 SHARE_IN_TRIAL = 4
-"""One in so many of a cohort, and at least one, tries what little is known of."""
+"""One member in this many, and at least one, tries an option of which little is known."""
 
 STANDS, FIRST_STANDS = 8, 2
-"""A choice stands for so many steps; for fewer at first, and while something is tried."""
+"""Steps for which a choice stands, and for which it stands at first and during a trial."""
 
 RESIZED = 1.5
-"""A cohort so many times as large as when it was chosen for, or as small, needs another choice."""
+"""A cohort that grew or shrank by this factor since its last choice needs a new one."""
 
 _LONG_AGO = 32
-"""Steps after which what was seen of other members counts for little."""
+"""Steps after which observations of other members count for little."""
 
 
 @dataclass(frozen=True, slots=True)
 class Likeness:
-    """What sequences of a cohort have in common. `level`: 0 for the acceptance that is usual."""
+    """What the sequences of a cohort have in common. `level`: 0 for the usual acceptance."""
 
     drafter: str
     level: int
@@ -47,11 +47,11 @@ class Likeness:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a cohort does; where `choice` is `off`, it decodes plainly, but for probes.
+    """What a cohort does. With choice `off` it decodes plainly, except for probes.
 
-    `promised`: tokens of a sequence in the time of a step. `patience`: seconds that one may wait.
-    `messages`: proposals for a sequence in a step. `hopeful`: candidates would be worth their
-    price if most of them were right.
+    `promised`: forecast tokens of a sequence in the time of one step. `patience`: seconds that a
+    sequence may wait. `messages`: proposals for a sequence in a step. `hopeful`: drafting would
+    pay if most candidates were right.
     """
 
     choice: Choice
@@ -65,17 +65,18 @@ class Plan:
 
 @dataclass(slots=True)
 class Cohort:
-    """`members` had verdicts in the last step, with so many `candidates` in all.
+    """One cohort and its plans.
 
-    `behind`: of these, such as do not follow the plan yet. `trial`: what a few try that promises
-    more than the plan, while little is known of it; `trying` of the members do. `rest_for`: steps
-    for which a plan to rest stands. `decided_for`: so many members.
+    `members`: sequences that had a verdict in the last step, with `candidates` in all. `behind`:
+    members that do not follow the plan yet. `trial`: a plan that promises more but of which little
+    is known; `trying` members follow it. `rest_for`: steps for which a plan to rest stands.
+    `decided_for`: the number of members at the last choice.
     """
 
     like: Likeness
     acceptance: Acceptance
     member: Pilot
-    """One of them, which says what is allowed."""
+    """One of the members. It says what the requests allow."""
     plan: Plan | None = None
     trial: Plan | None = None
     decided_at: int = 0
@@ -94,12 +95,12 @@ class Cohort:
     _behind_now: int = 0
 
     def judged(self, window: int) -> None:
-        """A verdict on a member's window."""
+        """Count a verdict on a member's window of `window` candidates."""
         self._members_now += 1
         self._candidates_now += window
 
     def tries(self, pilot: Pilot) -> bool:
-        """Whether a member follows the trial: some do, the same as before."""
+        """Whether this member follows the trial. Those that already do keep doing so."""
         if self.trial is None:
             return False
         if pilot.choice is not self.trial.choice:
@@ -110,7 +111,7 @@ class Cohort:
         return True
 
     def overdue(self, step: int) -> int:
-        """How many steps ago a new choice was due, times members; 0: it is not."""
+        """Steps since a new choice became due, times the members; 0: none is due."""
         if not self.members or self.seen_at < step - 1:
             return 0
         is_early = self.trial is not None or self.decisions <= FIRST_STANDS
@@ -123,11 +124,11 @@ class Cohort:
         return self.members * max(0, step - self.decided_at - stands + 1)
 
     def lags(self) -> None:
-        """A member does not follow the plan yet."""
+        """Count a member that does not follow the plan yet."""
         self._behind_now += 1
 
     def end_of_step(self, step: int) -> None:
-        """All verdicts of a step were counted."""
+        """End a step, after all of its verdicts were counted."""
         if self._members_now:
             if step - self.seen_at > _LONG_AGO:
                 self.acceptance.fade()
@@ -138,7 +139,7 @@ class Cohort:
 
 
 class Cohorts:
-    """All cohorts, found by what their members have in common."""
+    """All cohorts, by what their members have in common."""
 
     _MOST = 64
 
@@ -146,7 +147,7 @@ class Cohorts:
         self._cohorts: dict[Likeness, Cohort] = {}
 
     def of(self, pilot: Pilot, drafter: str, usual: Acceptance) -> Cohort:
-        """The cohort of a sequence, which may be a new one. `usual`: with this drafter."""
+        """The cohort of a sequence, old or new. `usual`: the acceptance of all that it drafted."""
         above = pilot.acceptance.mean - usual.mean
         level = _level(above, pilot.level)
         if pilot.cohort is not None and level == pilot.level:
@@ -161,7 +162,7 @@ class Cohorts:
         return cohort
 
     def end_of_step(self, step: int) -> None:
-        """All verdicts of a step were counted."""
+        """End a step, after all of its verdicts were counted. Drop the oldest cohort over 64."""
         for cohort in self._cohorts.values():
             cohort.end_of_step(step)
         if len(self._cohorts) > self._MOST:
@@ -169,18 +170,18 @@ class Cohorts:
             del self._cohorts[oldest.like]
 
     def most_overdue(self, step: int) -> Cohort | None:
-        """Whose choice should be made anew first."""
+        """The cohort whose choice has been due longest, weighted by members; None: none is due."""
         due = [(cohort.overdue(step), cohort) for cohort in self._cohorts.values()]
         return max((one for one in due if one[0]), key=lambda one: one[0], default=(0, None))[1]
 
     def doubt(self) -> None:
-        """What was decided rests on something that was wrong."""
+        """Have every choice made anew: a belief behind them turned out to be wrong."""
         for cohort in self._cohorts.values():
             cohort.doubted = True
 
 
 def _level(above: float, before: int | None) -> int:
-    """The nearest level, or the one before while that is near enough."""
+    """The nearest level, or the one `before` while the acceptance is still near it."""
     if before is not None and abs(above - before * _LEVEL) <= _STAYS:
         return before
     return round(above / _LEVEL)

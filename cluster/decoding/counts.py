@@ -1,18 +1,20 @@
-"""What is counted of a sequence and of all together: the one place that holds the counting rules.
+"""Counts of one sequence or of all. The counting rules are here and nowhere else.
 
 - A verdict is a step's answer for one sequence. Acceptance length is committed output tokens over
-  verdicts, those without candidates and the first token's included, the verdicts' own tokens too.
-- A candidate is *drafted* when a step verified it, *accepted* when the verdict committed it.
+  verdicts. It includes verdicts without candidates, the first token's verdict, and the tokens that
+  the verdicts add themselves.
+- A candidate is *drafted* when a step verified it and *accepted* when the verdict committed it.
   Tokens beyond a sequence's end are not committed, so candidates there are not accepted.
-- Position i of a window is that of its i-th candidate on a path, from 1 on. It is *drafted* when
-  the window has a candidate there, *tried* when besides all before it were accepted, *accepted*
-  when one there was. Accepted over tried is the chance of a candidate given those before it.
-- A token is *proposed* when a drafter sent it, in time or not; told again it counts once. It is
-  *used* when it was accepted, or when the verdict's own token was held as a candidate, since then
-  all that was drafted after it stays.
-- A verdict *diverged* when the driver held candidates for the place of its own token and the first
-  of them was another; it was a *hit* of a branch when one of the others was that token.
-- A step is *wasted* on a sequence when it verified candidates and accepted none.
+- Position i of a window, from 1 on, is that of its i-th candidate on a path. A position is
+  *drafted* if the window has a candidate there, *tried* if also all before it were accepted, and
+  *accepted* if one there was accepted. Accepted over tried is the chance of a candidate given those
+  before it.
+- A token is *proposed* when a drafter sent it, in time or not. A repeated token counts once. It is
+  *used* when it was accepted, or when the driver held it as a candidate at the position of the
+  verdict's own token, because what was drafted after it then stays.
+- A verdict *diverged* if the driver held candidates at the position of its own token and the first
+  of them was another token. It *hit* a branch if one of the others was that token.
+- A step is *wasted* on a sequence if it verified candidates and accepted none.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from paceline.rules import MAX_WINDOW
 
 
 class Foresight(enum.Enum):
-    """What was held for the place of a verdict's own token."""
+    """What was held at the position of a verdict's own token."""
 
     NOTHING = "nothing"
     FIRST = "first"
@@ -38,11 +40,14 @@ class Foresight(enum.Enum):
 
 @dataclass(slots=True)
 class CountedVerdict:
-    """A verdict as it is counted. `depth`: of the window's longest path; `accepted` of it.
+    """A verdict as it is counted.
 
-    `tried`: positions that the verdict looked at; `committed`: output tokens. `firsts`: of a tree,
-    for each place along the path where it had candidates, whether the first of them was right;
-    `refused_all`: at the last of them several were wrong.
+    - `window`: candidates; `depth`: those of its longest path; `accepted`: those accepted.
+    - `tried`: positions that the verdict looked at.
+    - `committed`: output tokens.
+    - `firsts`: in a tree, for each position along the accepted path where the window had
+      candidates, whether the first of them was right.
+    - `refused_all`: several candidates at the last of these positions were wrong.
     """
 
     window: int
@@ -58,9 +63,9 @@ class CountedVerdict:
 def counted(
     part: Slice, *, path: Sequence[int], kept: int, committed: int, foresight: Foresight
 ) -> CountedVerdict:
-    """The verdict on a slice that committed so many tokens, of which the sequence's end `kept`.
+    """The verdict on a slice that `committed` tokens, of which `kept` lie before the end.
 
-    `path`: the candidates that it accepted. What lies beyond the end was not tried.
+    `path`: the candidates that it accepted. Positions beyond the end do not count as tried.
     """
     depth, accepted = depth_of(part.window, part.parents), len(path)
     if kept < committed:
@@ -87,7 +92,7 @@ class Counts:
     wasted: int = 0
     diverged: int = 0
     branch_hits: int = 0
-    # How many verdicts had so deep a window, tried so many positions, accepted so many.
+    # Histograms over verdicts: by depth of the window, positions tried, positions accepted.
     _depths: list[int] = field(default_factory=lambda: [0] * (MAX_WINDOW + 1))
     _tried: list[int] = field(default_factory=lambda: [0] * (MAX_WINDOW + 1))
     _accepted: list[int] = field(default_factory=lambda: [0] * (MAX_WINDOW + 1))
@@ -122,7 +127,7 @@ class Counts:
         return self.accepted / tried if tried else None
 
     def speculation(self) -> SpeculationStats:
-        """The counts as they are told outside, without the shares of time."""
+        """The counts in the form of the public statistics, without the shares of time."""
         return SpeculationStats(
             drafted_at=_at_least(self._depths),
             tried_at=_at_least(self._tried),
@@ -136,7 +141,7 @@ class Counts:
 
 
 def depth_of(window: int, parents: tuple[int, ...]) -> int:
-    """The longest path of a window (target.proto, Slice); no parents: a chain."""
+    """The longest path of a window. `parents` as in target.proto, Slice; empty: a chain."""
     if not parents:
         return window
     depths = [0]
@@ -146,8 +151,9 @@ def depth_of(window: int, parents: tuple[int, ...]) -> int:
 
 
 def firsts_along(parents: Sequence[int], path: Sequence[int]) -> tuple[bool, ...]:
-    """For each place along an accepted path that a window has candidates for, whether the first of
-    them was right: after the path none of them was. `parents`: of the window, as Slice has them.
+    """For each position along an accepted path where a window has candidates: is the first right?
+
+    After the last accepted candidate none is. `parents`: of the window, as in Slice.
     """
     first_after: dict[int, int] = {}
     for index, parent in enumerate(parents):
@@ -158,6 +164,6 @@ def firsts_along(parents: Sequence[int], path: Sequence[int]) -> tuple[bool, ...
 
 
 def _at_least(histogram: list[int]) -> tuple[int, ...]:
-    """Of how many the number was at least 1, 2, ...; up to the last that there is."""
+    """How many values are at least 1, at least 2, ..., up to the largest that occurs."""
     counts = list(accumulate(reversed(histogram[1:])))
     return tuple(reversed(counts[counts.count(0) :]))

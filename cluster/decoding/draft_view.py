@@ -1,4 +1,4 @@
-"""What policies see of a sequence (lookahead.py). Looked up when they ask: most ask for little."""
+"""What policies see of a sequence (lookahead.py). Computed on demand: most policies ask little."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from paceline.rules import Rule
 
 
 def view_of(sequence: Sequence) -> DraftView:
-    """What a policy may look at. Of a replica what its lead shows."""
+    """The view of a sequence. A replica shows what its lead shows."""
     return _View(sequence.lead if isinstance(sequence, Replica) else sequence)
 
 
 class _View:
-    """A DraftView of the sequence as it is now."""
+    """A DraftView of the sequence's present state."""
 
     __slots__ = ("_ahead", "_sequence")
 
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
-        # Of policies that have several groups verify it: candidates that one of them is at.
+        # Candidates that some group is verifying, where several may; None: no group is.
         self._ahead: int | None = None
         if sequence.policy.replicates:
             self._ahead = num_verifying(sequence.tree, sequence.slices_in_flight)

@@ -1,4 +1,4 @@
-"""Which drafter works for which sequence, and what it is told."""
+"""Which drafters work for which sequence, and what they are told."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from paceline.rules import Rule, Stopping
 from workers.verification.rules import FACTS
 
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0
-"""Seconds until a drafter that declined a sequence is asked again; each time twice as long."""
+"""Seconds until a drafter that declined a sequence is asked again. The pause doubles each time."""
 
 _TOKENS_A_MESSAGE = 8
-"""Least number of tokens that a prefill pass feeds for each message it sends."""
+"""The fewest tokens that a prefill pass feeds for each message it sends."""
 
 
 class Drafters:
@@ -44,16 +44,16 @@ class Drafters:
         self._driver = DriverShare()
         self._drafters = Roster()
         self.target_vocab_size = 0
-        """Token ids that the target has; 0: not known yet."""
-        # When a sequence may ask a drafter again that declined it; None: none waits for that.
+        """Size of the target's vocabulary; 0: not known yet."""
+        # When a drafter that declined may be asked again; None: none declined.
         self._ask_at: float | None = None
 
     def join(self, joined: DrafterJoined) -> None:
-        """A drafter can be used; it knows no sequence."""
+        """A drafter joined. It knows no sequence."""
         self._drafters.join(joined)
 
     def lose(self, drafter: str, sequences: Iterable[Sequence]) -> None:
-        """A drafter is gone, and what it knew with it. Losing it twice is no error."""
+        """A drafter is gone, with all it knew. Losing it twice is no error."""
         self._drafters.pop(drafter, None)
         for sequence in sequences:
             sequence.declined_by.pop(drafter, None)
@@ -61,24 +61,24 @@ class Drafters:
 
     @property
     def names(self) -> Collection[str]:
-        """Those that can be used."""
+        """The drafters that can be used."""
         return self._drafters.keys()
 
     def heard(self, now: float, drafter: str, pass_seconds: float, *, drafted: bool) -> None:
-        """A pass of the drafter took so long; `drafted`: it gave candidates."""
+        """A pass took `pass_seconds`. `drafted`: it gave candidates."""
         self._drafters.heard(now, drafter, pass_seconds, drafted=drafted)
 
     def pace(self, drafter: str) -> float:
-        """Its passes in the time of a step; 0: not known yet."""
+        """Passes of the drafter in the time of a step; 0: not known yet."""
         known = self._drafters.get(drafter)
         return self._costs.step_ms / known.pass_ms if known is not None and known.pass_ms else 0.0
 
     def known(self, drafter: str) -> bool:
-        """Whether it can be used."""
+        """Whether the drafter can be used."""
         return drafter in self._drafters
 
     def blame(self, drafter: str, sequences: Iterable[Sequence], out: list[Instruction]) -> None:
-        """It sent a malformed proposal; after three it is used no more."""
+        """The drafter sent a malformed proposal. After MALFORMED_LIMIT of them it is lost."""
         if self._drafters.malformed(drafter):
             self.lose(drafter, sequences)
             out.append(Suspect(drafter, f"{MALFORMED_LIMIT} of its proposals were malformed"))
@@ -86,7 +86,7 @@ class Drafters:
     def told(
         self, drafter: str, entries: int, sequences: Iterable[Sequence], out: list[Instruction]
     ) -> None:
-        """The drafter sent a message of `entries` entries. Leave it if it exceeds its grants."""
+        """The drafter sent a message of `entries` entries. It is lost if it exceeds its grants."""
         if self._drafters.overdraws(drafter, entries):
             self.lose(drafter, sequences)
             out.append(Suspect(drafter, "it told more than it was granted"))
@@ -97,7 +97,7 @@ class Drafters:
             return
         if sequence.drafter is not None:
             added = sequence.request.merge and self._add_kinds(sequence, out)
-            if added or not sequence.granted_until:  # one that took another's place has none
+            if added or not sequence.granted_until:  # A drafter that took over has no grant yet.
                 self.grant(sequence, out)
             return
         chosen = self._drafters.best_for(sequence)
@@ -107,7 +107,7 @@ class Drafters:
         sequence.drafter = chosen.joined.drafter
         sequence.draft_limit = chosen.joined.max_position
         if sequence.request.spec.rule is not Rule.COUPLED:
-            # Candidates of two drafters, or of two draws, must not stand side by side.
+            # Candidates of two drafters, or of two draws, must not be siblings.
             sequence.tree.drop_run_ahead()
         self._open(sequence, chosen, out)
         if sequence.request.merge:
@@ -115,7 +115,7 @@ class Drafters:
         self.grant(sequence, out)
 
     def _add_kinds(self, sequence: Sequence, out: list[Instruction]) -> bool:
-        """Have a drafter of each other kind work for the sequence too; whether any was added."""
+        """Add a drafter of every other kind to the sequence. Whether any was added."""
         assert sequence.drafter is not None
         team = (sequence.drafter, *sequence.helpers)
         kinds = {self._drafters[name].joined.kind for name in team}
@@ -127,10 +127,9 @@ class Drafters:
         return len(kinds) > before
 
     def share_out(self, sequences: Collection[Sequence], out: list[Instruction]) -> None:
-        """Give idle drafters to sequences that want several: `sequences` are the running ones.
+        """Give idle drafters to sequences that want several. `sequences`: the running ones.
 
-        Drafters beyond the number of sequences that draft go to those that can use them, the same
-        number to each as far as that goes.
+        Drafters beyond the number of drafting sequences are shared out evenly.
         """
         takers = [one for one in sequences if one.policy.spreads and one.drafter is not None]
         takers = [one for one in takers if one.request.spec.rule is Rule.COUPLED]
@@ -155,7 +154,7 @@ class Drafters:
     def stepped(
         self, event: StepDone, sequences: Collection[Sequence], out: list[Instruction]
     ) -> None:
-        """A step was answered: work that may move leaves drafters which are silent or slow."""
+        """A step was answered. Move work away from drafters that are silent or slow."""
         now = event.now
         self._driver.answered(
             now,
@@ -176,7 +175,7 @@ class Drafters:
     def _leave_the_dead(
         self, now: float, sequences: Collection[Sequence], out: list[Instruction]
     ) -> None:
-        """Have no sequence wait for a drafter that answers nothing; those that rested may again."""
+        """Take all work from drafters that answer nothing; give work to those that rested."""
         for name in self._drafters.taken_for_dead(now):
             for sequence in sequences:
                 if name in (sequence.drafter, *sequence.helpers):
@@ -190,7 +189,7 @@ class Drafters:
     def _ask_again(
         self, now: float, sequences: Collection[Sequence], out: list[Instruction]
     ) -> None:
-        """Ask drafters again that declined: after a pause, or as many as others have left."""
+        """Ask drafters again that declined: after a pause, or once another sequence left them."""
         freed = {name: one.freed for name, one in self._drafters.items() if one.freed}
         for name in freed:
             self._drafters[name].freed = 0
@@ -211,19 +210,19 @@ class Drafters:
             self._note_refusals(sequence)
 
     def _note_refusals(self, sequence: Sequence) -> None:
-        """See to it that drafters which declined the sequence are asked again."""
+        """Note when the drafters that declined this sequence are to be asked again."""
         for refusal in sequence.declined_by.values():
             if not refusal.is_over and refusal.again_at < math.inf:
                 self._ask_at = min(refusal.again_at, self._ask_at or math.inf)
 
     def _move(self, now: float, sequence: Sequence, out: list[Instruction]) -> None:
-        """Change the sequence's drafters where others would do much better."""
+        """Change the sequence's drafters if others would do much better."""
         for name in [one for one in sequence.helpers if self._drafters[one].shunned_until > now]:
             self._close(sequence, name, out)
         assert sequence.drafter is not None
         current, best = self._drafters[sequence.drafter], self._drafters.best_for(sequence)
         if current.shunned_until > now and sequence.helpers:
-            self._close(sequence, sequence.drafter, out)  # a helper takes its place
+            self._close(sequence, sequence.drafter, out)  # A helper takes its place.
             self.grant(sequence, out)
         elif best is not None and is_better(best, current, now):
             self._close(sequence, sequence.drafter, out)
@@ -234,14 +233,14 @@ class Drafters:
     def _lead_by_the_fast(
         self, sequence: Sequence, current: RosterEntry, out: list[Instruction]
     ) -> None:
-        """Have a much faster helper change places with the sequence's own drafter."""
+        """Let a much faster helper change places with the sequence's first drafter."""
         for place, name in enumerate(sequence.helpers):
             helper = self._drafters[name]
             if is_much_faster(helper, current):
                 sequence.helpers[place] = current.joined.drafter
                 sequence.drafter, sequence.draft_limit = name, helper.joined.max_position
                 sequence.draft_exhausted = False
-                sequence.granted_shares = 0  # both have other shares
+                sequence.granted_shares = 0  # Both drafters have other shares now.
                 self.grant(sequence, out)
                 return
 
@@ -271,7 +270,7 @@ class Drafters:
         self._leave(sequence, drafter)
 
     def _leave(self, sequence: Sequence, drafter: str) -> None:
-        """A drafter works for the sequence no more; a helper takes its place."""
+        """A drafter no longer works for the sequence. If it was the first, a helper replaces it."""
         if drafter in sequence.helpers:
             sequence.helpers.remove(drafter)
         elif sequence.drafter == drafter:
@@ -283,12 +282,12 @@ class Drafters:
                 team = [self._drafters[name].joined for name in helpers]
                 sequence.draft_limit = team[0].max_position
                 sequence.wants_top_tokens = any(one.wants_top_tokens for one in team)
-                # Helpers were granted the same, and say nothing twice that they have on the way.
+                # Helpers had the same grants, and what they sent is not sent again.
                 sequence.ever_granted_until, sequence.ever_granted_nodes = ever_granted
-        sequence.granted_shares = 0  # whoever is left has another share
+        sequence.granted_shares = 0  # The remaining drafters have other shares now.
 
     def grant(self, sequence: Sequence, out: list[Instruction]) -> None:
-        """Tell its drafter how far it may draft, where that has changed."""
+        """Send the sequence's drafters a grant, if it changed."""
         if sequence.drafter is None:
             return
         request = sequence.request
@@ -300,12 +299,12 @@ class Drafters:
         nodes = sequence.policy.granted_candidates(view)
         branches = sequence.policy.granted_branches(view)
         depth = min(nodes // (sequence.num_paths or 1), view.useful_candidates)
-        # Of a branch as much is of use as a step verifies after the token that it begins with.
+        # A branch is useful as far as a step verifies it, after the token that it begins with.
         nodes += branches * (1 + sequence.window)
         until = sequence.tree.num_committed + depth
         by_cost = request.stopping is Stopping.COST
         team = [sequence.drafter, *sequence.helpers]
-        nodes += (len(team) - 1) * depth  # their chains may differ
+        nodes += (len(team) - 1) * depth  # The chains of several drafters may differ.
         granted = (sequence.granted_until, sequence.granted_nodes, sequence.granted_shares)
         if nodes == 0 == sequence.granted_nodes and len(team) == sequence.granted_shares:
             return
@@ -344,7 +343,7 @@ class Drafters:
         top_tokens: tuple[TopTokens, ...],
         out: list[Instruction],
     ) -> None:
-        """Tell its drafter what was committed, and how far it may go now."""
+        """Tell the drafters what was committed, and how far they may go now."""
         if sequence.drafter is None:
             return
         leave = _leave_to_tell(sequence) + MESSAGE_ENTRIES * len(token_ids)
@@ -359,7 +358,7 @@ class Drafters:
     def teach(
         self, sequence: Sequence, top_tokens: tuple[TopTokens, ...], out: list[Instruction]
     ) -> None:
-        """Tell its drafters that want it what the target thinks of the prompt that it computes."""
+        """Tell the drafters that ask for it which tokens the target finds likely in the prompt."""
         position = sequence.tree.num_committed
         for name in (sequence.drafter, *sequence.helpers):
             if name is not None and self._drafters[name].joined.wants_top_tokens:
@@ -374,7 +373,7 @@ class Drafters:
         *,
         for_good: bool = False,
     ) -> None:
-        """A drafter will not work for the sequence. Another may, and it may itself later."""
+        """A drafter declined the sequence. Another may take it; this one is asked again later."""
         before = sequence.declined_by.get(drafter)
         pause = FIRST_PAUSE if before is None else before.pause
         if before is not None and before.is_over:
@@ -389,13 +388,13 @@ class Drafters:
             self.grant(sequence, out)
 
     def release(self, sequence: Sequence, out: list[Instruction]) -> None:
-        """The sequence ended."""
+        """The sequence ended or needs no drafters: close it at all of them."""
         for name in [*reversed(sequence.helpers), sequence.drafter]:
             if name is not None:
                 self._close(sequence, name, out)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that loads count the sequences that they should."""
+        """Assert that the loads match the sequences."""
         counted = dict.fromkeys(self._drafters, 0)
         for sequence in sequences:
             if sequence.drafter is not None:
@@ -407,11 +406,11 @@ class Drafters:
 
 
 def _leave_to_tell(sequence: Sequence) -> float:
-    """Most entries that a drafter tells of a sequence until the next outcome, as it is granted now.
+    """The most entries that a drafter may tell of a sequence before the next outcome.
 
-    Each node comes once, at worst alone in its message, as a proposal of one token; a last message
-    has none. Where distributions are told, of 64 pairs each, a tree's other nodes may come again
-    with each.
+    Each granted node comes once, at worst as a message with one proposal of one token. A last
+    message has none. If distributions are told, of 64 pairs each, the other nodes of a tree may
+    come again with each of them.
     """
     most = 1 + sequence.granted_nodes
     if not FACTS[sequence.request.spec.rule].needs_draft_probs:

@@ -1,4 +1,4 @@
-"""What may happen to the scheduler. `now` is the driver's monotonic clock, in seconds."""
+"""The events of the scheduler. `now` is the driver's monotonic clock in seconds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from workers.drafting.proposal import Proposal as Proposal
 
 
 class StopScanner(Protocol):
-    """Finds stop strings in a sequence's output. Handed in, since it needs a detokeniser."""
+    """Finds stop strings in a sequence's output. Handed in, because it needs a detokenizer."""
 
     def first_stop(self, token_ids: Sequence[int]) -> int | None:
-        """Append committed tokens; how many of them, when one completes a stop string, up to it."""
+        """Append committed tokens. If one completes a stop string: how many there are up to it."""
 
 
 _SHORTEST, _LONGEST = 1e-6, 3600.0
-"""Seconds that a step, a pass or the way between them may take."""
+"""Seconds that a step, a pass or a message between them may take."""
 
 
 def is_believable(seconds: float) -> bool:
-    """Clocks may jump, and a drafter may say anything: such a duration teaches nothing."""
+    """Whether to learn from a duration. Clocks may jump, and a drafter may report anything."""
     return _SHORTEST < seconds < _LONGEST
 
 
@@ -32,7 +32,8 @@ def is_believable(seconds: float) -> bool:
 class Request:
     """A sequence to decode. `spec.prompt_length` equals the length of `prompt_token_ids`.
 
-    `prompt_hash`: paceline.prefix_hash of them; None: the scheduler computes it.
+    `prompt_hash`: their paceline.prefix_hash; None: the scheduler computes it. `window`: the most
+    candidates that a step verifies.
     """
 
     sequence_id: int
@@ -60,7 +61,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The caller went away."""
+    """The caller of a sequence went away."""
 
     now: float
     sequence_id: int
@@ -71,7 +72,7 @@ class Paused:
     """The caller does not read: decode nothing more for it until `Resumed`.
 
     The sequence gives up its place in the batch, its KV blocks and its drafters, so that it holds
-    nothing that others could use. If a step of it is in flight, it does so when that is answered.
+    nothing that others could use. If a step of it is in flight, it does so once that is answered.
     Pausing twice is no error.
     """
 
@@ -81,7 +82,7 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """The caller reads again: the sequence waits for a place, before all that came after it."""
+    """The caller reads again. The sequence waits in its place in the order of arrival."""
 
     now: float
     sequence_id: int
@@ -91,7 +92,7 @@ class Resumed:
 class TopTokens:
     """The target's likeliest next tokens after a token that it was fed, the likeliest first.
 
-    `previous_id`: the token before that one, None where it was the first.
+    `previous_id`: the token before that one; None: it was the first.
     """
 
     token_id: int
@@ -101,7 +102,7 @@ class TopTokens:
 
 @dataclass(frozen=True, slots=True)
 class MalformedProposal:
-    """A drafter sent a proposal that breaks the contract; it was dropped."""
+    """A drafter sent a proposal that breaks the contract. The proposal was dropped."""
 
     now: float
     drafter: str
@@ -109,10 +110,10 @@ class MalformedProposal:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """One message of a drafter, after a pass of `pass_seconds`; without proposals: a prefill.
+    """One message of a drafter, sent after a pass of `pass_seconds`.
 
-    `entries`: of the message (batch_size.py), with those that were dropped as it was read; None:
-    they are not counted.
+    Without proposals it reports a prefill. `entries`: those of the message (batch_size.py),
+    including what was dropped when it was read; None: not counted.
     """
 
     now: float
@@ -123,13 +124,13 @@ class Proposed:
 
     @property
     def believable_seconds(self) -> float:
-        """`pass_seconds`, or 0 where no pass takes so long: a drafter needs no trust."""
+        """`pass_seconds`, or 0 if no pass can take that long: drafters are not trusted."""
         return self.pass_seconds if is_believable(self.pass_seconds) else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class DraftDeclined:
-    """A drafter will not draft for this sequence; `for_good`: asking it again is of no use."""
+    """A drafter will not draft for this sequence. `for_good`: do not ask it again."""
 
     now: float
     drafter: str
@@ -141,8 +142,8 @@ class DraftDeclined:
 class SequenceVerdict:
     """The target's answer for one sequence: accepted candidates and the token after them.
 
-    `accepted` are the candidates of the accepted path; left out, the first `num_accepted`. `error`:
-    why there is no such answer, in which case nothing else counts.
+    `accepted`: indices of the accepted path; empty: the first `num_accepted`. `error`: why there is
+    no answer; the other fields then mean nothing.
     """
 
     sequence_id: int
@@ -155,7 +156,7 @@ class SequenceVerdict:
 
 @dataclass(slots=True)
 class FedTopTokens:
-    """Of a slice without a verdict: the target's likeliest tokens after each that it fed."""
+    """The target's likeliest tokens after each token of a slice without a verdict."""
 
     sequence_id: int
     top_tokens: tuple[TopTokens, ...]
@@ -165,8 +166,8 @@ class FedTopTokens:
 class StepDone:
     """Rank 0 of a target group answered a step.
 
-    `step_seconds`: that the device took. `driver_seconds`: that the driver worked since the answer
-    before, on all that it read and sent; 0: not known.
+    `step_seconds`: time of the device. `driver_seconds`: time that the driver worked since the
+    previous answer, on all that it read and sent; 0: not known.
     """
 
     now: float
@@ -200,9 +201,9 @@ class DrafterLost:
 
 @dataclass(frozen=True, slots=True)
 class TargetJoined:
-    """A target group can step: a fresh stream to every shard. KV blocks are empty.
+    """A target group can step: every shard has a fresh stream. Its KV blocks are empty.
 
-    `dtype`, `checkpoint_digest`: as its shards tell (target.proto).
+    `dtype`, `checkpoint_digest`: as its shards report them (target.proto).
     """
 
     now: float
@@ -217,7 +218,7 @@ class TargetJoined:
 
 @dataclass(frozen=True, slots=True)
 class TargetLost:
-    """A stream to a shard of a group broke; its step in flight will not be answered."""
+    """A stream to a shard of a group broke. Its step in flight will not be answered."""
 
     now: float
     group: int = 0

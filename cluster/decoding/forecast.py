@@ -1,9 +1,8 @@
-"""What each policy would bring a sequence: tokens, time, candidates and messages of a step.
+"""Forecasts of each policy for one sequence: tokens, time, candidates and messages of a step.
 
-A cycle goes from a verdict that went against the drafter to the next such verdict. What happens
-in it follows from a few numbers (`Conditions`), by the same reasoning as the closed forms of
-ALGORITHMS.md section 5, step by step, so that round trips, slow drafters and short grants are in
-it. All times are milliseconds.
+A cycle goes from one verdict against the drafter to the next. A few numbers (`Conditions`)
+determine what happens in it. The forecast follows the cycle step by step, so it covers round trips,
+slow drafters and short grants, which closed forms leave out. All times are milliseconds.
 """
 
 from __future__ import annotations
@@ -18,29 +17,34 @@ from cluster.decoding.policies import forks_within
 _NEGLIGIBLE = 0.01
 _MOST_STEPS = 48
 _MOST_ROUNDS, _SETTLED = 5, 0.02
-"""A step takes as long as what is drafted in it makes it take, so that is found in rounds."""
+"""A step's time depends on what is drafted during the step, so the forecast iterates: the most
+iterations, and the relative change that ends them."""
 
 
 StepMs = Callable[[float, float], float]
-"""Milliseconds of a step in which each sequence has so many candidates and so many proposals arrive
-for it.
+"""Milliseconds of a step, as a function of each sequence's candidates and of the proposals that
+arrive for it meanwhile.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a forecast rests on.
+    """What a forecast rests on. Times are milliseconds.
 
-    `chances`: of a candidate given those before it, by position, as many as a window may have.
-    `step_ms`: of a step of which every sequence that is forecast has so many candidates, and while
-    which so many proposals arrive for each. `pass_ms`: of a draft pass, which gives a sequence
-    `tokens_a_pass` in one proposal, and in `messages_a_fork` more for each position that may fork
-    where it grows branches; of a tree without such, `messages_a_candidate` for each that a step may
-    verify, if these are more. It drafts for a `crowd` of sequences. `restart_ms`: from a verdict to
-    the first candidate after it. `hit_rate`: of verdicts against the first candidate, those that a
-    branch sent ahead had foreseen, with `branch_length` candidates then held. `second_chance`: that
-    the second candidate of a tree is right where the first is wrong. `groups` of the target verify
-    the sequence, each at a step of its own.
+    - `chances`: for each position of a window, the chance that its candidate is right if those
+      before it are.
+    - `step_ms`: time of a step, as a function of the candidates and proposals of each sequence.
+    - `pass_ms`: time of a draft pass. It gives each sequence `tokens_a_pass` in one proposal.
+    - `restart_ms`: from a verdict to the first candidate after it.
+    - `messages_a_fork`: further proposals a pass for each position that may fork, where the drafter
+      grows branches.
+    - `messages_a_candidate`: proposals a step for each candidate that it may verify, where the
+      drafter grows a tree without branches sent ahead. The larger of the two counts.
+    - `crowd`: sequences of the drafter.
+    - `hit_rate`: share of the verdicts against the first candidate that a branch foresaw.
+      `branch_length`: candidates that are then at hand.
+    - `second_chance`: the chance that a tree's second candidate is right if the first is wrong.
+    - `groups`: target groups that verify the sequence, each at a step of its own.
     """
 
     chances: Sequence[float]
@@ -59,10 +63,10 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of a long run: mean tokens, candidates and milliseconds of a step, and what it waits.
+    """Means of a step in the long run: tokens, candidates and milliseconds.
 
-    `messages`: proposals that arrive while the target computes; `ms`: waiting included. Where
-    several groups verify, their steps overlap: a step waits less than nothing for the one before.
+    `messages`: proposals that arrive while the target computes. `waited_ms`: time before the step.
+    It is negative where several groups verify, since their steps overlap.
     """
 
     tokens: float
@@ -73,22 +77,22 @@ class Forecast:
 
     @property
     def ms(self) -> float:
-        """From a verdict to the next."""
+        """Milliseconds from one verdict to the next, waiting included."""
         return self.waited_ms + self.step_ms
 
     @property
     def tokens_per_ms(self) -> float:
-        """The speed of the sequence."""
+        """Tokens a millisecond of the sequence."""
         return self.tokens / self.ms
 
 
 def off(conditions: Conditions) -> Forecast:
-    """Plain decoding."""
+    """Forecast of plain decoding."""
     return Forecast(1.0, 0.0, 0.0, 0.0, conditions.step_ms(0.0, 0.0))
 
 
 def lockstep(conditions: Conditions, window: int) -> Forecast:
-    """Draft a window, verify it, repeat. The drafter rests, so it begins at once."""
+    """Forecast of `lockstep`: draft a window, verify it, repeat. The drafter never runs ahead."""
     tokens = chain_outlook(window, conditions.chances).tokens
     begin_ms = max(conditions.pass_ms, conditions.restart_ms - conditions.pass_ms / 2)
     more_passes = max(0.0, window / max(0.1, conditions.tokens_a_pass) - 1)
@@ -99,10 +103,11 @@ def lockstep(conditions: Conditions, window: int) -> Forecast:
 def run_ahead(
     conditions: Conditions, window: int, *, waits: bool = False, is_tree: bool = False
 ) -> Forecast:
-    """The drafter keeps drafting; the target takes up to `window` candidates of what is there.
+    """Forecast of the policies whose drafter keeps drafting while the target works.
 
-    `waits`: after a verdict that left candidates it waits for a whole window (pearl). With a hit
-    rate, so many cycles begin with a branch at hand (fanout); `is_tree`: some are verified too.
+    The target verifies up to `window` candidates of what is there. `waits`: after a verdict that
+    left candidates it waits for a whole window (pearl). `is_tree`: branches are verified too. Where
+    the conditions have a hit rate, that share of the cycles begins with a branch at hand (fanout).
     """
 
     def outlook(at_hand: int) -> Outlook:
@@ -126,17 +131,17 @@ def run_ahead(
 
 
 def granted_ahead(window: int, groups: int = 1) -> int:
-    """Candidates that may be drafted beyond what is committed (policies.py, Chain, Replicas)."""
+    """Candidates granted beyond what is committed (policies.py, Chain and Replicas)."""
     return groups * (window + 1) + window
 
 
 _Outlook = Callable[[int], Outlook]
-"""What a step brings, by the candidates on a path that are at hand."""
+"""What a step brings, as a function of the candidates at hand on a path."""
 
 
 @dataclass(slots=True)
 class _Cycle:
-    """Sums over a cycle, each step by the chance that the cycle lasts until it; or their means."""
+    """Sums over the steps of a cycle, each weighted by the chance that the cycle reaches it."""
 
     steps: float = 0.0
     tokens: float = 0.0
@@ -146,7 +151,7 @@ class _Cycle:
     open_ends: float = 0.0
 
     def add(self, alive: float, outlook: Outlook, waited_ms: float, *, beside: float) -> None:
-        """A step; it has so many candidates besides, which other groups verify."""
+        """Add a step, reached with chance `alive`. `beside`: candidates of other groups in it."""
         self.steps += alive
         self.tokens += alive * outlook.tokens
         self.candidates += alive * (outlook.candidates + beside)
@@ -164,7 +169,7 @@ class _Cycle:
         )
 
     def foreseen(self, hit_rate: float) -> float:
-        """The chance that a branch holds the token which ends it."""
+        """The chance that a branch holds the token that ends the cycle."""
         return hit_rate * self.open_ends / self.ends if self.ends else 0.0
 
     def mean(self) -> _Cycle:
@@ -194,22 +199,22 @@ def _cycle(
     step_ms: float,
     waits: bool,
 ) -> _Cycle:
-    """From a verdict after which `held` candidates continue what was committed."""
+    """One cycle, from a verdict after which `held` candidates continue the committed tokens."""
     cycle = _Cycle()
     groups, most_held = conditions.groups, granted_ahead(window, conditions.groups)
     pace = conditions.tokens_a_pass / conditions.pass_ms
-    # What arrived by a moment; the last pass ended half a pass before, on average.
+    # Candidates arrived by a moment. On average the last pass ended half a pass before.
     first_at, first = conditions.restart_ms, held + conditions.tokens_a_pass / 2
-    # As much is new for a further group as is drafted in its share of a step.
+    # A further group begins once its share of a step's drafting is new.
     share = max(1, min(window, round(step_ms / conditions.pass_ms / groups)))
     taken, alive, now = 0.0, 1.0, 0.0
     begun: list[float] = []
-    decided: list[float] = []  # tokens of each step, if all before it was right
+    decided: list[float] = []  # Tokens of each step, if everything before it was right.
 
     def next_begin() -> float:
-        """When a group is free, and nobody verifies or there is enough that is new."""
+        """When a group is free and either no other verifies or enough is new."""
         enough_at = first_at + max(0.0, taken - 1 + share - first) / pace if pace else math.inf
-        # At first groups are at steps that were in vain, each begun a share later than the other.
+        # At first all groups are at steps that were in vain, begun at even intervals.
         before = begun[-groups] if len(begun) >= groups else (len(begun) / groups - 1) * step_ms
         return max(before + step_ms, min(begun[-1] + step_ms, enough_at))
 
@@ -230,7 +235,7 @@ def _cycle(
         begun.append(now)
         decided.append(expected.depth + 1)
         taken += expected.depth + 1
-        # The token that the verdict adds must be the drafter's next one as well.
+        # The cycle goes on if the token that the verdict adds is the drafter's next one as well.
         alive *= expected.goes_on
         if alive < _NEGLIGIBLE:
             break

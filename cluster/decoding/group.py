@@ -1,4 +1,4 @@
-"""A target group: what runs there, and its step in flight."""
+"""A target group: the sequences that run there, and its step in flight."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from cluster.decoding.sequence import Replica, Sequence
 
 @dataclass(slots=True)
 class Group:
-    """One of the groups that serve the target's model; groups share nothing but the line."""
+    """One of the groups that serve the target's model. They share only the waiting line."""
 
     number: int
     batching: Batching
     step: RunStep | None = None
     answered_at: int = 0
-    """Answered steps, of all groups, up to this one's last that left none of its own a suspect."""
+    """Number of answered steps, over all groups, when this one last answered without suspects."""
 
     @property
     def joined(self) -> bool:
@@ -25,25 +25,25 @@ class Group:
         return self.batching.target is not None
 
     def cost_of(self, sequence: Sequence) -> tuple[int, int, bool]:
-        """How dear it is to run a sequence here: for the others, then for itself."""
+        """Sort key for placing a sequence: what it costs the others here, then itself."""
         known = self.batching.kv.num_known(sequence)
         return self.num_leads, -known, self.step is not None
 
     @property
     def num_leads(self) -> int:
-        """Sequences that run here, those left out that others only share with this group."""
+        """Sequences that run here, without the replicas of other groups' sequences."""
         running = self.batching.running.values()
         return len(running) - sum(isinstance(one, Replica) for one in running)
 
     def drop_replicas(self) -> bool:
-        """Let those groups serve their sequences alone that shared them; whether any did."""
+        """Drop all replicas here; their own groups go on alone. Whether there were any."""
         replicas = [one for one in self.batching.running.values() if isinstance(one, Replica)]
         for one in replicas:
             self.drop(one)
         return bool(replicas)
 
     def drop(self, replica: Replica) -> None:
-        """Let other groups serve its sequence without this one."""
+        """Drop a replica; the other groups of its sequence go on without this one."""
         self.batching.remove(replica)
         replica.lead.replicas.remove(replica)
 

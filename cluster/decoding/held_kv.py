@@ -1,4 +1,4 @@
-"""The KV of a sequence on one target group: where it lies, and how much of it there is."""
+"""The KV of a sequence on one target group: where it lies and how far it reaches."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from cluster.decoding.instructions import Slice
 class HeldKv:
     """KV of one sequence on one target group. Mutable, owned by the scheduler.
 
-    A sequence that gives its blocks back has a new one instead; one that goes on where another
-    group has it takes over that group's.
+    A sequence that gives its blocks back gets a new HeldKv. A sequence that goes on in another
+    group takes over that group's.
     """
 
     group: int | None = None
-    """Where it runs; None: it waits."""
+    """The group where the sequence runs; None: it waits."""
     length: int = 0
-    """Positions below are computed."""
+    """KV of all positions below is computed."""
     block_table: list[int] = field(default_factory=list)
     blocks_sent: int = 0
-    """So many blocks of the table are known to the shards."""
+    """Leading blocks of the table that the shards know."""
     open_at_target: bool = False
     moves: tuple[tuple[int, int], ...] = ()
-    """Positions that its next slice moves, (from, to), before all else."""
+    """KV positions that its next slice moves before all else, as (from, to)."""
     in_flight: Slice | None = None
     blocks_kept: int = 0
-    """So many of its blocks were offered to other sequences."""
+    """Leading blocks that were offered to other sequences."""
     plain_until: float = math.inf
-    """From here on it is not what prefill makes, to the bit, and so is never shared."""
+    """From here on the KV is not bit-equal to what prefill makes, so it is never shared."""

@@ -1,4 +1,4 @@
-"""How often a second guess was right where the first was wrong, and what it was worth then."""
+"""How often a second guess was right where the first was wrong, and how long its branch was."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
 
 FIRST_HIT_RATE = 0.5
-"""Of branches of which nothing is known: worth a try."""
+"""Hit rate assumed for branches of which nothing is known. It makes them worth a try."""
 _DOUBT = 4.0
 
 
 class Hits:
-    """What branches and trees bring, by whose they are: a part of the beliefs (beliefs.py)."""
+    """Hit rates and lengths of branches, by policy; a part of the beliefs (beliefs.py)."""
 
     def __init__(self) -> None:
-        # Of places where the first candidate was wrong, the share at which another was right; and
-        # where a verdict's own token was such a one, how many candidates it then held.
+        # The share of positions with a wrong first candidate where another one was right; and the
+        # candidates then held after it.
         self._rates: dict[PolicyName, Mean] = {}
         self._lengths: dict[Choice, Mean] = {}
 
     @property
     def weight(self) -> float:
-        """Verdicts against a first candidate, decayed, on which all of it rests."""
+        """Verdicts against a first candidate, decayed, that all rates rest on."""
         return sum(rate.weight for rate in self._rates.values())
 
     def rates(self) -> dict[PolicyName, float]:
-        """As counted, by the policy whose second guesses they are."""
+        """The counted rates, by the policy that made the second guesses."""
         return {policy: rate.value for policy, rate in self._rates.items()}
 
     def count(
@@ -44,16 +44,17 @@ class Hits:
         *,
         of: int,
     ) -> None:
-        """Of a verdict: which of its first candidates were right, and what `tree` it left.
+        """Learn from a verdict on a sequence.
 
-        `of`: sequences of which it is one.
+        `rights`: whether its first candidates were right. `tree`: what the verdict left. `of`:
+        sequences of the step.
         """
         rate = self._rates.setdefault(_foreseen_as(pilot.choice), Mean())
         for _ in range(rights[: verdict.accepted].count(False)):
             rate.add(1.0, of=of)
         if verdict.foresight in (Foresight.BRANCH, Foresight.OTHERS):
             hit = verdict.foresight is Foresight.BRANCH
-            # Where nothing is sent ahead a place without another candidate tells nothing of them.
+            # Nothing was sent ahead, so a position with one candidate says nothing of second ones.
             if hit or verdict.refused_all or pilot.choice.policy.fans_out:
                 rate.add(float(hit), of=of)
             if hit:
@@ -61,24 +62,24 @@ class Hits:
                 lengths.add(lead_length(tree.root, pilot.window), of=of)
 
     def rate(self, choice: Choice) -> float:
-        """Near that of other policies' second guesses, while little is known of its own."""
+        """The hit rate, near that of other policies while little is known of this one's."""
         own, likely = _foreseen_as(choice), FIRST_HIT_RATE
         for policy, rate in self._rates.items():
             likely = _leaning(rate, likely) if policy is not own else likely
         return _leaning(self._rates.get(own), likely)
 
     def branch_length(self, choice: Choice, *, likely: float) -> float:
-        """Candidates held where a branch was right, near `likely` while little is known."""
+        """Candidates held after a hit, near `likely` while little is known."""
         return _leaning(self._lengths.get(choice), likely)
 
 
 def _foreseen_as(choice: Choice) -> PolicyName:
-    """The policy by whose branches it foresees outcomes, however many groups verify them."""
+    """The policy whose branches a choice uses. With several groups these are fanout's."""
     return PolicyName.FANOUT if choice.policy.replicates else choice.named
 
 
 def _leaning(mean: Mean | None, prior: float) -> float:
-    """The mean, near `prior` while it rests on little."""
+    """The mean, drawn towards `prior` while it rests on few values."""
     if mean is None:
         return prior
     return (mean.value * mean.weight + prior * _DOUBT) / (mean.weight + _DOUBT)

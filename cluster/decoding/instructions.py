@@ -1,4 +1,4 @@
-"""What the scheduler tells the driver to do. Instructions are carried out in the order given."""
+"""Instructions of the scheduler to the driver, to be carried out in the order given."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Slice:
 
     @property
     def decodes(self) -> bool:
-        """Whether it decodes, be it that committed tokens are caught up with; else it prefills."""
+        """Whether this is decoding, be it to catch up with committed tokens; else it is prefill."""
         return self.verdict and (self.window > 0 or len(self.token_ids) == 1)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAtTarget:
-    """Begin a sequence at the target, whose first tokens have their KV in `shared_blocks`."""
+    """Open a sequence at the target. `shared_blocks` hold the KV of its first tokens."""
 
     sequence_id: int
     spec: SequenceSpec
@@ -48,7 +48,7 @@ class OpenAtTarget:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Send a step to every shard of a target group, whose steps are numbered by themselves.
+    """Send a step to every shard of a target group. Each group numbers its own steps.
 
     Closes are applied first, then opens, then the slices.
     """
@@ -64,7 +64,7 @@ class RunStep:
 class OpenDraft:
     """Open a sequence at a drafter, with all its committed tokens.
 
-    `vocab_size`: token ids that the target has.
+    `vocab_size`: size of the target's vocabulary.
     """
 
     drafter: str
@@ -80,7 +80,7 @@ class OpenDraft:
 class SendOutcome:
     """Tell a drafter the tokens committed from `position` on.
 
-    There are none where it is told the likeliest followers of prompt tokens alone.
+    There are none if the message only carries likely followers of prompt tokens.
     """
 
     drafter: str
@@ -112,7 +112,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Suspect:
-    """A drafter broke the contract, as `reason` says, and is used no more."""
+    """A drafter broke the contract, as `reason` says, and is no longer used."""
 
     drafter: str
     reason: str
@@ -120,7 +120,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class CloseDraft:
-    """Free what a drafter keeps for a sequence."""
+    """Have a drafter free what it keeps for a sequence."""
 
     drafter: str
     sequence_id: int
@@ -146,7 +146,7 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class SequenceStats:
-    """Counts of one sequence (counts.py). Times are seconds from admission; None: no token."""
+    """Counts of one sequence (counts.py). Times are seconds since admission; None: no token."""
 
     steps: int
     drafted: int
@@ -160,7 +160,7 @@ class SequenceStats:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """A sequence ended; nothing will be said of it again."""
+    """A sequence ended. No instruction follows for it."""
 
     sequence_id: int
     reason: FinishReason
@@ -169,8 +169,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """A sequence can never be held by the target that there is, or is what the target fails at;
-    nothing more will be said of it."""
+    """A sequence cannot be decoded. No instruction follows for it.
+
+    The target can never hold it, or fails because of it.
+    """
 
     sequence_id: int
     error: PacelineError
@@ -178,7 +180,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class WakeAt:
-    """Send a Tick at this time unless a later WakeAt replaces it."""
+    """Send a Tick at this time, unless another WakeAt replaces this one."""
 
     time: float
 

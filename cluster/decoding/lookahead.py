@@ -1,7 +1,7 @@
-"""What a lookahead policy is: what it looks at, what it answers, what it asks of a layout.
+"""The interface of a lookahead policy: what it sees, what it answers, what it needs.
 
-A policy is a pure function of what the scheduler knows of one sequence. It gives grants and
-windows; drafters know nothing of policies.
+A policy is a pure function of what the scheduler knows of one sequence. It returns grants and
+windows. Drafters know nothing of policies.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from paceline.rules import Rule
 
 
 class DraftView(Protocol):
-    """What a policy may look at. Counts are tokens, times the driver's clock."""
+    """What a policy sees of a sequence. Counts are tokens, times are of the driver's clock."""
 
     @property
     def num_candidates(self) -> int:
-        """Those that a step could verify, up to `window` of them."""
+        """Candidates that a step could verify, at most `window` of them."""
 
     @property
     def in_flight(self) -> int:
-        """Of the candidates so many are being verified."""
+        """Candidates that are being verified."""
 
     @property
     def kept(self) -> int:
-        """The last verdict left so many."""
+        """Candidates that the last verdict left."""
 
     @property
     def window(self) -> int:
-        """The most that a step verifies."""
+        """The most candidates that a step verifies."""
 
     @property
     def is_tree(self) -> bool:
-        """Whether several may stand side by side."""
+        """Whether a window may have several candidates at one position."""
 
     @property
     def useful_candidates(self) -> int:
-        """No more than so many on one path can be of use."""
+        """The most candidates on one path that can be of use."""
 
     @property
     def num_drafters(self) -> int:
@@ -46,11 +46,11 @@ class DraftView(Protocol):
 
     @property
     def ready_since(self) -> float:
-        """Since when the next step could begin."""
+        """When the next step could have begun."""
 
     @property
     def is_coupled(self) -> bool:
-        """Drafts are compared with the target's own tokens; else coins are tossed for them."""
+        """Whether drafts are compared with the target's own tokens; else coins are tossed."""
 
     @property
     def pace(self) -> float:
@@ -66,18 +66,19 @@ class DraftView(Protocol):
 
     @property
     def verifying(self) -> bool:
-        """Whether one of several groups is at a step of it."""
+        """Whether one of several groups is verifying a window of the sequence."""
 
     @property
     def waits_in_vain(self) -> bool:
-        """Nothing more will come before the next verdict."""
+        """Whether no more candidates will come before the next verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do not step yet, and not for want of anything beyond this time.
+    """Do not step yet.
 
-    Without a time: until something happens that is under way in any case.
+    `until`: when to step at the latest, by the driver's clock. math.inf: once an event arrives that
+    is under way in any case.
     """
 
     until: float = math.inf
@@ -87,7 +88,7 @@ class Wait:
 class Needs:
     """What a policy asks of a request and of the layout.
 
-    `drafters`, `groups` of the target: the fewest.
+    `drafters`, `groups`: the fewest drafters and target groups. `rules`: those it works with.
     """
 
     chains_only: bool = False
@@ -102,43 +103,43 @@ class LookaheadPolicy(Protocol):
     needs: Needs
 
     drafts: bool
-    """Whether a drafter is wanted at all."""
+    """Whether a drafter is wanted."""
 
     drafting_is_free: bool
     """Whether the drafter works while the target is busy anyway."""
 
     waits: bool
-    """Whether a sequence may be held back from a step for its drafter's sake."""
+    """Whether a sequence may miss a step to wait for its drafter."""
 
     grants_by_step: bool
-    """Whether a grant depends on what is being verified, so that each step brings a new one."""
+    """Whether a grant depends on the window being verified, so that each step brings a new one."""
 
     spreads: bool
     """Whether several drafters may work for one sequence, and work moves between them."""
 
     fans_out: bool
-    """Whether branches for other outcomes are held, of which a step verifies the first alone."""
+    """Whether branches for other outcomes are held. A step verifies the chain of first ones."""
 
     replicates: bool
     """Whether several target groups may verify one sequence."""
 
     def granted_candidates(self, view: DraftView) -> int:
-        """How many candidates beyond the committed tokens there may be, branches left out."""
+        """The most candidates beyond the committed tokens, not counting branches."""
 
     def granted_branches(self, view: DraftView) -> int:
-        """How many branches beside them (drafting.proto, Grant.fan_out)."""
+        """The most branches beside the chain (drafting.proto, Grant.fan_out)."""
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
         """How many candidates a step that starts now verifies, or until when to wait."""
 
 
 class NoBranches:
-    """Of a policy that has all that it holds verified."""
+    """Defaults of a policy that holds no branches."""
 
     fans_out = False
     spreads = False
     replicates = False
 
     def granted_branches(self, view: DraftView) -> int:
-        """None."""
+        """Always 0."""
         return 0

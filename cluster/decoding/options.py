@@ -1,4 +1,4 @@
-"""What sequences of a cohort could do: each policy with its best window, and what it is worth."""
+"""The options of a cohort: each policy with its best window, and what it is worth."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from cluster.decoding.forecast import Conditions, Forecast, lockstep, run_ahead
 from cluster.decoding.policies import forks_within
 
 GAIN_TO_CHANGE = 1.03
-"""A policy takes another's place when it promises so much more."""
+"""Factor by which a policy's forecast must exceed the one in use to replace it."""
 
 AS_GOOD = 1 / 200
-"""Windows of a policy that promise as much to within this share are as good."""
+"""Windows of a policy whose forecasts differ by at most this share are equally good."""
 
 GAIN_TO_WAIT = 1.03
 CANDIDATES_TO_WAIT = 12
-"""A policy that waits for its drafter must promise so much more than one that does not, and so many
-candidates must have been tried: it is what can be slower than plain decoding."""
+"""A policy that waits for its drafter can be slower than plain decoding. So its forecast must
+exceed others by this factor, and this many candidates of the cohort must have been tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """A choice with its best window. `worth`: tokens/ms; `preferred`: by what it is compared.
+    """A choice with its best window.
 
-    `proven`: enough is known of it for all to follow.
+    `worth`: tokens/ms. `preferred`: the figure by which options are compared. `proven`: enough is
+    known for all members to follow.
     """
 
     choice: Choice
@@ -46,15 +47,15 @@ def options_of(
     num_drafters: int,
     num_groups: int,
 ) -> list[Option]:
-    """What drafts, each choice with its best window; the best first.
+    """All options that draft, each choice with its best window; the best comes first.
 
-    What is in use is preferred, and so is what does not wait.
+    The choice in use is preferred, and so are choices that do not wait.
     """
     pilot = cohort.member
     in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
     before = cohort.plan.window if cohort.plan else pilot.window
-    # Of so many sequences none is granted branches: `fanout` is `chain`, whose drafter may as well
-    # grow trees. Where there are branches, these serve better than such trees.
+    # In a large crowd no branches are granted: `fanout` is `chain`, whose drafter may as well grow
+    # trees. With branches, fanout's own trees serve better.
     crowd = max(1, cohort.members, beliefs.sequences // max(1, num_drafters))
     forks = forks_within(1, pace=0.0, crowd=crowd) > 0
     found = []
@@ -68,14 +69,14 @@ def options_of(
             continue
         proven = beliefs.proven(choice)
         if choice is Choice.CHAIN and not forks and pilot.allows(Choice.FANOUT):
-            # What it is without branches, which come as soon as there are fewer sequences.
+            # `fanout` without branches is the same, and gets them once there are fewer sequences.
             choice = Choice.FANOUT if beliefs.hopes_for_branches() else choice
         is_followed = cohort.plan is not None and cohort.plan.choice is choice
         preference = GAIN_TO_CHANGE if choice in in_use else 1.0
         if policy.waits:
             alone = beliefs.sequences == 1
             if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
-                continue  # Who waits in a batch misses a step of the others.
+                continue  # Waiting in a batch misses a step of the other sequences.
             preference /= GAIN_TO_WAIT
         given = (
             beliefs.given(choice, conditions, cohort, crowd)
@@ -92,8 +93,8 @@ def options_of(
             window = min(cohort.like.limit, depth * cohort.like.branches)
             preferred = worth * preference
             tried.append(Option(choice, window, forecast, worth, preferred, proven or is_followed))
-        # A larger window leaves room for luck; where it makes branches longer, they cost something.
-        # Where several groups verify, what a small one grants runs out, which no forecast knows of.
+        # A larger window leaves room for luck, but makes branches longer, which costs something.
+        # With several groups a small window's grant runs out, which the forecast does not show.
         is_small = policy.fans_out and not policy.replicates
         within = GAIN_TO_CHANGE - 1 if policy.replicates else AS_GOOD
         found.append(_first_of_the_best(tried if is_small else tried[::-1], within))
@@ -101,20 +102,20 @@ def options_of(
 
 
 def _depths(before: int, deepest: int) -> list[int]:
-    """Powers of two up to twice the depth before: what larger steps take must be seen first."""
+    """Powers of two up to twice the depth before, since larger steps must be measured first."""
     deepest = max(1, min(deepest, 2 * before))
     return sorted({1 << power for power in range(deepest.bit_length())} | {deepest})
 
 
 def _first_of_the_best(options: list[Option], within: float) -> Option:
-    """The first that is as good as any to within this share."""
+    """The first option whose worth is within the share `within` of the best."""
     best = max(one.worth for one in options)
     enough = best - abs(best) * within
     return next(one for one in options if one.worth >= enough)
 
 
 def _pearl(conditions: Conditions, window: int) -> Forecast:
-    """As the policy has it, a window is no longer than what is drafted in a step."""
+    """Forecast of `pearl`, whose window is no longer than what is drafted in a step."""
     pace = round(conditions.step_ms(0, 0) / conditions.pass_ms)
     return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
 

@@ -1,4 +1,4 @@
-"""What the controller of `auto` (auto.py) keeps of a sequence, and of a policy."""
+"""State that the controller of `auto` (auto.py) keeps for one sequence and for one policy."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ if TYPE_CHECKING:
     from cluster.decoding.cohorts import Cohort
 
 FIRST_GUESS = 0.7
-"""Acceptance of a drafter of which nothing is known."""
+"""Acceptance assumed for a drafter of which nothing is known."""
 
 FIRST_PROBE, LAST_PROBE = 16, 512
-"""Plain verdicts before a probe; twice as many after each that failed, up to the last."""
+"""Plain verdicts before a probe. The number doubles after each failed probe, up to the last."""
 
 UNSETTLED = 2
-"""So many verdicts after a change tell nothing of the new policy, and those of a round trip."""
+"""Verdicts after a policy change that still reflect the old policy. Those of one round trip come on
+top."""
 
 FIRST_WINDOW = 4
-"""Candidates a step on a path while nothing is known of a drafter."""
+"""Candidates on a path that a step verifies while nothing is known of a drafter."""
 
 _LEANING = 8.0
-"""Tried candidates that weigh as much as what is known of the sequence's drafter."""
+"""Tried candidates that the drafter's acceptance weighs as the prior of a sequence's own."""
 
 _RECENT = 0.98
 _TRUST = 40.0
-"""A forecast is corrected fully after many more tokens than this."""
+"""A policy's correction takes full effect after many more tokens than this."""
 _FORGET = 0.002
 
 
 class Resting(Off):
-    """Plain decoding with a drafter at hand, which hears what is committed."""
+    """Plain decoding with an assigned drafter, which is told what is committed."""
 
     drafts = True
 
@@ -52,11 +53,12 @@ RESTING = Resting()
 class Pilot:
     """What the controller keeps of one sequence.
 
-    `limit`: most candidates that the request allows. `level`: of its acceptance (cohorts.py).
-    `restarted_at`: when the last verdict left it without candidates, until the first new one.
-    `promised`: tokens in the time of a step. `patience`: seconds that a policy which waits may
-    wait. `trying`: it drafts so that its acceptance is known, be it at first or as a probe, before
-    which it rests for `probe_after` verdicts. `verdicts`: since its policy changed.
+    `limit`: the most candidates that the request allows. `level`: how its acceptance compares with
+    what is usual (cohorts.py). `promised`: forecast tokens in the time of one step. `patience`:
+    seconds that a waiting policy may wait. `restarted_at`: when a verdict left the sequence without
+    candidates; None once new ones came. `verdicts`: since the policy changed. `trying`: the
+    sequence drafts only to measure its acceptance, at its beginning or as a probe. `probe_after`:
+    verdicts that it rests before the next probe; 0 before the first one.
     """
 
     limit: int
@@ -80,13 +82,13 @@ class Pilot:
     probe_after: int = 0
     choices: dict[str, int] = field(default_factory=dict)
     until_branches: float = UNSETTLED
-    """Verdicts until some are held, of a policy with branches; 0: they came, or should have."""
+    """Verdicts until the first branches of a policy should be held; 0: they came, or are due."""
     told: Mapping[str, float] = field(default_factory=dict)
-    """Of the plan that it follows."""
+    """The estimates of the plan that it follows, as the statistics show them."""
 
     @classmethod
     def of(cls, request: Request) -> Pilot:
-        """Of a sequence that begins."""
+        """The pilot of a sequence that begins."""
         window = min(request.window, FIRST_WINDOW * request.branches)
         return cls(
             limit=request.window,
@@ -97,23 +99,23 @@ class Pilot:
         )
 
     def meets(self, drafter: str, known: Acceptance) -> None:
-        """It has another drafter now; `known`: of all that this one drafted."""
+        """Assign a drafter. `known`: the acceptance of everything that this drafter drafted."""
         self.drafter = drafter
         self.level = self.cohort = None
         self.acceptance = Acceptance(known, prior_weight=_LEANING)
 
     @property
     def estimates(self) -> dict[str, float]:
-        """What is told of its choice (inference.proto, SpeculationStats.estimates)."""
+        """What the statistics say of its choice (inference.proto, SpeculationStats.estimates)."""
         return {"acceptance": self.acceptance.mean, **self.told} if self.told else {}
 
     @property
     def rests(self) -> bool:
-        """It decodes plainly."""
+        """Whether the sequence decodes plainly."""
         return self.policy is RESTING
 
     def rest(self) -> None:
-        """Decode plainly until a probe; one that failed is followed by a longer rest."""
+        """Decode plainly until the next probe. After a failed probe the rest is twice as long."""
         failed_again = self.trying and self.probe_after > 0
         self.probe_after = min(2 * self.probe_after, LAST_PROBE) if failed_again else FIRST_PROBE
         self.choice, self.policy = Choice.OFF, RESTING
@@ -121,7 +123,7 @@ class Pilot:
         self.trying, self.verdicts = False, 0
 
     def try_out(self, window: int) -> None:
-        """Draft for a few steps, to see what is accepted."""
+        """Draft for a few steps with `window` candidates a path, to measure acceptance."""
         self.follow(Choice.CHAIN)
         self.window = min(self.limit, window * self.branches)
         self.promised = 0.0
@@ -131,14 +133,14 @@ class Pilot:
 
     @property
     def asks_for_trees(self) -> bool:
-        """Then which of the candidates of a place is right does not matter."""
+        """Whether any right candidate at a position counts, not the first one alone."""
         return self.branches > 1 or self.merge
 
     def rights(self, verdict: CountedVerdict) -> tuple[bool, ...]:
-        """Whether the first candidate of each place that a verdict looked at was right.
+        """For each position that a verdict looked at: whether its first candidate was right.
 
-        Where the request asks for trees, whether any of a place was. What was held for the place of
-        the verdict's own token was judged as well.
+        Where the request asks for trees: whether any candidate of the position was. Candidates held
+        for the position of the verdict's own token count as well.
         """
         if verdict.firsts is not None and not self.asks_for_trees:
             rights = verdict.firsts
@@ -151,31 +153,31 @@ class Pilot:
         return rights
 
     def follow(self, choice: Choice) -> None:
-        """Do this from now on."""
+        """Follow `choice` from now on."""
         if not choice.policy.fans_out:
             self.until_branches = UNSETTLED
         self.choice, self.policy = choice, choice.policy
 
     def allows(self, choice: Choice) -> bool:
-        """Whether the request can have this."""
+        """Whether the request permits `choice`."""
         return choice.allowed(self.rule, branches=self.branches, merge=self.merge)
 
 
 @dataclass(slots=True)
 class Correction:
-    """What a policy brought over what had been forecast, recent verdicts first."""
+    """How a policy's real tokens compare with its forecast. Recent verdicts weigh most."""
 
     brought: float = _TRUST
     forecast: float = _TRUST
 
     def add(self, brought: float, forecast: float, *, of: int) -> None:
-        """Tokens of a verdict, one of so many of a step."""
+        """Add a verdict's real and forecast tokens. `of`: sequences of its step."""
         kept = 1 - (1 - _RECENT) / of
         self.brought = self.brought * kept + brought / of
         self.forecast = self.forecast * kept + forecast / of
 
     def forget(self, *, of: int) -> None:
-        """Believe the forecast a little more again."""
+        """Move the factor a little towards 1. `of`: sequences of the step."""
         self.brought += _FORGET / of * (self.forecast - self.brought)
 
     @property

@@ -8,9 +8,9 @@ from cluster.decoding.lookahead import DraftView, LookaheadPolicy, Needs, NoBran
 from paceline.rules import MAX_WINDOW, Rule
 
 MOST_CHAINS = 64
-"""Chains and branches that a drafter grows at most in a pass, for all its sequences. Each is a
-proposal a pass, which the driver reads and the pass computes: with many sequences at once that
-costs more than branches bring (docs/policies.md).
+"""Upper bound on the chains and branches that a drafter grows in a pass, over all its sequences.
+Each costs the drafter a node and the driver a proposal. With many sequences at a time this costs
+more than branches bring (docs/policies.md).
 """
 
 
@@ -28,7 +28,7 @@ class PolicyName(enum.Enum):
 
 
 class Off(NoBranches):
-    """Plain decoding."""
+    """Plain decoding: no drafter, no candidates."""
 
     needs = Needs()
     drafts = False
@@ -37,11 +37,11 @@ class Off(NoBranches):
     grants_by_step = False
 
     def granted_candidates(self, view: DraftView) -> int:
-        """None."""
+        """Always 0."""
         return 0
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """Always step, without candidates."""
+        """Always 0: step at once, without candidates."""
         return 0
 
 
@@ -59,30 +59,30 @@ class Lockstep(NoBranches):
     grants_by_step = False
 
     def granted_candidates(self, view: DraftView) -> int:
-        """One window, which is spent once it is drafted."""
+        """One window. The grant is spent once the window is drafted."""
         return view.window
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """A full window, or what is there when no more will come or the wait is over."""
+        """A full window, or what is there if no more will come or the wait is over."""
         full = min(view.window, view.useful_candidates)
         if view.is_tree and full > 0:
-            full = view.window  # Beside one another, more than fit on a path are of use.
+            full = view.window  # Side by side, more candidates are useful than fit on one path.
         return _await_candidates(view, full, now, wait_seconds)
 
 
 class Pearl(NoBranches):
-    """Draft the next window while this one is verified (PEARL, Liu et al. 2024).
+    """Draft the next window while this one is verified (PEARL, Liu et al. 2024, arXiv 2408.11850).
 
-    Phases of a step and as many drafts as fit beside it. Post-verify: a whole window is verified
-    while the next is drafted, the first token of which is compared with the one that the target
-    adds. Pre-verify, where nothing is left of what was drafted: the target steps with the first
-    token alone while the rest of the window is drafted. Under the coupled rule the first token need
-    not be there to be compared, so that step begins at once; under rules that toss coins it must be
-    drafted before its coin can be tossed, so that step waits for it.
+    There are two kinds of steps. Post-verify: the target verifies a whole window while the drafter
+    drafts the next one. The first token of the next window is compared with the one that the target
+    adds. Pre-verify, after a verdict that left no candidates: the target verifies the first token
+    of a window while the drafter drafts the rest. Under the coupled rule that token need not be
+    there to be compared, so the step begins at once. Rules that toss coins need the token before
+    its coin is tossed, so the step waits for it.
 
-    Exact by what the scheduler does with the token that a verdict adds: under the coupled rule it
-    is always taken and the run-ahead stays where it agrees; under the others it is given up where
-    run-ahead is pending, whose first token is then verified with a coin of its own (verdicts.py).
+    What keeps the text or its law is how the scheduler treats the token that a verdict adds. Under
+    the coupled rule it is always taken, and the run-ahead stays if it agrees. Under the others it
+    is given up if run-ahead is pending, whose first token gets a coin of its own (verdicts.py).
     """
 
     needs = Needs(chains_only=True)
@@ -96,7 +96,7 @@ class Pearl(NoBranches):
         return view.in_flight + 1 + self._full(view)
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """A whole window after a verdict that left run-ahead, else the first token."""
+        """A whole window if the last verdict left run-ahead, else only the first token."""
         full = min(self._full(view), view.useful_candidates)
         if view.kept:
             return _await_candidates(view, full, now, wait_seconds)
@@ -105,14 +105,14 @@ class Pearl(NoBranches):
         return _await_candidates(view, min(1, full), now, wait_seconds)
 
     def _full(self, view: DraftView) -> int:
-        """The candidates of a window: with the token after it, as many as are drafted in a step."""
+        """Candidates of a window: with the token after it, as many as are drafted in one step."""
         if not view.pace:
             return view.window
         return max(1, min(view.window, round(view.pace) - 1))
 
 
 class Chain(NoBranches):
-    """The drafter keeps drafting; the target takes what has arrived and never waits."""
+    """The drafter keeps drafting. The target takes what has arrived and never waits."""
 
     needs = Needs()
     drafts = True
@@ -130,9 +130,10 @@ class Chain(NoBranches):
 
 
 def forks_within(granted: int, *, pace: float, crowd: int) -> int:
-    """Positions of a chain's grant that may fork (FanOut.granted_branches).
+    """How many positions of a chain may have branches beside them, given the chain's grant.
 
-    `pace`: passes in the time of a step, 0: not to be looked at. `crowd`: sequences of the drafter.
+    `granted`: candidates that the chain may have. `pace`: the drafter's passes in the time of a
+    step; 0: do not bound by it. `crowd`: sequences of the drafter, which share MOST_CHAINS.
     """
     if pace:
         granted = min(granted, max(2, round(2 * pace)))
@@ -140,26 +141,25 @@ def forks_within(granted: int, *, pace: float, crowd: int) -> int:
 
 
 class FanOut(Chain):
-    """As chain, and the drafter also drafts for the likeliest other outcomes.
+    """As chain, and the drafter also drafts for the likeliest other outcomes, in branches.
 
-    It sends these branches ahead. At a verdict the driver goes on with the branch that continues
-    it, where one does; a miss is an ordinary chain. (After SSD, Kumar et al. 2026, whose drafter
-    answers when it has the outcome.)
+    Branches are sent ahead of the verdict. If one continues the verdict, the driver goes on with
+    it; a miss continues with an ordinary chain. (After SSD, Kumar et al. 2026, whose drafter
+    answers once it has the outcome.)
     """
 
     needs = Needs(rules=frozenset({Rule.COUPLED, Rule.ONE_HOT}))
     fans_out = True
 
     def granted_branches(self, view: DraftView) -> int:
-        """As many as there are positions that may fork in the grant; with several drafters, twice.
+        """One for each position that may fork; twice as many if several drafters share them.
 
-        The first of them draws the likelier half, as it would alone, for what it has not begun it
-        lacks where the verdict goes that way. Of more than twice as many none is likely, but the
-        driver must place a token of each in every pass.
+        The first drafter draws the likelier half, as it would alone: a branch that it has not begun
+        is missing when the verdict goes there. More than twice as many would bring little, and the
+        driver places a token of each in every pass.
 
-        Of a chain it reaches no more of them than it has passes in two steps: a slow drafter, or
-        one that branches make slow, gets fewer. And the chains of all its sequences with their
-        branches are no more than MOST_CHAINS together.
+        A chain forks at most at as many positions as the drafter makes passes in two steps, so a
+        slow drafter gets fewer branches. MOST_CHAINS bounds all chains and branches of a drafter.
         """
         if not view.useful_candidates:
             return 0
@@ -171,9 +171,10 @@ class FanOut(Chain):
 class Spread(FanOut):
     """As fanout, with several drafters.
 
-    Sequences are balanced between them. Where there are more drafters than sequences, several work
-    for one: all draft the chain, and each a share of the branches; drafters of different kinds
-    differ in the chain too. Work leaves a drafter that is lost, silent, or much slower than others.
+    Sequences are balanced between drafters. If there are more drafters than sequences, several work
+    for one: all draft the chain, and each draws a share of the branches. Drafters of different
+    kinds differ in the chain too. Work leaves a drafter that is lost, silent, or much slower than
+    others.
     """
 
     needs = Needs(rules=frozenset({Rule.COUPLED, Rule.ONE_HOT}), drafters=2)
@@ -183,8 +184,8 @@ class Spread(FanOut):
 class Replicas(FanOut):
     """As fanout, and several target groups verify one sequence (DSI, Timor et al. 2024).
 
-    While one group is at a window, another begins with the next, as if the first were accepted. It
-    begins when as much is new as is drafted in a group's share of a step, so that their verdicts
+    While one group verifies a window, another begins with the next, as if the first were accepted.
+    It begins once as much is new as the drafter makes in a group's share of a step, so verdicts
     come at even intervals. Each step holds all candidates from the last committed token on
     (replicas.py).
     """
@@ -197,7 +198,7 @@ class Replicas(FanOut):
         return view.num_groups * (view.window + 1) + view.window
 
     def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """Whatever is there while nobody verifies; else what others verify and enough more."""
+        """Whatever is there if no group verifies; else what others verify and enough more."""
         if not view.verifying:
             return min(view.num_candidates, view.window)
         most = min(view.in_flight + 1 + view.window, MAX_WINDOW)
@@ -208,7 +209,7 @@ class Replicas(FanOut):
 
 
 def _await_candidates(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
-    """`full` candidates, or what is there when no more will come or the wait is over."""
+    """`full` candidates, or what is there if no more will come or the wait is over."""
     give_up_at = view.ready_since + wait_seconds
     if view.num_candidates >= full or view.waits_in_vain or now >= give_up_at:
         return min(view.num_candidates, full)
@@ -216,9 +217,9 @@ def _await_candidates(view: DraftView, full: int, now: float, wait_seconds: floa
 
 
 class Auto(Chain):
-    """What a sequence of `auto` begins with, until the controller (auto.py) has chosen.
+    """The policy of an `auto` sequence until the controller (auto.py) has chosen one.
 
-    `waits` and `fans_out`, as what the controller may choose.
+    `waits` and `fans_out` are true because the controller may choose policies that do.
     """
 
     waits = True
@@ -238,5 +239,5 @@ _POLICIES: dict[PolicyName, LookaheadPolicy] = {
 
 
 def policy_named(name: PolicyName) -> LookaheadPolicy:
-    """The policy of that name; policies hold no state and are shared."""
+    """The policy of that name. Policies hold no state and are shared."""
     return _POLICIES[name]

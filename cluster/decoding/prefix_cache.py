@@ -1,7 +1,7 @@
-"""KV blocks and who may read them: full blocks of verified tokens are shared between sequences.
+"""KV blocks of a target and who may read them.
 
-Only blocks below the committed tokens are kept: nobody writes them again. How blocks are known and
-which go first is said in workers/engine/shared_blocks.py, which drafters use as well.
+Sequences share full blocks of committed tokens, which nobody writes again. How blocks are named and
+evicted is in workers/engine/shared_blocks.py, which drafters use as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from workers.engine.shared_blocks import BlockKeys, KvKind, SharedBlocks
 
 
 class PrefixCache(SharedBlocks):
-    """The block pool of a target, and what is in blocks that were computed."""
+    """The block pool of a target, and the keys of computed blocks."""
 
     def __init__(self, num_blocks: int, kind: KvKind, *, enabled: bool = True) -> None:
         super().__init__(num_blocks)
@@ -24,13 +24,13 @@ class PrefixCache(SharedBlocks):
         self._enabled = enabled
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence holds its blocks no more; the table itself is left as it is."""
+        """Free the sequence's blocks. Its block table stays as it is."""
         self.let_go(sequence.kv.block_table)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Give a sequence that has not begun the blocks that hold its first tokens already.
+        """Give a sequence that has not begun the cached blocks of its first tokens.
 
-        The last committed token is left out: it must be computed for its logits.
+        The last committed token is left out, since its logits must be computed.
         """
         if not self._enabled:
             return
@@ -41,7 +41,7 @@ class PrefixCache(SharedBlocks):
         sequence.kv.length = len(table) * self.block_size
 
     def keep(self, sequence: Sequence) -> None:
-        """Remember the blocks of a sequence that have become full of verified tokens."""
+        """Offer the sequence's full blocks of committed tokens to other sequences."""
         if not self._enabled:
             return
         held = sequence.kv
@@ -55,11 +55,11 @@ class PrefixCache(SharedBlocks):
         held.blocks_kept = verified
 
     def forget(self, sequence: Sequence) -> None:
-        """Let nobody else have the blocks of a sequence, which may hold what is no number."""
+        """Share the sequence's blocks no more: they may hold NaN."""
         self.take_back(sequence.kv.block_table)
 
     def wanted(self, sequence: Sequence, length: int) -> int:
-        """How many of the available blocks a sequence takes until it has `length` positions."""
+        """Free blocks that a sequence still takes until it has `length` positions."""
         lacking = blocks_for(length, self.block_size) - len(sequence.kv.block_table)
         if not self._enabled or sequence.kv.open_at_target:
             return lacking
@@ -67,36 +67,38 @@ class PrefixCache(SharedBlocks):
         for index in range(len(sequence.kv.block_table), count):
             if not self.knows(keys[index]):
                 break
-            lacking -= not self.is_idle(keys[index])  # others hold it, so it takes no room
+            lacking -= not self.is_idle(keys[index])  # Others hold the block: it takes no room.
         return lacking
 
     def num_known(self, sequence: Sequence) -> int:
-        """How many blocks of a sequence that has not begun need not be computed."""
+        """Blocks of a sequence that has not begun that need not be computed."""
         keys, count = self._keys_to_prefill(sequence) if self._enabled else ((), 0)
         return next((i for i in range(count) if not self.knows(keys[i])), count)
 
     def key_at(self, sequence: Sequence, index: int) -> bytes | None:
-        """The key of the block with this index in the sequence's table, if it is one to be shared
-        that the sequence has not computed yet."""
+        """The key of the block at `index` of the sequence's table.
+
+        None: the block is computed already or cannot be shared.
+        """
         if not self._enabled or index < sequence.kv.length // self.block_size:
             return None
         keys, count = self._keys_to_prefill(sequence)
         return keys[index] if index < count else None
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Assert that blocks are neither leaked nor written by one while others read them."""
+        """Assert that blocks are not leaked, and not written by one sequence while others read."""
         self.check_tables(
             (one.kv.block_table, one.kv.length // self.block_size, self._keys_of(one, 0))
             for one in sequences
         )
 
     def _keys_to_prefill(self, sequence: Sequence) -> tuple[Keys[bytes], int]:
-        """Keys, and how many of them are of full blocks before the last committed token."""
+        """Keys, and how many of them belong to full blocks before the last committed token."""
         count = (sequence.tree.num_committed - 1) // self.block_size
         return self._keys_of(sequence, count), count
 
     def _keys_of(self, sequence: Sequence, count: int) -> Keys[bytes]:
-        """At least the first `count` keys of a sequence, which may have been on another target."""
+        """At least the first `count` keys of a sequence. They depend on the target's KvKind."""
         keys = sequence.block_keys
         if keys is None or keys.kind != self._kind:
             keys = sequence.block_keys = BlockKeys(self._kind, tenant=sequence.request.tenant)

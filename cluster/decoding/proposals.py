@@ -1,4 +1,4 @@
-"""What a drafter's pass does: candidates find their places, or are dropped."""
+"""Handles a drafter's message: candidates are placed in their trees or dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def take_proposals(state: DecodingState, event: Proposed, out: Outbox) -> None:
-    """A pass of a drafter, for all its sequences. It is blamed for what contradicts itself."""
+    """Place the proposals of a pass. The drafter is blamed if they contradict earlier ones."""
     drafter, pass_seconds = event.drafter, event.believable_seconds
     known = state.drafters.known(drafter)
     state.utilisation.drafted(drafter, pass_seconds)
@@ -27,11 +27,11 @@ def take_proposals(state: DecodingState, event: Proposed, out: Outbox) -> None:
     waiting: dict[int, Sequence] | None = None
     contradictions = 0
     for proposal in event.proposals:
-        if proposal.sequence_id != sequence_id:  # Those of a sequence come one after the other.
+        if proposal.sequence_id != sequence_id:  # Proposals of a sequence are adjacent.
             sequence_id = proposal.sequence_id
             sequence = state.find_running(sequence_id)
             if sequence is None:
-                if waiting is None:  # for all that follow: the line may be long
+                if waiting is None:  # Built once a message, since the line may be long.
                     waiting = {one.sequence_id: one for one in state.waiting}
                 sequence = waiting.get(sequence_id)
             if sequence is None:
@@ -87,8 +87,10 @@ def _are_ids(token_ids: tuple[int, ...], vocab_size: int) -> bool:
 
 
 def _may_propose(drafter: str, sequence: Sequence, *, leads: bool) -> bool:
-    """Only the coupled rule may mix candidates of several drafters as they come, and the one-hot
-    rule those of drafters that are merged.
+    """Whether candidates of this drafter may be placed in the sequence's tree.
+
+    Only the coupled rule takes candidates of several drafters in any order. The one-hot rule takes
+    those of merged drafters.
     """
     request = sequence.request
     if request.spec.rule is Rule.COUPLED or drafter == sequence.drafter:

@@ -1,12 +1,11 @@
 """One sequence on several target groups (DSI: Timor et al. 2024, arXiv 2405.14105).
 
 Each group that serves a sequence keeps KV of its own. A step there feeds the committed tokens that
-it has not seen, then the candidates from the last committed token on: those that other groups are
-verifying at this moment as well as newer ones. So every verdict stands by itself: it tells the
-tokens after the prefix that was committed when its step was sent, whichever group answers first,
-late, or never. Under the rule `coupled` the token at a position is a function of its prefix
-alone, so two verdicts that speak of the same position agree, and what the first one said is
-committed.
+the group has not seen, then the candidates after the last committed token: those that other groups
+are verifying and newer ones. So a verdict does not depend on other groups, whichever answers first,
+late or never. It says which tokens follow the prefix that was committed when its step was sent.
+Under the rule `coupled` the token at a position is a function of its prefix alone. So two verdicts
+on the same position agree, and the first one commits it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,10 @@ from cluster.decoding.token_tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a verdict on a slice brings now: new tokens, and up to where the group's KV is right."""
+    """What a verdict adds to what is committed now, and how far the group's KV is right.
+
+    `window`, `accepted`: candidates that were not yet decided, and those of them accepted.
+    """
 
     token_ids: tuple[int, ...]
     kv_length: int
@@ -29,10 +31,10 @@ class Told:
     accepted: int
 
     def counted(self, kept: int, foresight: Foresight) -> CountedVerdict:
-        """As it is counted, where the sequence's end `kept` so many of the new tokens.
+        """The verdict as it is counted. `kept`: new tokens up to the end of the sequence.
 
-        Only what was not known before counts as accepted; a step whose candidates stood on tokens
-        that turned out wrong was wasted.
+        Only tokens that were not known before count as accepted. A step whose candidates followed
+        tokens that turned out wrong was wasted.
         """
         accepted = min(self.accepted, kept)
         if kept < len(self.token_ids):
@@ -42,7 +44,7 @@ class Told:
 
 
 def told_by(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> Told:
-    """Read a verdict on a chain by what is committed by now."""
+    """Read a verdict on a chain in the light of what is committed by now."""
     base = part.start + len(part.token_ids) - part.window
     path = (*part.token_ids[: len(part.token_ids) - part.window + num_accepted], token_id)
     known = tree.token_ids[part.start :]
@@ -62,16 +64,16 @@ def told_by(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> T
 
 
 def num_verifying(tree: TokenTree, in_flight: Iterable[Slice]) -> int | None:
-    """How many of the candidates that are held these slices verify, from the root on.
+    """How many of the held candidates these slices verify, counted from the root.
 
-    None: none of them could still bring a token.
+    None: no slice can still bring a token.
     """
     reaches = (_reach(tree, part) for part in in_flight if part.verdict)
     return max((reach for reach in reaches if reach is not None), default=None)
 
 
 def _reach(tree: TokenTree, part: Slice) -> int | None:
-    """How many candidates of the held chain a slice has; None: it is behind, or of another text."""
+    """Candidates of the held chain that a slice has; None: it is behind, or of another text."""
     first = tree.num_committed - part.start
     if first > len(part.token_ids) or list(part.token_ids[:first]) != tree.token_ids[part.start :]:
         return None

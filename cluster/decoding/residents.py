@@ -1,8 +1,8 @@
-"""Who runs on a target group, and the KV blocks that they hold.
+"""The sequences that run on a target group, and the KV blocks that they hold.
 
-Sequences are let in by free blocks. When blocks run out, the youngest sequence gives its own back
-and is computed again later; it keeps its place among all that came. Those that other groups serve
-as well (replicas) give theirs back first.
+Sequences are let in while blocks are free. When blocks run out, the youngest sequence gives its own
+back and is computed again later; it keeps its place in the order of arrival. Sequences that other
+groups serve as well (replicas) give theirs back first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from workers.engine.block_pool import blocks_for
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What the scheduler knows of the target group."""
+    """What the scheduler knows of a target group."""
 
     vocab_size: int
     max_model_len: int
@@ -27,7 +27,7 @@ class Target:
 
     @property
     def room(self) -> int:
-        """Most tokens that a sequence can have."""
+        """The most tokens that a sequence can have."""
         return min(self.max_model_len, self.kv.num_blocks * self.kv.block_size)
 
 
@@ -44,22 +44,22 @@ class Residents:
         self.waiting = waiting
         self.running: dict[int, Sequence] = {}
         self.leaving: dict[int, Sequence] = {}
-        """Ended or taken away while in a step, whose blocks are free when that is answered."""
+        """Sequences that ended or left during a step. Their blocks are free once it is answered."""
         self.closes: list[int] = []
-        """Sequences that ended, of which the target is told with the next step."""
+        """Ids of sequences that ended, to be closed at the target with the next step."""
 
     @property
     def kv(self) -> PrefixCache:
-        """The blocks of the target that there is."""
+        """The block pool of the target, which must have joined."""
         assert self.target is not None
         return self.target.kv
 
     def join_target(self, target: Target) -> None:
-        """A fresh target: nothing is known to it."""
+        """A target joined. It is fresh: it knows no sequence."""
         self.target = target
 
     def lose_target(self) -> None:
-        """All KV is gone; running sequences wait again, in their order."""
+        """The target is gone, and all KV with it. Running sequences wait again, in their order."""
         self.target = None
         self.closes.clear()
         self.leaving.clear()
@@ -69,7 +69,7 @@ class Residents:
         self.running.clear()
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
-        """Raise PromptTooLongError when such a sequence could never be held."""
+        """Raise PromptTooLongError if such a sequence could never be held here."""
         target = self.target
         if target is None:
             return
@@ -88,14 +88,14 @@ class Residents:
         return suspects.first_of(self.running.values()) if suspects else None
 
     def has_room_for(self, sequence: Sequence) -> bool:
-        """Whether a sequence that waits could run here now."""
+        """Whether a waiting sequence could run here now."""
         target = self.target
         if target is None or len(self.running) >= self._max_num_seqs:
             return False
         if sequence.sequence_id in self.leaving or self.suspect is not None:
             return False
         length = sequence.tree.num_committed + sequence.request.window
-        # What running prefills will still take is spoken for.
+        # Running prefills will still take blocks, so these are spoken for.
         promised = sum(
             target.kv.wanted(other, other.tree.num_committed)
             for other in self.running.values()
@@ -105,7 +105,7 @@ class Residents:
         return not self.running or wanted + promised <= target.kv.num_available
 
     def let_in(self, sequence: Sequence) -> None:
-        """Run a sequence that waits no more, or a replica, in its place among those who came."""
+        """Run a sequence or a replica, in its place in the order of arrival."""
         sequence.kv.group = self._group
         last = next(reversed(self.running.values()), None)
         self.running[sequence.sequence_id] = sequence
@@ -113,7 +113,7 @@ class Residents:
             self.running = dict(sorted(self.running.items(), key=lambda item: item[1].order))
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ended here. Its blocks are free from the next step on that it is not in."""
+        """A sequence ended here. Its blocks become free once its step in flight is answered."""
         del self.running[sequence.sequence_id]
         if sequence.kv.in_flight is not None:
             self.leaving[sequence.sequence_id] = sequence
@@ -121,13 +121,14 @@ class Residents:
             self._release(sequence)
 
     def left(self, sequence_id: int) -> None:
-        """The last step was answered of a sequence that is leaving."""
+        """A sequence that is leaving had its last step answered: free its blocks."""
         self._release(self.leaving.pop(sequence_id))
 
     def cover(self, sequence: Sequence, length: int, *, but: Container[int]) -> bool:
-        """Give the sequence blocks for `length` positions, taking them from younger ones.
+        """Give the sequence blocks for `length` positions, if need be from younger sequences.
 
-        Not from those with the ids `but`, which are in the step already. Whether it has them now.
+        Sequences with an id in `but` are in the step already and keep theirs. Returns whether the
+        sequence has the blocks now.
         """
         assert self.target is not None
         kv = self.target.kv
@@ -146,13 +147,13 @@ class Residents:
         return True
 
     def give_back(self, sequence: Sequence) -> None:
-        """Take a sequence that is in no step out of the batch, to be computed again later."""
+        """Take a sequence that is in no step out of the batch. It is computed again later."""
         del self.running[sequence.sequence_id]
         self._release(sequence)
         self._stand_back(sequence)
 
     def check_integrity(self) -> None:
-        """Assert that blocks are neither leaked nor shared and tables cover what was computed."""
+        """Assert that blocks are neither leaked nor shared and tables cover what is computed."""
         for sequence in [*self.waiting, *self.running.values()]:
             sequence.tree.check_integrity()
         for sequence in self.waiting:
@@ -171,14 +172,14 @@ class Residents:
                 assert held.length < sequence.tree.num_committed
 
     def _youngest(self) -> Sequence:
-        """Who gives back first: replicas, then the youngest."""
+        """The sequence that gives back first: the youngest replica, else the youngest."""
         running = reversed(self.running.values())
         return next((one for one in running if isinstance(one, Replica)), None) or next(
             reversed(self.running.values())
         )
 
     def _stand_back(self, sequence: Sequence) -> None:
-        """It runs here no more: it waits, or other groups serve it without this one."""
+        """A sequence runs here no more: it waits, or other groups serve it without this one."""
         if isinstance(sequence, Replica):
             sequence.lead.replicas.remove(sequence)
         else:

@@ -1,8 +1,8 @@
 """The scheduler: events in, instructions out. It does no I/O and reads no clock.
 
-One step is in flight at a time. Whatever arrives meanwhile is kept, and the moment the verdicts
-are there the next step goes out with all that is known by then: `begin` does no more than it needs,
-`rest` what is left.
+Each target group has at most one step in flight. The scheduler keeps whatever arrives meanwhile.
+When the verdicts arrive, the next step goes out with everything known by then. To send it early,
+handling an event has two phases: `begin` does what the step needs, `rest` does the remaining work.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from workers.engine.shared_blocks import KvKind
 
 
 class Scheduler:
-    """Owns every sequence, the block pool and the grants."""
+    """Owns every sequence, the block pools and the grants."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class Scheduler:
         num_groups: int = 1,
         serves_auto: bool = True,
     ) -> None:
-        """The target has `num_groups` groups, each with steps of at most `max_step_tokens` tokens
-        of at most `max_num_seqs` sequences.
+        """The target has `num_groups` groups. Their steps hold at most `max_step_tokens` tokens of
+        at most `max_num_seqs` sequences.
 
-        `prefix_cache`: whether sequences of a group share KV blocks of equal prefixes.
-        `serves_auto`: whether a request may be of policy `auto`. To know when one comes what it had
-        better do takes a tenth of the scheduler's time.
+        `wait_seconds`: upper bound on the wait of a policy that waits. `prefix_cache`: whether
+        sequences of a group share KV blocks of equal prefixes. `serves_auto`: whether a request may
+        have the policy `auto`, whose estimates take a tenth of the scheduler's time.
         """
         self._prefix_cache = prefix_cache
         waiting = WaitingLine()
@@ -81,7 +81,7 @@ class Scheduler:
         groups = (Group(number, batching) for number, batching in enumerate(batches))
         self._state = DecodingState(groups, waiting, serves_auto=serves_auto)
         self._woken_for: float | None = None
-        # Of the event that was begun: an answer that is not settled, what to tell, steps sent.
+        # Of the event in progress: an answer not yet settled, messages to send, steps sent.
         self._answer: Answer | None = None
         self._out = Outbox()
         self._steps: list[RunStep] = []
@@ -91,12 +91,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that have no place in the batch; those that are paused are among them."""
+        """Sequences that have no place in a batch, paused ones included."""
         return len(self._state.waiting) + len(self._state.paused)
 
     @property
     def num_running(self) -> int:
-        """Sequences in a batch."""
+        """Sequences that have a place in a batch."""
         return len(self._state.running)
 
     @property
@@ -106,11 +106,11 @@ class Scheduler:
 
     @property
     def prefix_hit_tokens(self) -> int:
-        """Tokens that did not need to be prefilled, since their KV was there already."""
+        """Tokens that were not prefilled because their KV was in the cache."""
         return sum(group.batching.hit_tokens for group in self._state.groups)
 
     def speculation(self) -> SpeculationStats:
-        """How drafting went, of all requests together."""
+        """Statistics of speculation over all requests."""
         shares = self.utilisation.of_all(self._state.drafters.names)
         return replace(
             self.totals.counts.speculation(),
@@ -122,19 +122,19 @@ class Scheduler:
         )
 
     def check_fits(self, prompt_length: int, max_tokens: int) -> None:
-        """Raise PromptTooLongError when such a sequence could never be held by a group."""
+        """Raise PromptTooLongError if no step could ever hold such a sequence."""
         for group in self._state.groups:
             group.batching.check_fits(prompt_length, max_tokens)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take in one event; what to do now, the next steps first. Raises as `begin` does."""
+        """Handle one event. Returns what to do, the next steps first. Raises as `begin` does."""
         steps = self.begin(event)
         return [*steps, *self.rest()]
 
     def begin(self, event: Event) -> list[RunStep]:
-        """Take in one event; the steps to send now. `rest` must follow, before the next event.
+        """Begin to handle one event. Returns the steps to send now. Call `rest` before the next.
 
-        Raises ProtocolError, changing nothing, when a StepDone does not answer the step in flight.
+        Raises ProtocolError, changing nothing, if a StepDone does not answer the step in flight.
         """
         assert self._answer is None, "an event before the rest of the last one"
         out = self._out
@@ -179,12 +179,12 @@ class Scheduler:
             self._settle()
         self._steps = self._next_steps(event.now, out)
         if self._answer is not None and not self._steps and self._answer.steers:
-            self._settle()  # and what waits for its drafter need not wait any more, perhaps
+            self._settle()  # A sequence that waits for its drafter may get a policy that does not.
             self._steps = self._next_steps(event.now, out)
         return self._steps
 
     def rest(self) -> list[Instruction]:
-        """What else to do upon the event that was begun: messages to drafters, then to callers."""
+        """Finish the event that was begun. Returns messages to drafters, then to callers."""
         self._settle()
         out, self._out = self._out, Outbox()
         for step in self._steps:
@@ -204,7 +204,7 @@ class Scheduler:
             settle(self._state, answer, self._out)
 
     def check_integrity(self) -> None:
-        """Assert every invariant. For tests."""
+        """Assert every invariant, for tests."""
         for sequence in self._state.paused.values():
             sequence.tree.check_integrity()
             assert sequence.paused
@@ -217,12 +217,12 @@ class Scheduler:
         self._state.drafters.check_integrity(self._state.sequences())
 
     def _next_steps(self, now: float, out: Outbox) -> list[RunStep]:
-        """Admit and plan, for the groups that are free."""
+        """Let sequences in and plan a step for every free group."""
         free = [group for group in self._state.groups if group.step is None]
         if not free:
             return []
         if self._state.admit():
-            self._settle()  # drafters hear of what was before they hear of who comes
+            self._settle()  # Drafters hear of outcomes before they hear of new sequences.
             self._state.assign(out)
         self._state.share_groups(out)
         steps = []
@@ -236,7 +236,7 @@ class Scheduler:
             out.callers.append(WakeAt(wake_at))
         self._woken_for = wake_at
         if wake_at is None and all(group.step is None for group in self._state.groups):
-            # Waiting for a drafter is part of what tokens cost; having nothing to do is not.
+            # Time spent waiting for a drafter counts as a cost of tokens; idle time does not.
             self._state.costs.pause()
         return steps
 
@@ -256,7 +256,10 @@ class Scheduler:
         self._refuse_what_never_fits(list(self._state.waiting), out)
 
     def _refuse_what_never_fits(self, waiting: Iterable[Sequence], out: Outbox) -> None:
-        """The caller asked `check_fits`, but of another target perhaps, or of none."""
+        """Refuse waiting sequences that are too long for the present target.
+
+        `check_fits` may have been called when there was another target, or none.
+        """
         for sequence in waiting:
             request = sequence.request
             try:
@@ -276,7 +279,7 @@ class Scheduler:
             self._state.pause(sequence, out)
 
     def _suspect(self, sequence_id: int, group: Group, out: Outbox, *, alone: bool) -> None:
-        """The target was lost in a step of the sequence. Refuse it where it must be the cause."""
+        """The target was lost in a step of this sequence. Refuse it if it must be the cause."""
         sequence = self._state.find(sequence_id)
         if sequence is None:
             return
@@ -288,9 +291,9 @@ class Scheduler:
         )
         if lost_steps is not None:
             error = RequestFaultError(
-                f"the target was lost in the midst of {lost_steps} steps of this request in a row, "
-                "in the last of them with no other request; it is not tried again, and should not "
-                "be sent again as it is"
+                f"the target was lost during {lost_steps} steps of this request in a row, the last "
+                "of which had no other request; it is not tried again, and should not be sent "
+                "again unchanged"
             )
             self._state.refuse(sequence, error, out)
 
@@ -311,7 +314,7 @@ class Scheduler:
         sequence = self._state.find(event.sequence_id)
         if sequence is not None and sequence.paused:
             self._state.resume(event.now, sequence)
-            self._refuse_what_never_fits([sequence], out)  # the target may be another by now
+            self._refuse_what_never_fits([sequence], out)  # The target may have been replaced.
             self._state.assign(out)
 
     def _decline(self, event: DraftDeclined, out: Outbox) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler knows of one sequence."""
+"""The scheduler's state of one sequence."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from paceline.rules import Rule
 from workers.engine.shared_blocks import BlockKeys
 
 CATCH_UP = 64
-"""A group that others serve a sequence beside may lack so many tokens and still decode it."""
+"""The most tokens that a further group may lack and still decode a sequence."""
 
 
 @dataclass(slots=True)
 class Refusal:
-    """A drafter declined a sequence. `is_over`: it may be asked again.
+    """A drafter declined a sequence.
 
-    That is at `again_at`, after `pause` seconds; math.inf: never, for it declined for good.
+    It is asked again at `again_at`, after `pause` seconds; math.inf: never, it declined for good.
+    `is_over`: it may be asked now.
     """
 
     again_at: float
@@ -43,37 +44,37 @@ class Sequence:
     tree: TokenTree
     policy: LookaheadPolicy
     max_length: int
-    """Most tokens that prompt and output may have."""
-    # Most candidates that a step verifies.
+    """The most tokens that prompt and output may have together."""
     window: int
-    # Of policy `auto`: what its controller keeps, and by which it changes policy and window.
+    """The most candidates that a step verifies."""
+    # With policy `auto`: the controller's state, which sets policy and window.
     pilot: Pilot | None = None
     kv: HeldKv = field(default_factory=HeldKv)
-    # Of policies that have several target groups verify it: where else it is.
+    # With policies that have several target groups verify a sequence: the further groups.
     replicas: list[Replica] = field(default_factory=list)
-    # By which its full blocks of committed tokens are known; None: nobody has asked.
+    # Keys of its full blocks of committed tokens; None: nobody has asked.
     block_keys: BlockKeys | None = None
     cancelled: bool = False
-    # Its caller does not read (events.Paused).
+    # The caller does not read (events.Paused).
     paused: bool = False
     # Drafting.
     drafter: str | None = None
     helpers: list[str] = field(default_factory=list)
-    """Further drafters, of policies that spread a sequence over several."""
+    """Further drafters, if the policy spreads a sequence or the request merges drafters."""
     draft_limit: int = 0
     wants_top_tokens: bool = False
     granted_until: int = 0
     granted_nodes: int = 0
     granted_shares: int = 0
-    granted_chains: int = 0  # chains and branches, of all its drafters
-    # The most that any grant to its drafters allowed: what is under way when a grant shrinks must
-    # be taken, for a drafter does not say again what it has said, and all after it hangs on it.
+    granted_chains: int = 0  # Chains and branches of all its drafters.
+    # The most that any grant to its drafters allowed. Candidates on their way when a grant shrinks
+    # must be taken: a drafter does not send them again, and everything after them builds on them.
     ever_granted_until: int = 0
     ever_granted_nodes: int = 0
     draft_exhausted: bool = False
     declined_by: dict[str, Refusal] = field(default_factory=dict)
     ready_since: float = 0.0
-    # How many candidates the last verdict left; passes of its drafter in the time of a step.
+    # Candidates that the last verdict left; drafter's passes in the time of a step.
     kept: int = 0
     pace: float = 0.0
     crowd: int = 1
@@ -87,7 +88,7 @@ class Sequence:
 
     @classmethod
     def admitted(cls, request: Request, now: float) -> Sequence:
-        """A sequence that has only its prompt."""
+        """The sequence of a new request. It has only its prompt."""
         return cls(
             request=request,
             admitted_at=now,
@@ -106,17 +107,17 @@ class Sequence:
 
     @property
     def team(self) -> list[str]:
-        """All its drafters."""
+        """The names of all its drafters."""
         return [] if self.drafter is None else [self.drafter, *self.helpers]
 
     def forget_candidates(self) -> None:
-        """Nothing was drafted for it."""
+        """Drop all candidates."""
         width = self.tree.verified_width
         self.tree = _tree_of(self.request, self.tree.token_ids)
         self.tree.verified_width = width
 
     def forget_drafters(self) -> None:
-        """It has none, and none was told anything."""
+        """Forget its drafters and all grants to them."""
         self.drafter = None
         self.draft_limit = 0
         self.wants_top_tokens = False
@@ -129,8 +130,10 @@ class Sequence:
         self.draft_exhausted = False
 
     def steer(self, pilot: Pilot) -> None:
-        """Do as its pilot says from now on; in the midst of a step, not where that changes whether
-        several groups verify it, for by this its verdict is read (answers.py).
+        """Follow the pilot's policy and window from now on.
+
+        During a step the sequence does not change to or from a policy that has several groups
+        verify it, because that decides how the verdict is read (answers.py).
         """
         changes_groups = pilot.policy.replicates is not self.policy.replicates
         if changes_groups and self.kv.in_flight is not None:
@@ -141,22 +144,22 @@ class Sequence:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Its place among all: who came first is served first."""
+        """Sort key of the order of arrival, in which sequences are served."""
         return self.admitted_at, self.request.sequence_id
 
     @property
     def patience(self) -> float:
-        """Seconds that a policy which waits may wait in a step, by what is known of drafters."""
+        """Seconds that a waiting policy may wait, by what is known of drafters."""
         return math.inf if self.pilot is None else self.pilot.patience
 
     @property
     def lacking(self) -> int:
-        """Committed tokens that have no KV, the last one among them."""
+        """Number of committed tokens without KV, the last one included."""
         return len(self.tree.token_ids) - self.kv.length
 
     @property
     def prefilling(self) -> bool:
-        """It has not begun, or has no KV of more tokens than a decoding step feeds."""
+        """Whether it has not begun, or lacks KV of more tokens than a decoding step feeds."""
         lacking = len(self.tree.token_ids) - self.kv.length
         if lacking > 1 and self.policy.replicates:
             return not self.kv.open_at_target or lacking > CATCH_UP
@@ -164,41 +167,41 @@ class Sequence:
 
     @property
     def num_paths(self) -> int:
-        """How many independent paths its windows are made of; 0: they are not (only k-SEQ's)."""
+        """Independent paths in a window, under the rule k-SEQ; 0: under other rules."""
         return self.request.branches if self.request.spec.rule is Rule.KSEQ else 0
 
     @property
     def branches(self) -> int:
-        """Candidates that its drafter may draw beside each other to be verified."""
+        """Candidates that its drafter may draw at one position to be verified."""
         if self.pilot is None or self.tree.verified_width is None:
             return self.request.branches
         return max(self.request.branches, self.pilot.choice.width)
 
     @property
     def num_sharing(self) -> int:
-        """Drafters that share its branches; those that are merged draft each for itself."""
+        """Drafters that share its branches. Merged drafters share none: each drafts for itself."""
         if self.request.merge:
             return int(self.drafter is not None)
         return (self.drafter is not None) + len(self.helpers)
 
     @property
     def slices_in_flight(self) -> list[Slice]:
-        """Of all groups that serve it."""
+        """Its slices in flight, in all groups that serve it."""
         return [one.kv.in_flight for one in (self, *self.replicas) if one.kv.in_flight is not None]
 
     @property
     def useful_candidates(self) -> int:
-        """Most candidates on a path: the verdict always adds a token of the target's."""
+        """The most useful candidates on a path: every verdict adds a token of the target."""
         most = min(self.max_length - 1, self.draft_limit) - len(self.tree.token_ids)
         return most if most > 0 else 0
 
     def forget_kv(self) -> None:
-        """It runs nowhere, and its blocks are no longer its own: its next slice is the first."""
+        """Forget its KV and blocks: it runs nowhere, and its next slice is the first."""
         self.kv = HeldKv()
         self.tree.unpin()
 
     def stats(self, now: float, utilisation: Utilisation) -> SequenceStats:
-        """Its counts as of `now`, when it ends."""
+        """Its statistics as of `now`, when it ends."""
         first, counts = self.first_token_at, self.counts
         shares = Shares()
         if self.since_first_token is not None:
@@ -231,7 +234,7 @@ class Sequence:
 def _tree_of(
     request: Request, token_ids: Iterable[int], prefix_hash: int | None = None
 ) -> TokenTree:
-    """These tokens, and no candidates yet."""
+    """A tree with these committed tokens and no candidates."""
     policy = policy_named(request.policy)
     fans_out = policy.fans_out and request.spec.rule in policy_named(PolicyName.FANOUT).needs.rules
     return TokenTree(
@@ -249,14 +252,14 @@ def _tree_of(
 class Replica(Sequence):
     """A sequence on a further target group: the same tokens, KV of its own.
 
-    What is known of drafting and what is counted is the first group's, `lead`.
+    `lead` is the sequence on its first group. It holds drafters and counts for both.
     """
 
     lead: Sequence = field(kw_only=True)
 
     @classmethod
     def of(cls, lead: Sequence) -> Replica:
-        """One that has no KV yet."""
+        """A replica of `lead` without KV."""
         return cls(
             request=lead.request,
             admitted_at=lead.admitted_at,
@@ -269,5 +272,5 @@ class Replica(Sequence):
         )
 
     def forget_kv(self) -> None:
-        """It runs here no more. What its lead has in a step is the lead's own affair."""
+        """Forget this group's KV. What the lead has in flight stays."""
         self.kv = HeldKv()

@@ -1,4 +1,4 @@
-"""What the scheduler owns, and what each of its parts may do to it."""
+"""The scheduler's state, and the operations that several of its parts use."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from paceline.errors import PacelineError
 
 @dataclass(slots=True)
 class Outbox:
-    """Instructions that wait until the next step is on its way: drafters first, then callers."""
+    """Instructions that wait until the next step is sent: to drafters first, then to callers."""
 
     drafters: list[Instruction] = field(default_factory=list)
     callers: list[Instruction] = field(default_factory=list)
 
 
 class DecodingState:
-    """Every sequence, the block pools, the grants and the counts."""
+    """All sequences, block pools, grants and counts."""
 
     def __init__(self, groups: Iterable[Group], waiting: WaitingLine, *, serves_auto: bool) -> None:
         self.groups = tuple(groups)
         self.waiting = waiting
         self.paused: dict[int, Sequence] = {}
-        """Those whose callers do not read. They have no place, no KV blocks and no drafters."""
+        """Sequences whose callers do not read. They have no place, KV blocks or drafters."""
         self.costs = StepCosts()
         self.drafters = Drafters(self.costs)
         self.auto = Controller(observes=serves_auto)
@@ -42,18 +42,18 @@ class DecodingState:
 
     @property
     def running(self) -> Collection[Sequence]:
-        """The running sequences of all groups."""
+        """The running sequences of all groups, without replicas."""
         if len(self.groups) == 1:
             return self.groups[0].batching.running.values()
         everywhere = chain.from_iterable(group.batching.running.values() for group in self.groups)
         return [one for one in everywhere if not isinstance(one, Replica)]
 
     def sequences(self) -> Iterable[Sequence]:
-        """Those that are paused, then those that wait, then those that run."""
+        """All sequences: paused, then waiting, then running ones."""
         return chain(self.paused.values(), self.waiting, self.running)
 
     def find(self, sequence_id: int) -> Sequence | None:
-        """The sequence of that id, if it has not ended."""
+        """The sequence with this id; None: it has ended."""
         if sequence_id in self.paused:
             return self.paused[sequence_id]
         running = self.find_running(sequence_id)
@@ -62,7 +62,7 @@ class DecodingState:
         return next((s for s in self.waiting if s.sequence_id == sequence_id), None)
 
     def find_running(self, sequence_id: int) -> Sequence | None:
-        """The running sequence of that id."""
+        """The running sequence with this id; None: none runs."""
         for group in self.groups:
             running = group.batching.running.get(sequence_id)
             if running is not None:
@@ -71,13 +71,13 @@ class DecodingState:
 
     @property
     def vocab_size(self) -> int | None:
-        """Of the target; None: no group can step."""
+        """Size of the target's vocabulary; None: no group can step."""
         targets = (group.batching.target for group in self.groups)
         return next((target.vocab_size for target in targets if target is not None), None)
 
     @property
     def groups_each(self) -> int:
-        """Groups that each running sequence could have to itself; at least the one it shares."""
+        """Groups that each running sequence could have to itself, at least 1."""
         if len(self.groups) == 1 or self.waiting:
             return 1
         joined = sum(group.joined for group in self.groups)
@@ -85,15 +85,15 @@ class DecodingState:
 
     @property
     def at_work(self) -> bool:
-        """There are sequences, and a group for them."""
+        """Whether there are sequences and a group for them."""
         return any(
             group.joined and (group.batching.running or self.waiting) for group in self.groups
         )
 
     def admit(self) -> bool:
-        """Let in who waits, in their order, each to the least loaded group; whether any was.
+        """Let waiting sequences in, in order, each to the best group. Whether any was let in.
 
-        While a suspect waits for room, so does everybody.
+        While a suspect waits for room, all others wait too.
         """
         count = len(self.waiting)
         self._go_on_elsewhere()
@@ -121,19 +121,19 @@ class DecodingState:
         return any(dropped)
 
     def _go_on_elsewhere(self) -> None:
-        """Sequences that lost their place in a group need not wait where another serves them."""
+        """Move sequences that lost their place in a group to another group that serves them."""
         if len(self.groups) == 1:
             return
         for sequence in self.sequences():
             while sequence.replicas and not sequence.policy.replicates:
-                self._drop(sequence.replicas[-1])  # `auto` has chosen another policy for it.
+                self._drop(sequence.replicas[-1])  # `auto` chose another policy for it.
         for sequence in [one for one in self.waiting if one.replicas]:
             self.waiting.remove(sequence)
             sequence.kv = sequence.replicas.pop(0).kv
             self._group_of(sequence).batching.running[sequence.sequence_id] = sequence
 
     def share_groups(self, out: Outbox) -> None:
-        """Give groups without sequences of their own to those that several may verify, in turn."""
+        """Give free groups in turn to running sequences whose policy uses several groups."""
         if len(self.groups) == 1 or self.waiting:
             return
         suspects = self.waiting.suspects
@@ -162,18 +162,18 @@ class DecodingState:
     def assign(self, out: Outbox) -> None:
         """Give running sequences the drafters that they want."""
         running = self.running
-        self.drafters.share_out(running, out.drafters)  # those who have several give some back
+        self.drafters.share_out(running, out.drafters)  # Sequences with several give some back.
         for sequence in running:
             self.drafters.assign(sequence, out.drafters)
         self.drafters.share_out(running, out.drafters)
 
     def drop_replicas_of(self, sequence: Sequence) -> None:
-        """Let the first of its groups serve it alone."""
+        """Let the first group of a sequence serve it alone."""
         for replica in list(sequence.replicas):
             self._drop(replica)
 
     def remove(self, sequence: Sequence) -> None:
-        """The sequence ends: take it out of all batches, or out of the line."""
+        """Take a sequence out of all batches, or out of the line: it ends."""
         self.waiting.suspects.forget(sequence.sequence_id)
         if self.paused.pop(sequence.sequence_id, None) is None:
             self._take_out(sequence)
@@ -186,13 +186,13 @@ class DecodingState:
             self._group_of(sequence).batching.remove(sequence)
 
     def refuse(self, sequence: Sequence, error: PacelineError, out: Outbox) -> None:
-        """The sequence cannot be decoded."""
+        """End a sequence that cannot be decoded."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         out.callers.append(Refuse(sequence.sequence_id, error))
 
     def pause(self, sequence: Sequence, out: Outbox) -> None:
-        """Decode no more of it, once its step in flight is answered, until `resume`."""
+        """Stop decoding a sequence, once its step in flight is answered, until `resume`."""
         sequence.paused = True
         self.drafters.release(sequence, out.drafters)
         self.drop_replicas_of(sequence)
@@ -201,14 +201,15 @@ class DecodingState:
             self.paused[sequence.sequence_id] = sequence
 
     def resume(self, now: float, sequence: Sequence) -> None:
-        """Decode on: it waits in its place among all that came, unless its step is in flight."""
+        """Decode a sequence again. It waits in its place in the order of arrival, unless a step of
+        it is still in flight."""
         sequence.paused = False
         sequence.ready_since = now
         if self.paused.pop(sequence.sequence_id, None) is not None:
             self.waiting.put_back(sequence)
 
     def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
-        """The sequence ended."""
+        """End a sequence."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         self.totals.finished += 1

@@ -1,21 +1,21 @@
-"""Sequences in whose step the target was lost: each is tried alone, so that the cause is found.
+"""Suspects: sequences in whose step the target was lost. Each is tried alone, to find the cause.
 
-Nobody knows why a target is lost in the midst of a step. One of its sequences may be why, and would
-be again. So all of them become suspects. A suspect is computed again with nobody else in its steps,
-until it has TRIAL_VERDICTS verdicts. Meanwhile:
+A target may be lost during a step because of one of its sequences, and that sequence would end it
+again. So all sequences of the step become suspects. A suspect is computed again with no other in
+its steps until it has TRIAL_VERDICTS verdicts. Meanwhile:
 
-- Suspects are let in before all others, and into a group one at a time. While one waits, only
-  suspects are let in, and while one runs in a group, nobody else is let into that group.
-- Those who run in that group already go on in every other step (batching.py).
+- Suspects are let in before all others, and one at a time into a group. While one waits, only
+  suspects are let in. While one runs in a group, no other sequence is let into that group.
+- Sequences that run in that group already go on in every other step (batching.py).
 
-So a request that ends the target takes others' KV with it at most twice: with the step that made
-all of them suspects, and once more for those who have run since. They are not let in again before
-no suspect is left.
+So a request that ends the target costs others their KV at most twice: with the step that made all
+of them suspects, and once more for sequences that have run since. These are not let in again while
+there is a suspect.
 
-A suspect that is lost alone is refused once the group has answered others since the loss before;
-until then it is tried again after the other suspects. So one request is not blamed for a target
-that answers nobody. A request that nobody else can be compared with is refused after
-MOST_LOST_STEPS losses, enough to survive some that have nothing to do with it.
+A suspect that is lost alone is refused if its group has answered others since its previous loss.
+Until then it is tried again after the other suspects. So no request is blamed for a target that
+answers nobody. A request without others to compare with is refused after MOST_LOST_STEPS losses,
+enough to survive losses that have another cause.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from cluster.decoding.sequence import Sequence
 
 TRIAL_VERDICTS = 2
-"""Verdicts that clear a suspect: one that ends its prefill, one of a decoding step."""
+"""Verdicts that clear a suspect: one that ends its prefill, and one of a decoding step."""
 
 MOST_LOST_STEPS = 4
-"""Lost steps in a row after which a suspect is refused, whatever others did: one more than a worker
-may fail before its process is ended (workers/faults.py), so that a fresh one is tried too."""
+"""Lost steps in a row after which a suspect is refused in any case. One more than the failures
+after which a worker's process is ended (workers/faults.py), so a fresh process is tried too."""
 
 
 @dataclass(slots=True)
 class _Trial:
-    """`lost_steps`: in a row; `lost_at`: by the count of answered steps; `verdicts`: since then."""
+    """`lost_steps`: in a row. `lost_at`: answered steps then. `verdicts`: since then."""
 
     lost_steps: int = 0
     lost_at: int = 0
@@ -43,7 +43,7 @@ class _Trial:
 
 
 class Suspects:
-    """By sequence id; whoever is cleared or ends is none any more."""
+    """The suspects, by sequence id. A sequence leaves when it is cleared or ends."""
 
     def __init__(self) -> None:
         self._trials: dict[int, _Trial] = {}
@@ -57,10 +57,11 @@ class Suspects:
     def lost(
         self, sequence_id: int, *, alone: bool, now: int, others_answered_at: int
     ) -> int | None:
-        """The target was lost in a step of the sequence; after how many losses to refuse it, if so.
+        """The target was lost in a step of the sequence.
 
-        `now` and `others_answered_at`, the last answer of its group that cleared its own sequences,
-        count answered steps.
+        `alone`: no other was in the step. `now` counts answered steps; `others_answered_at` is that
+        count at the group's last answer that cleared its sequences. Returns the number of losses if
+        the sequence is to be refused, else None.
         """
         trial = self._trials.setdefault(sequence_id, _Trial(lost_at=now))
         others_answered = trial.lost_steps > 0 and others_answered_at > trial.lost_at
@@ -71,7 +72,7 @@ class Suspects:
         return None
 
     def answered(self, sequence_id: int) -> bool:
-        """A sequence has a verdict; whether it is no suspect, or none any more."""
+        """A sequence has a verdict. Returns whether it is no suspect now."""
         trial = self._trials.get(sequence_id)
         if trial is None:
             return True
@@ -82,11 +83,11 @@ class Suspects:
         return True
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended."""
+        """The sequence ended."""
         self._trials.pop(sequence_id, None)
 
     def first_of(self, sequences: Iterable[Sequence]) -> Sequence | None:
-        """The suspect to try next: who was lost least often, of these who came first."""
+        """The suspect to try next: the one lost least often; of several, the first to arrive."""
         return min(
             (one for one in sequences if one.sequence_id in self._trials),
             key=lambda one: (self._trials[one.sequence_id].lost_steps, one.order),

@@ -11,20 +11,20 @@ from paceline.errors import ProtocolError
 from paceline.prefix_hash import extend_hash, hash_prefix
 
 MAX_SIBLINGS = 64
-"""Most candidates under one node: several drafters' together, each of which draws at most some ten.
-Each new one is compared with all that are there."""
+"""The most candidates under one node, for bounded comparisons. Several drafters draw them, about
+ten each at most. Each new candidate is compared with all that are there."""
 
-# Where a token of a proposal lies: a number of committed tokens, a node, or nowhere.
+# Place of a proposal's token: a number of committed tokens, a node, or None for nowhere.
 _Place = int | Node | None
 
 
 class TokenTree(Candidates):
-    """Committed tokens, and the candidates beyond them in the order in which they arrived.
+    """Committed tokens, and the candidates after them in order of arrival.
 
-    Proposals are placed by content: under the node whose prefix has the proposal's length and
-    hash. So it does not matter when a proposal arrives, or how often. With `chain` there is one
-    branch at most: where a proposal disagrees, the newer tokens win, since they are what the
-    drafter goes on from, but for those that are being verified.
+    A proposal is placed by content: under the node whose prefix has the proposal's length and hash.
+    So it does not matter when it arrives, or how often. With `chain` there is at most one branch:
+    where a proposal disagrees, its tokens replace those held, because the drafter goes on from
+    them. Candidates that are being verified stay.
     """
 
     __slots__ = (
@@ -47,17 +47,18 @@ class TokenTree(Candidates):
         most_draws: int = MAX_SIBLINGS,
         counts_paths: bool = False,
     ) -> None:
-        """`prompt_hash`: of a long prompt it takes milliseconds, so a caller may bring it.
+        """`prompt_hash`: given by the caller, since hashing a long prompt takes milliseconds.
 
-        `most_draws`: granted under a node, of draws that come with their distribution.
-        `counts_paths`: the draws are of paths (k-SEQ), no more of which go on than came.
+        `most_draws`: the most granted draws under a node, for draws that come with their
+        distribution. `counts_paths`: draws belong to paths (k-SEQ), so no more leave a node than
+        reach it.
         """
         self._most_draws = most_draws
         self._counts_paths = counts_paths
         self.repeats = 0
-        """Tokens of proposals that were held already as candidates."""
+        """Proposed tokens that were already held as candidates."""
         self.token_ids = list(prompt_token_ids)
-        # Of the prompt and of each longer prefix: drafters are told all of the prompt at once.
+        # Hashes of the prompt and of each longer prefix. Drafters get the prompt as a whole.
         self._num_prompt = len(self.token_ids)
         self._hashes = [hash_prefix(self.token_ids) if prompt_hash is None else prompt_hash]
         root = Node(self.token_ids[-1], len(self.token_ids), self._hashes[-1])
@@ -65,17 +66,18 @@ class TokenTree(Candidates):
 
     @property
     def num_committed(self) -> int:
-        """Committed tokens, the prompt included."""
+        """Number of committed tokens, the prompt included."""
         return len(self.token_ids)
 
     def attach(
         self, proposal: Proposal, until_position: int, max_nodes: int, leads: bool = True
     ) -> bool:
-        """Place a proposal: skip what is held already, take the rest.
+        """Place a proposal: skip tokens that are held already, take the rest.
 
         Takes no token at or beyond `until_position` and holds at most `max_nodes` candidates.
-        Returns False, and takes nothing, when the proposal continues something else than this.
-        Raises ProtocolError, and takes nothing, when it contradicts what is held of the same draws.
+        `leads`: the sequence's first drafter proposes. Returns False, and takes nothing, if the
+        proposal does not continue this text. Raises ProtocolError, and takes nothing, if it
+        contradicts what is held of the same draws.
         """
         token_ids, length = proposal.token_ids, proposal.base_length
         is_one = len(token_ids) == 1 and not (proposal.multiplicities or proposal.distributions)
@@ -86,7 +88,7 @@ class TokenTree(Candidates):
             and not leaf.children
             and len(self._nodes) < max_nodes
         ):
-            self._add_child(leaf, token_ids[0], leads)  # as most are
+            self._add_child(leaf, token_ids[0], leads)  # The common case.
             return True
         base = self._place_of_base(length, proposal.base_hash)
         parents = proposal.parents
@@ -113,23 +115,23 @@ class TokenTree(Candidates):
         return len(places) == 1 or places.count(None) < len(places) - 1
 
     def commit(self, accepted: Sequence[int], token_id: int | None) -> tuple[int, ...]:
-        """Commit a path of pinned candidates and the token after them; returns the new tokens.
+        """Commit a path of pinned candidates and the token after them. Returns the new tokens.
 
-        Candidates that continue them stay. `token_id` None: the path alone.
+        Candidates that continue them stay. `token_id` None: commit the path alone.
         """
         path = [self._pinned[index] for index in accepted]
         assert [node.parent for node in path] == [self.root, *path][: len(path)], "no path"
         after = () if token_id is None else (token_id,)
-        if self._apart:  # What continues them hangs from other nodes, if there is any.
+        if self._apart:  # Candidates that continue them are other nodes than the pinned ones.
             return self._go_along([], (*[node.token_id for node in path], *after))
         return self._go_along(path, after)
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Commit tokens, whatever was verified. Candidates that continue them stay."""
+        """Commit tokens without regard to what was pinned. Candidates that continue them stay."""
         self._go_along([], token_ids)
 
     def _go_along(self, path: list[Node], token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Commit these candidates and the tokens after them; returns all of them."""
+        """Commit these candidates and the tokens after them. Returns all of them."""
         root = path[-1] if path else self.root
         for token_id in token_ids:
             for child in root.children:
@@ -148,7 +150,7 @@ class TokenTree(Candidates):
         return committed
 
     def check_integrity(self) -> None:
-        """Assert that hashes fit the tokens and the tree hangs together."""
+        """Assert that hashes match the tokens and that the tree is consistent."""
         assert self._hashes[-1] == hash_prefix(self.token_ids) == self.root.prefix_hash
         assert self.root.length == len(self.token_ids)
         super().check_integrity()
@@ -169,9 +171,9 @@ class TokenTree(Candidates):
         max_nodes: int,
         leads: bool,
     ) -> _Place:
-        """The place of a token after another one: a committed token's, or a child's.
+        """The place of `token_id` after `parent`: a committed token or a child.
 
-        Not one that `used` holds the id of. A child is made where there is none and room for it.
+        It is not a node whose id is in `used`. A missing child is made if there is room for it.
         """
         if parent is None:
             return None
@@ -198,10 +200,10 @@ class TokenTree(Candidates):
         return self._add_child(parent, token_id, leads)
 
     def _check_draws(self, proposal: Proposal, base: _Place) -> None:
-        """Raise ProtocolError where draws do not go together with those that are held.
+        """Raise ProtocolError if draws contradict those that are held.
 
-        All draws under a node are of one distribution, are no more than granted, and of k-SEQ's
-        paths no more go on than reach the node. What a proposal says by itself is in order.
+        All draws under a node have one distribution and are at most as many as granted. Of k-SEQ's
+        paths no more leave a node than reach it. The proposal by itself was checked before.
         """
         token_ids, parents = proposal.token_ids, proposal.parents or range(len(proposal.token_ids))
         counts = proposal.multiplicities or (1,) * len(token_ids)
@@ -220,8 +222,8 @@ class TokenTree(Candidates):
                     used.add(id(place))
                     if place.multiplicity != count:
                         raise ProtocolError(
-                            f"expected {place.multiplicity} paths through token {token_id}, as was "
-                            f"told before, got {count}"
+                            f"expected {place.multiplicity} paths through token {token_id}, as "
+                            f"sent before, got {count}"
                         )
             places.append(place)
         for number, told in proposal.distributions.items():
@@ -230,8 +232,8 @@ class TokenTree(Candidates):
                 before = place.distribution
                 if before is not None and not before.equals(told):
                     raise ProtocolError(
-                        "expected one distribution for all draws after a prefix, got another one "
-                        "than was told before"
+                        "expected one distribution for all draws after a prefix, got one that "
+                        "differs from the one sent before"
                     )
         for above, count in new.items():
             most = self._most_draws
@@ -244,7 +246,7 @@ class TokenTree(Candidates):
                 )
 
     def _held_child(self, parent: Node, token_id: int, used: Collection[int]) -> Node | None:
-        """The first child with this token whose id is not in `used`."""
+        """The first child with this token whose id is not in `used`; None: there is none."""
         for child in parent.children:
             if child.token_id == token_id and id(child) not in used:
                 return child

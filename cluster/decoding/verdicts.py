@@ -1,4 +1,4 @@
-"""What verdicts mean: whether they answer a step, what they commit, where a sequence ends."""
+"""Reading verdicts: whether they answer a step, what they commit, where a sequence ends."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from paceline.rules import Rule
 
 
 def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_size: int) -> None:
-    """Raise ProtocolError unless these answer the step: its sequences, paths of their windows.
+    """Raise ProtocolError unless the verdicts answer the step.
 
-    Where there is an error in place of an answer, that is one too.
+    Each must belong to a slice that asks for one and accept a path of its window. An error in place
+    of an answer is allowed.
     """
     asked = [part for part in step.slices if part.verdict]
     if [part.sequence_id for part in asked] != [v.sequence_id for v in verdicts]:
-        raise ProtocolError(f"the verdicts of step {step.step} are not those of its slices")
+        raise ProtocolError(f"the verdicts of step {step.step} do not match its slices")
     for part, verdict in zip(asked, verdicts, strict=True):
         sequence_id, window = part.sequence_id, part.window
         if verdict.error is not None:
@@ -30,11 +31,11 @@ def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_siz
                 f"of a vocabulary of {vocab_size}"
             )
         accepted = accepted_path(verdict)
-        is_told = verdict.accepted or part.parents  # else it is the first so many of a chain
+        is_told = verdict.accepted or part.parents  # Else the path is the start of the chain.
         if is_told and (len(accepted) != verdict.num_accepted or not _is_path(part, accepted)):
             raise ProtocolError(
                 f"the verdict of sequence {sequence_id} accepts the candidates "
-                f"{list(accepted)}, which are no path of its window"
+                f"{list(accepted)}, which do not form a path of its window"
             )
 
 
@@ -51,7 +52,7 @@ def _is_path(part: Slice, accepted: tuple[int, ...]) -> bool:
 
 
 def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:
-    """The candidates of the accepted path; a chain's are the first so many."""
+    """Indices of the accepted path. In a chain these are the first `num_accepted`."""
     if verdict.accepted or not verdict.num_accepted:
         return verdict.accepted
     return tuple(range(verdict.num_accepted))
@@ -60,10 +61,10 @@ def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:
 def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
     """Whether the token after an accepted window is left to the candidates that follow it.
 
-    Under a rule that tosses coins the run-ahead was drawn as if its own next token came next, so
-    that token must be verified (ALGORITHMS.md section 3). It depends on what has arrived alone,
-    never on a token's value. With no candidate accepted the step would then have brought nothing:
-    so its token is taken.
+    Rules that toss coins need this: the run-ahead was drawn as if its own first token came next, so
+    that token must be verified (docs/policies.md, pearl). The decision depends on what has arrived,
+    never on a token's value. If no candidate was accepted, the token is taken, because otherwise
+    the step would have brought nothing.
     """
     if sequence.request.spec.rule is Rule.COUPLED or not accepted:
         return False
@@ -73,9 +74,9 @@ def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
 def cut_at_end(
     sequence: Sequence, offset: int, committed: tuple[int, ...]
 ) -> tuple[tuple[int, ...], FinishReason | None]:
-    """What of newly committed tokens the caller gets, and why the sequence ends there if it does.
+    """The part of newly committed tokens that the caller gets, and why the sequence ends there.
 
-    `offset` is the number of output tokens before them.
+    `offset`: output tokens before them. The reason is None if the sequence goes on.
     """
     request = sequence.request
     room = request.max_tokens - offset

@@ -1,4 +1,4 @@
-"""Sequences that have no place in a batch, in the order in which they came."""
+"""Sequences without a place in a batch, in the order of arrival."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.decoding.suspects import Suspects
 
 
 class WaitingLine(deque[Sequence]):
-    """One line for all target groups: whoever was first goes first, wherever there is room.
+    """The waiting line of all target groups. The first goes first, wherever there is room.
 
     Suspects go before all others.
     """
@@ -21,12 +21,12 @@ class WaitingLine(deque[Sequence]):
 
     @property
     def first(self) -> Sequence:
-        """Who is to be let in next."""
+        """The sequence to let in next."""
         suspect = self.suspects.first_of(self) if self.suspects else None
         return self[0] if suspect is None else suspect
 
     def put_back(self, sequence: Sequence) -> None:
-        """One that lost its place in a batch waits again, before those who came after it."""
+        """Insert a sequence that lost its place, before those that arrived after it."""
         self.insert(bisect(self, sequence.order, key=_order), sequence)
 
 

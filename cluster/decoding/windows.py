@@ -14,9 +14,9 @@ from workers.verification.draft_probs import SparseProbs
 class Node:
     """A candidate, or the last committed token, which is the root.
 
-    `length` counts the tokens up to this one, itself included; `prefix_hash` is their hash.
-    `distribution` is what its children were drawn from, where their rule needs it. `leads`: it is
-    the sequence's own drafter's, not a helper's; such children come first.
+    `length`: tokens up to this one, itself included; `prefix_hash`: their hash. `distribution`:
+    what its children were drawn from, if their rule needs it. `leads`: the sequence's first drafter
+    drew it, not a helper; such children come first.
     """
 
     token_id: int
@@ -31,7 +31,7 @@ class Node:
 
 @dataclass(slots=True)
 class Window:
-    """Candidates for a step, as target.proto has them; no `parents`: a chain."""
+    """The candidates of a slice, as in target.proto. Empty `parents`: a chain."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
@@ -42,16 +42,16 @@ class Window:
 NO_CANDIDATES = Window((), (), (), {})
 
 RANK_CHANCES = (0.8, *(0.1 * 0.5**rank for rank in range(MAX_BRANCHES)))
-"""About how likely the children of a node are, in their order: where a tree's window is spent."""
+"""Rough chances of a node's children by rank. They decide which nodes of a tree are verified."""
 
 MERGED_CHANCES = (0.7, *(0.25 * 0.5**rank for rank in range(MAX_BRANCHES + len(DRAFTER_KINDS))))
-"""The same where another drafter's candidate may come second."""
+"""The same if another drafter's candidate may come second."""
 
 
 def likeliest(root: Node, limit: int, *, width: int, rank_chances: Sequence[float]) -> list[Node]:
-    """The `limit` likeliest candidates, each after its parent, at most `width` beside each other.
+    """The `limit` likeliest candidates, each after its parent, at most `width` children of a node.
 
-    `rank_chances`: about how likely the children of a node are, in their order.
+    `rank_chances`: rough chances of a node's children by rank.
     """
     chosen: list[Node] = []
     if width == 1:
@@ -75,7 +75,7 @@ def likeliest(root: Node, limit: int, *, width: int, rank_chances: Sequence[floa
 
 
 def num_likeliest(root: Node, limit: int, *, width: int) -> int:
-    """How many `likeliest` chooses, without a choice."""
+    """How many candidates `likeliest` would choose."""
     if width == 1:
         return lead_length(root, limit)
     found = 0
@@ -90,7 +90,7 @@ def num_likeliest(root: Node, limit: int, *, width: int) -> int:
 
 
 def lead_length(root: Node, limit: int) -> int:
-    """Candidates of the chain of first ones below a node, up to `limit`."""
+    """Length of the chain of first children below `root`, up to `limit`."""
     length = 0
     while length < limit and root.children:
         root, length = root.children[0], length + 1
@@ -100,9 +100,9 @@ def lead_length(root: Node, limit: int) -> int:
 def window_of(
     root: Node, nodes: Sequence[Node], *, with_multiplicities: bool, in_line: bool = False
 ) -> Window:
-    """These candidates, each after its parent, as a step verifies them.
+    """These candidates, each after its parent, in the form that a step takes.
 
-    `in_line`: each is known to hang from the one before.
+    `in_line`: each is known to be the child of the one before.
     """
     if not nodes:
         return NO_CANDIDATES
@@ -126,7 +126,7 @@ def window_of(
 
 
 def put_child(parent: Node, child: Node, *, leads: bool) -> None:
-    """Make it the last child, or the last of those that lead."""
+    """Add a last child; a leading one goes after the last child that leads."""
     child.leads = leads
     siblings = parent.children
     if not leads or not siblings or siblings[-1].leads:

@@ -1,4 +1,4 @@
-"""A clock that moves only when something is due."""
+"""A virtual clock. It jumps to the time of the next scheduled call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class VirtualClock:
-    """Calls what is due, in the order of time; what is due together, in the order of asking.
+    """Makes scheduled calls in order of time; calls for the same time in order of scheduling.
 
     So a simulation takes the same course whenever it begins alike. Times are seconds.
     """
@@ -19,13 +19,13 @@ class VirtualClock:
         self._asked = 0
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action` at `time`, which must not be over."""
+        """Call `action` at `time`, which must not have passed."""
         assert time >= self.now, "the virtual clock cannot go back"
         self._asked += 1
         heappush(self._due, (time, self._asked, action, arguments))
 
     def run(self) -> None:
-        """Go on until nothing is due any more."""
+        """Run until no call is scheduled."""
         due = self._due
         while due:
             self.now, _, action, arguments = heappop(due)

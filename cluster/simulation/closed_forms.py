@@ -1,8 +1,8 @@
-"""What theory says of each way to overlap (ALGORITHMS.md section 5): speed-ups over plain decoding.
+"""Closed forms of the speed-up over plain decoding, for several ways to overlap.
 
-`alpha`: the chance that a drafted token is right, given those before it; independent by position.
-Times are milliseconds: `step_ms` of the target, `draft_ms` of a draft pass. Plain decoding commits
-1 token a step.
+`alpha`: the chance that a drafted token is right if those before it are; the same at each position.
+Times are milliseconds: `step_ms` of a target's step, `draft_ms` of a draft pass. Plain decoding
+commits 1 token a step.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ LONGEST_WINDOW = 32
 
 
 def expected_tokens(alpha: float, window: int) -> float:
-    """Tokens that a step commits which verifies `window` right-or-wrong candidates and a bonus."""
+    """Tokens of a step that verifies a chain of `window` candidates, its own token included."""
     if alpha >= 1:
         return window + 1
     return float((1 - alpha ** (window + 1)) / (1 - alpha))
 
 
 def lockstep(alpha: float, window: int, *, step_ms: float, draft_ms: float, rtt_ms: float) -> float:
-    """Draft a window, verify it, repeat (Leviathan et al. 2023)."""
+    """Draft a window, verify it, repeat (Leviathan et al. 2023). `rtt_ms`: the round trip."""
     round_ms = window * draft_ms + step_ms + rtt_ms
     return expected_tokens(alpha, window) * step_ms / round_ms
 
@@ -34,7 +34,7 @@ def best_lockstep_window(alpha: float, *, step_ms: float, draft_ms: float, rtt_m
 
 
 def pearl(alpha: float, *, step_ms: float, draft_ms: float) -> float:
-    """PEARL with the window that fills a step, no round trip (Liu et al. 2024)."""
+    """PEARL (Liu et al. 2024) with the window that fills a step, without a round trip."""
     window = max(1, round(step_ms / draft_ms))
     if alpha >= 1:
         return float(window)
@@ -43,6 +43,6 @@ def pearl(alpha: float, *, step_ms: float, draft_ms: float) -> float:
 
 
 def ideal_overlap(alpha: float, *, step_ms: float, draft_ms: float) -> float:
-    """Every outcome foreseen and drafted for: bounded by acceptance, or by the drafter's pace."""
+    """The bound if every outcome is foreseen and drafted for: acceptance or the drafter's pace."""
     pace = step_ms / draft_ms + 1
     return pace if alpha >= 1 else min(1 / (1 - alpha), pace)

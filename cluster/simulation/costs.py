@@ -1,4 +1,4 @@
-"""What the programs themselves take, beside devices and networks."""
+"""The time that the programs themselves take, besides devices and networks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """What driver, drafters and gRPC take, in milliseconds (docs/performance/simulation.md).
+    """Times of driver, drafters and gRPC in milliseconds (docs/performance/simulation.md).
 
-    `hop_ms`: a message from one process to another.
-
-    Of the driver, before a step leaves: `event_ms` for what arrived, `verdict_ms` for each verdict
-    and `proposal_ms` for each proposal in it, which is told apart by where it continues the tree.
-    After it, while the target computes: `settle_ms` for each verdict, to count it and to tell its
-    caller, and `tell_ms` for each message to a drafter.
-
-    Of a drafter: `draft_ms` for each proposal that a pass gives, as a part of the pass, and the
-    same again to send it; `pause_ms` between two passes; `heed_ms` for each thing that it is told,
-    and then `quiet_ms` or, with several sequences, `quiet_of_many_ms` for others to follow.
+    - `hop_ms`: a message from one process to another.
+    - The driver, before a step leaves: `event_ms` for an event, `verdict_ms` for each verdict and
+      `proposal_ms` for each proposal in it.
+    - The driver, while the target computes: `settle_ms` to count a verdict and tell its caller,
+      `tell_ms` for each message to a drafter.
+    - A drafter: `draft_ms` for each proposal of a pass, as a part of the pass, and the same again
+      to send it; `pause_ms` between two passes; `heed_ms` for each instruction that it reads. Then
+      it waits `quiet_ms`, or with several sequences `quiet_of_many_ms`, for further messages.
     """
 
     hop_ms: float = 0.32
@@ -36,6 +34,6 @@ class HostCosts:
     quiet_of_many_ms: float = 1000 * QUIET_SECONDS_OF_MANY
 
     def times(self, factor: float) -> HostCosts:
-        """Where everything that is done takes `factor` times as long; waiting for more does not."""
+        """These costs with all work multiplied by `factor`. Waiting for messages stays."""
         done = [one.name for one in fields(self) if not one.name.startswith("quiet")]
         return replace(self, **{name: factor * getattr(self, name) for name in done})

@@ -1,4 +1,4 @@
-"""A simulated drafter: the real desk and its sequences, passes that take virtual time."""
+"""A simulated drafter: the real desk and its sequences, with passes in virtual time."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from workers.emulated.replay_text import Guess, ReplayText
 MAX_SEQUENCES = 4096
 
 DraftMessage = Sequence[OpenDraft | SendOutcome | Grant | CloseDraft]
-"""What a driver sends at a time."""
+"""Instructions that a driver sends in one message."""
 
-# Grants have two forms, one on each side of the wire, with the same fields.
+# Both sides of the wire have a Grant of their own, with the same fields.
 _grant_fields = attrgetter(*(one.name for one in fields(tree.Grant)))
 
 
 @dataclass(frozen=True, slots=True)
 class DraftAnswer:
-    """What a pass gave for one driver. `declined`: sequences that are not drafted for."""
+    """What a pass brought one driver. `declined`: sequences that it will not draft for."""
 
     proposals: tuple[Proposal, ...]
     declined: tuple[int, ...]
@@ -41,7 +41,7 @@ Listener = Callable[[DraftAnswer], None]
 
 @dataclass(slots=True)
 class DrafterMeter:
-    """Seconds that the device computed; passes, candidates proposed."""
+    """Seconds that the device computed; passes; candidates that it proposed."""
 
     busy_seconds: float = 0.0
     passes: int = 0
@@ -49,7 +49,7 @@ class DrafterMeter:
 
 
 class _PassClock:
-    """Takes down how long the pass lasts; it is the virtual clock that waits."""
+    """Records how long a pass takes. The virtual clock does the waiting."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -63,10 +63,10 @@ class _PassClock:
 
 
 class SimulatedDrafter:
-    """One drafter device for the drivers that share it.
+    """One drafter device, for the drivers that share it.
 
-    As in workers/drafting_service.py, messages that arrive during a pass are read after it, when
-    its answers have left, and a pass begins when no more came for a moment.
+    As in workers/drafting_service.py, messages that arrive during a pass are read after it, once
+    its answers have left. A pass begins when no further message came for a moment.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class SimulatedDrafter:
         self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
         self._listeners: dict[DraftingSession, Listener] = {}
         self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
-        self._is_busy = False  # with a pass, answers or messages
+        self._is_busy = False  # With a pass, answers or messages.
         self._held_until: float | None = None
 
     @property
     def info(self) -> DrafterInfo:
-        """What it says of itself."""
+        """How it describes itself."""
         return self._desk.info
 
     @property
     def num_open(self) -> int:
-        """Sequences that are open."""
+        """Number of open sequences."""
         return self._desk.num_open
 
     def connect(self, listener: Listener) -> DraftingSession:
-        """A stream of a driver. The listener hears of a pass the moment it ends."""
+        """Open the stream of a driver. `listener` gets each pass the moment it ends."""
         session = self._desk.open_session()
         self._listeners[session] = listener
         return session
@@ -113,7 +113,7 @@ class SimulatedDrafter:
             self._read()
 
     def _read(self) -> None:
-        """Handle what has arrived, wait a moment for more, and then draft."""
+        """Handle all messages, wait a moment for more, then draft."""
         self._is_busy = bool(self._unread)
         if not self._is_busy:
             self._begin_pass()
@@ -141,7 +141,7 @@ class SimulatedDrafter:
         self._clock.at(self._clock.now + seconds, self._end_pass, news, seconds)
 
     def _hold(self, until: float) -> None:
-        """Go on when a message comes, or then."""
+        """Go on when a message comes, at the latest at `until`."""
         if self._held_until != until:
             self._held_until = until
             self._clock.at(max(until, self._clock.now), self._hold_over, until)

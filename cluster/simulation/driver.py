@@ -1,4 +1,4 @@
-"""A simulated driver: the real scheduler, and what its own work and its messages take."""
+"""A simulated driver: the real scheduler, with the time that its work and messages take."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from workers.drafting.desk import DraftingSession
 from workers.emulated.profiles import LinkProfile
 
 _MESSAGE_BYTES, _TOKEN_BYTES = 60, 4
-"""What a message on a link takes besides its tokens, about; what a token takes."""
+"""Approximate bytes of a message without its tokens, and of a token."""
 
 
 class Listener:
-    """Who hears of sequences; the simulated gateway."""
+    """Hears what becomes of sequences. Base of the simulated gateway."""
 
     def emitted(self, emit: Emit) -> None:
-        """Tokens for a caller."""
+        """Tokens came for a caller."""
 
     def finished(self, finish: Finish) -> None:
         """A sequence ended."""
@@ -62,7 +62,7 @@ class _DrafterEnd:
 
 
 class SimulatedDriver:
-    """One driver with its target groups and its drafters. It does one thing at a time."""
+    """One driver with its target groups and drafters. It does one thing at a time."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class SimulatedDriver:
         self._drafters: dict[str, _DrafterEnd] = {}
         self._unread: deque[Callable[[float], Event]] = deque()
         self._free_at = 0.0
-        self._worked = 0.0  # seconds since the last answer was read
+        self._worked = 0.0  # Seconds since the last answer was read.
         self._reads = False
         self._wake: float | None = None
         self._unfinished = 0
@@ -92,11 +92,11 @@ class SimulatedDriver:
             target.answer = partial(self._answered, group)
 
     def join_target(self, joined: TargetJoined) -> None:
-        """Before anything else."""
+        """Join a target group. Call it before anything else."""
         self.scheduler.handle(joined)
 
     def join_drafter(self, name: str, drafter: SimulatedDrafter, profile: LinkProfile) -> None:
-        """Use a drafter at the end of a link."""
+        """Join a drafter at the other end of a link."""
         hop = self._costs.hop_ms / 1000
         back = SimulatedLink(self._clock, profile, hop_seconds=hop)
 
@@ -143,7 +143,7 @@ class SimulatedDriver:
             self._hear(partial(DraftDeclined, drafter=name, sequence_id=sequence_id))
 
     def _hear(self, event: Callable[[float], Event]) -> None:
-        """Handle an event now, or when what came before is done."""
+        """Handle an event now, or once earlier events are handled."""
         self._unread.append(event)
         if self._reads:
             return
@@ -161,7 +161,7 @@ class SimulatedDriver:
             self._clock.at(max(self._clock.now, self._free_at), self._read)
 
     def _handle(self, event: Event) -> None:
-        """Events in, instructions out: the step first, then drafters, then callers."""
+        """Pass an event to the scheduler. Send steps first, then to drafters, then to callers."""
         costs, scheduler = self._costs, self.scheduler
         done = self._clock.now + _before_ms(event, costs) / 1000
         for step in scheduler.begin(event):
@@ -211,7 +211,7 @@ class SimulatedDriver:
 
 
 def _before_ms(event: Event, costs: HostCosts) -> float:
-    """What the driver does with an event before a step can leave."""
+    """Work of the driver on an event before a step can leave, in milliseconds."""
     match event:
         case StepDone():
             return costs.event_ms + costs.verdict_ms * len(event.verdicts)
@@ -221,7 +221,7 @@ def _before_ms(event: Event, costs: HostCosts) -> float:
 
 
 def _after_ms(event: Event, costs: HostCosts) -> float:
-    """What it does afterwards, beside telling drafters."""
+    """Work of the driver on an event afterwards, without messages to drafters, in milliseconds."""
     return costs.settle_ms * len(event.verdicts) if isinstance(event, StepDone) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a simulated load came to: rates, latencies, and where the time went."""
+"""Figures of a simulated load: rates, latencies, and where the time went."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from cluster.simulation.fleet import Answered, Fleet, Snapshot
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Of the target groups' time. `prefill` is a part of `busy`: steps that prefill as well.
+    """Shares of the target groups' time.
 
-    `waiting`: without a step though there were requests; `idle`: without any.
+    `prefill`: steps with prefill, a part of `busy`. `waiting`: without a step although there were
+    requests. `idle`: without requests.
     """
 
     busy: float
@@ -24,7 +25,7 @@ class Shares:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Times are milliseconds; (median, 99th percentile) of the requests that were measured.
+    """Figures of the measured requests. Times are milliseconds, as (median, 99th percentile).
 
     `ttft_ms`: from asking to the first token. `token_ms`: of a request, from its first token to its
     last one, a token. `completed_per_second`: requests. `draft_used`: of the candidates that
@@ -44,8 +45,10 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What is kept of a fleet that has run: two moments between which it was in full swing, the
-    requests that were answered after the first, and its devices.
+    """The part of a fleet's run that is measured.
+
+    `begin`, `end`: the moments between which it was in full swing. `answered`: requests that ended
+    after `begin`.
     """
 
     begin: Snapshot
@@ -56,18 +59,19 @@ class Course:
 
     @property
     def seconds(self) -> float:
-        """Between the moments."""
+        """Seconds between the two moments."""
         return self.end.time - self.begin.time
 
     def rate(self, name: str) -> float:
-        """By how much a count of the snapshots grew in a second."""
+        """Growth per second of a counter of the snapshots, by its name."""
         grown: float = getattr(self.end, name) - getattr(self.begin, name)
         return grown / self.seconds
 
 
 def course_of(fleet: Fleet) -> Course:
-    """From a first generation of answers on until the last request was asked; of a load too small
-    for that, from begin to end.
+    """The measured part: from a first generation of answers until the last request was asked.
+
+    For a load too small for that: from begin to end.
     """
     begin, end = fleet.in_full_swing
     answered = [one for one in fleet.answered if one.last_at > begin.time]
@@ -75,7 +79,7 @@ def course_of(fleet: Fleet) -> Course:
 
 
 def figures_of(courses: Sequence[Course]) -> Figures:
-    """Of fleets side by side: their rates together, the percentiles of all requests."""
+    """Figures of fleets side by side: rates added up, percentiles over all requests."""
     targets = sum(one.num_targets for one in courses)
     drafters = sum(one.num_drafters for one in courses)
     answered = [request for one in courses for request in one.answered]
@@ -102,7 +106,7 @@ def figures_of(courses: Sequence[Course]) -> Figures:
 
 
 def in_swing_of(together: Sequence[Answered]) -> tuple[int, float]:
-    """Tokens and seconds of requests asked together: from when each has one to the last of all."""
+    """Tokens and seconds of requests asked together, from when all have a token until the end."""
     begin = max(one.first_at for one in together)
     tokens = sum(num for one in together for at, num in one.arrivals if at > begin)
     return tokens, max(one.last_at for one in together) - begin

@@ -34,7 +34,7 @@ class Answered:
     arrived: float
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, and how many."""
+    """Times at which tokens came, and how many came then."""
     steps: int = 0
 
     @property
@@ -44,13 +44,13 @@ class Answered:
 
     @property
     def last_at(self) -> float:
-        """When the last one came."""
+        """When the last token came."""
         return self.arrivals[-1][0]
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What had been done by a moment, by all groups together. Seconds, tokens and requests."""
+    """Totals over all groups at a moment: seconds, tokens and requests."""
 
     time: float = 0.0
     committed: int = 0
@@ -65,7 +65,7 @@ class Snapshot:
 
 
 class Fleet(Listener):
-    """Simulates a load on a layout. `run` once."""
+    """Simulates a load on a layout. Call `run` once."""
 
     def __init__(
         self,
@@ -75,8 +75,10 @@ class Fleet(Listener):
         rounds: Sequence[Sequence[Request]] | None = None,
         text: ReplayText | None = None,
     ) -> None:
-        """`rounds`: requests instead of made-up ones, as many as the load has; those of a round are
-        asked for together, when all before are answered. `text`: of the target.
+        """`rounds`: requests to use instead of made-up ones, as many as the load has.
+
+        The requests of a round are asked together once all earlier ones are answered. `text`: the
+        target's text.
         """
         self.clock = VirtualClock()
         self.text = text or ReplayText(VOCAB_SIZE)
@@ -85,14 +87,14 @@ class Fleet(Listener):
         self.drafters: list[SimulatedDrafter] = []
         self.answered: list[Answered] = []
         self.committed = 0
-        """Tokens so far, of all requests."""
+        """Committed tokens of all requests."""
         self._layout = layout
         self._load = load
         self._open: dict[int, Answered] = {}
         self._rounds = iter([len(one) for one in rounds]) if rounds else None
         self._coming = chain.from_iterable(rounds) if rounds else requests_of(load, layout)
         self._num_asked = 0
-        # The first answers are those of an empty fleet. None: there are hardly any others.
+        # The first answers come from an empty fleet. None: there are hardly any others.
         first = load.requests // 5 if load.concurrency is None else load.concurrency
         self._warm_after = first if 3 * first <= load.requests else None
         self._swing: list[Snapshot] = []
@@ -101,7 +103,7 @@ class Fleet(Listener):
         self._outstanding = [0] * len(self.drivers)
 
     def run(self) -> None:
-        """Until every request is answered."""
+        """Run until every request is answered."""
         load = self._load
         if self._rounds is not None:
             self._ask_for_a_round(self._rounds)
@@ -115,7 +117,7 @@ class Fleet(Listener):
 
     @property
     def in_full_swing(self) -> tuple[Snapshot, Snapshot]:
-        """Two moments between which there was always more to be asked, after the first answers."""
+        """Two moments after the first answers, between which there were always more requests."""
         if len(self._swing) == 2 and self._swing[0].time < self._swing[1].time:
             return self._swing[0], self._swing[1]
         last = max(one.last_at for one in self.answered)
@@ -123,7 +125,7 @@ class Fleet(Listener):
 
     @property
     def same_text(self) -> bool:
-        """Whether every answer is whole, and the text of plain decoding."""
+        """Whether every answer is complete and equals the text of plain decoding."""
         return all(
             len(one.token_ids) == one.request.max_tokens
             and is_true_text(self.text, one.request, one.token_ids)
@@ -131,7 +133,7 @@ class Fleet(Listener):
         )
 
     def check_end(self) -> None:
-        """Assert that nothing is left over when all is done."""
+        """Assert that nothing is left over at the end."""
         assert len(self.answered) == self._load.requests, "a request was lost"
         assert not self._open
         for driver in self.drivers:
@@ -140,7 +142,7 @@ class Fleet(Listener):
         assert all(drafter.num_open == 0 for drafter in self.drafters), "a sequence stayed open"
 
     def emitted(self, emit: Emit) -> None:
-        """Tokens for a caller."""
+        """Tokens came for a caller."""
         one = self._open[emit.sequence_id]
         assert emit.offset == len(one.token_ids), "tokens were left out or said twice"
         one.token_ids += emit.token_ids
@@ -148,7 +150,7 @@ class Fleet(Listener):
         self.committed += len(emit.token_ids)
 
     def finished(self, finish: Finish) -> None:
-        """A caller has its answer; where callers wait for answers, it asks again."""
+        """A caller has its answer. With a fixed number of callers it asks again."""
         one = self._open.pop(finish.sequence_id)
         one.steps = finish.stats.steps
         self.answered.append(one)
@@ -166,9 +168,9 @@ class Fleet(Listener):
             self._ask()
 
     def _ask(self, share: float = 1.0) -> None:
-        """Give the next request, if there is one, to the driver with the fewest.
+        """Give the next request, if any, to the driver with the fewest.
 
-        `share`: of its tokens; 2 are left.
+        `share`: the share of its tokens to generate, at least 2 tokens.
         """
         request = next(self._coming, None)
         if request is None:

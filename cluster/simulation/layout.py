@@ -1,4 +1,4 @@
-"""What is simulated: devices, links, policy, load. Plain values."""
+"""What to simulate, as plain values: devices, links, policy, load."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from workers.emulated.replay_text import Guess
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """`cells` alike, each of `targets` drivers that share `drafters`.
+    """`cells` equal cells, each with `targets` drivers that share `drafters`.
 
-    `replicas`: target groups of a driver, on which requests may be served by several.
-    `link`: between a driver and a drafter. `kv_blocks`: of a target group, 16 tokens each.
+    `replicas`: target groups of a driver, several of which may serve one request. `link`: between a
+    driver and a drafter. `kv_blocks`: those of a target group, 16 tokens each.
     """
 
     target: DeviceProfile
@@ -37,7 +37,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """For people: "2 x (70b-4xh100 x 2 + 1b-h100), chain"."""
+        """A readable name, such as "2 x (70b-4xh100 x 2 + 1b-h100), chain"."""
         devices = self.target.name
         if self.targets > 1:
             devices += f" x {self.targets}"
@@ -52,30 +52,30 @@ class Layout:
 
     @property
     def gpus(self) -> int:
-        """GPUs that it occupies."""
+        """GPUs that the layout occupies."""
         drafting = self.drafter.gpus * self.drafters if self.drafter is not None else 0
         return self.groups * self.target.gpus + self.cells * drafting
 
     @property
     def groups(self) -> int:
-        """Target groups in all."""
+        """Target groups of all cells."""
         return self.cells * self.groups_a_cell
 
     @property
     def groups_a_cell(self) -> int:
-        """Target groups that share drafters."""
+        """Target groups of a cell, which share its drafters."""
         return self.targets * self.replicas
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What callers ask. Either `concurrency` of them ask again as soon as they are answered, or
-    requests arrive at random, `per_second` of them on average.
+    """What callers ask.
 
-    `guess`: how drafters guess; its seed is that of the whole simulation. `temperature` is of no
-    consequence but for the text. `first_request`: requests are numbered from there on, and no two
-    numbers have the same text. `out_of_step`: the first answers are cut so that callers do not all
-    begin their next ones together, as they do not where they have been asking for long.
+    Either `concurrency` callers ask again as soon as they are answered, or requests arrive at
+    random, `per_second` on average. `guess`: how drafters guess; its seed is that of the whole
+    simulation. `temperature` changes only the text. `first_request`: the number of the first
+    request; no two numbers have the same text. `out_of_step`: shorten the first answers, so that
+    callers do not begin their next requests together. In a long run they do not either.
     """
 
     requests: int

@@ -1,4 +1,4 @@
-"""A simulated way from one process to another."""
+"""A simulated link from one process to another."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from workers.emulated.profiles import LinkProfile
 
 
 class SimulatedLink:
-    """One direction of a stream: messages arrive in order, each after what it takes.
+    """One direction of a stream. Messages arrive in order, each after its delay.
 
-    `hop_seconds`: what a message costs between two processes even where the network is no way.
+    `hop_seconds`: time of a message between two processes on the same host, added to the network's.
     """
 
     def __init__(self, clock: VirtualClock, profile: LinkProfile, *, hop_seconds: float) -> None:
@@ -20,13 +20,13 @@ class SimulatedLink:
         self._profile = profile
         self._delay = profile.one_way_seconds(0) + hop_seconds
         self.is_bounded = profile.mbit_per_second > 0
-        """Whether it matters how large messages are."""
+        """Whether the size of messages matters."""
         self._free_at = 0.0
 
     def send(
         self, time: float, num_bytes: int, deliver: Callable[..., None], *arguments: Any
     ) -> None:
-        """Have `deliver` called with a message that leaves at `time`, now or later."""
+        """Call `deliver` when a message arrives that leaves at `time`, now or later."""
         if self.is_bounded:
             sending = self._profile.one_way_seconds(num_bytes) - self._profile.one_way_seconds(0)
             time = self._free_at = max(time, self._free_at) + sending

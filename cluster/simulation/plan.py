@@ -1,4 +1,4 @@
-"""`paceline plan`: which layouts a question allows, and what each comes to under its load."""
+"""`paceline plan`: the layouts that a question allows, and their figures under its load."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
 from workers.engine.block_pool import blocks_for
 
 DEFAULT_CONCURRENCY = 8
-"""Callers for each target group of plain decoding, where the load is left open."""
+"""Callers for each target group of plain decoding, if no load is given."""
 
 
 def make_plan(config: Config, *, tell: Callable[[str], None], jobs: int = 1) -> list[PlannedLayout]:
-    """Simulate every layout; the best first: those that keep up, then by tokens/s, where all tokens
-    that are asked for are served by latency. Raises ConfigError when none fits the hosts, or no
-    request the KV.
+    """Simulate every layout. The best comes first.
 
-    `jobs`: so many layouts at a time, each in a process of its own. The figures are the same.
+    Layouts that keep up come first, by tokens/s; under a fixed rate of requests by latency. Raises
+    ConfigError if no layout fits the hosts, or no request the KV. `jobs`: layouts to simulate at a
+    time, each in a process of its own. The figures do not depend on it.
     """
     asked = config.plan
     layouts = list(_layouts(config))
@@ -65,14 +65,14 @@ def make_plan(config: Config, *, tell: Callable[[str], None], jobs: int = 1) -> 
 
 
 def callers_of(asked: PlanConfig, layouts: Iterable[Layout]) -> int:
-    """Callers in all, the same for each layout; of no consequence where requests come at random."""
+    """Callers in total, the same for each layout. Unused if requests come at random."""
     if asked.concurrency is not None:
         return asked.concurrency
     return DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts)
 
 
 def _check_policies(asked: PlanConfig, planned: Collection[PolicyName]) -> None:
-    """Refuse a policy that was asked for by name and that no ratio can have."""
+    """Refuse a policy that was asked for by name but that no ratio allows."""
     if "policies" not in asked.model_fields_set:
         return
     for name in asked.policies:
@@ -105,7 +105,7 @@ def _layouts(config: Config) -> Iterator[Layout]:
                     needs = policy_named(policy).needs
                     enough = drafters >= needs.drafters and targets >= needs.groups
                     if cells and enough and policy is not PolicyName.OFF:
-                        shared = needs.groups > 1  # by one driver, which has its groups share
+                        shared = needs.groups > 1  # One driver owns all groups and shares them.
                         yield replace(
                             _layout(config, target, policy, cells=cells, drafter=drafter),
                             targets=1 if shared else targets,
@@ -115,7 +115,7 @@ def _layouts(config: Config) -> Iterator[Layout]:
 
 
 def _groups_that_fit(target: DeviceProfile, asked: PlanConfig) -> int:
-    """Target groups, each on whole shares of as many hosts as its profile says."""
+    """Target groups that fit. Each takes whole shares of as many hosts as its profile says."""
     on_each = target.gpus // target.hosts
     return asked.hosts // target.hosts * (asked.gpus_per_host // on_each)
 
@@ -155,19 +155,19 @@ def _layout(
 def _simulated(
     layouts: Sequence[Layout], asked: PlanConfig, concurrency: int, jobs: int
 ) -> Iterator[PlannedLayout]:
-    """Each of them, in their order."""
+    """Simulate each layout, in order."""
     simulate = partial(simulate_layout, asked=asked, concurrency=concurrency)
     if min(jobs, len(layouts)) == 1:
         yield from map(simulate, layouts)
         return
-    # Whatever ends this one ends them too; Ctrl-C is for this one alone.
+    # The pool's processes end with this one, whatever ends it. Ctrl-C should reach only this one.
     ignore = (signal.SIGINT, signal.SIG_IGN)
     with get_context("spawn").Pool(min(jobs, len(layouts)), signal.signal, ignore) as pool:
         yield from pool.imap(simulate, layouts)
 
 
 def _compared(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
-    """Each beside plain decoding on the same kind of target."""
+    """Compare each layout with plain decoding on the same kind of target."""
     plain = {one.layout.target.name: one for one in planned if one.layout.policy is PolicyName.OFF}
     found = []
     for one in planned:

@@ -1,8 +1,8 @@
-"""A simulated target group: it answers steps when the device of its profile would.
+"""A simulated target group. It answers steps when the device of its profile would.
 
-As the emulated target does (workers/emulated/replay_target.py), it keeps token ids where a model
-keeps keys and values, and answers from what it reads there: so a block that was handed out twice, a
-move that was forgotten or a rollback to the wrong place gives another text.
+Like the emulated target (workers/emulated/replay_target.py), it stores token ids where a model
+stores keys and values, and answers from what it reads there. So a block that was given out twice, a
+forgotten move or a rollback to the wrong place changes the text.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ BLOCK_SIZE = 16
 _SHIFT, _MASK = 4, 15
 
 Answer = Callable[[int, tuple[SequenceVerdict, ...], float], None]
-"""Takes the step's number, its verdicts and its duration in seconds, when the device is done."""
+"""Called when the device is done, with the step's number, its verdicts and seconds."""
 
 
 @dataclass(slots=True)
 class _Opened:
     spec: SequenceSpec
     table: list[int]
-    # What was read of its first positions, which nothing writes again.
+    # Has read the first `num_read` positions, which nothing writes again.
     reader: PrefixReader = field(default_factory=PrefixReader)
     num_read: int = 0
 
 
 @dataclass(slots=True)
 class TargetMeter:
-    """Seconds that the device computed, in all and in steps with prefill; passes and tokens."""
+    """Seconds that the device computed, in total and in steps with prefill; passes; tokens."""
 
     busy_seconds: float = 0.0
     prefill_seconds: float = 0.0
     waiting_seconds: float = 0.0
-    """Without a pass though there was work at hand."""
+    """Seconds without a pass although there was work."""
     passes: int = 0
     tokens: int = 0
 
 
 class SimulatedTarget:
-    """One target group. Steps are computed one after another, in the order in which they came."""
+    """One target group. It computes steps in the order in which they came."""
 
     def __init__(self, clock: VirtualClock, profile: DeviceProfile, text: ReplayText) -> None:
         self.meter = TargetMeter()
@@ -58,7 +58,7 @@ class SimulatedTarget:
         self._free_at = 0.0
         self._work_since: float | None = None
         self._opened: dict[int, _Opened] = {}
-        # Of each block that was written: a token id and a position for each slot.
+        # For each written block: a token id and a position in each slot.
         self._blocks: dict[int, list[tuple[int, int] | None]] = {}
 
     def has_work(self) -> None:
@@ -67,7 +67,7 @@ class SimulatedTarget:
             self._work_since = self._clock.now
 
     def has_none(self) -> None:
-        """Every sequence was ended."""
+        """Every sequence has ended."""
         self._work_since = None
 
     def step(self, step: RunStep) -> None:
@@ -91,14 +91,14 @@ class SimulatedTarget:
         self._clock.at(self._free_at, self._done, step, verdicts, seconds)
 
     def _done(self, step: RunStep, verdicts: tuple[SequenceVerdict, ...], seconds: float) -> None:
-        # Counted when it is over, so that no share of a time in which it runs exceeds 1.
+        # Count it at its end, so that its share of any period is at most 1.
         self.meter.busy_seconds += seconds
         if any(len(part.token_ids) > 1 + part.window for part in step.slices):
             self.meter.prefill_seconds += seconds
         self.answer(step.step, verdicts, seconds)
 
     def _feed(self, part: Slice) -> SequenceVerdict | None:
-        """Write what is fed, read it back, and answer."""
+        """Write the tokens fed by a slice, read them back, and give its verdict."""
         opened = self._opened[part.sequence_id]
         table = opened.table
         for source, to in part.kv_moves:
@@ -163,7 +163,7 @@ class SimulatedTarget:
 
 
 def _depths(part: Slice) -> Sequence[int]:
-    """How far beyond the committed tokens the position of each candidate of a tree is."""
+    """For each candidate of a tree: how far its position is beyond the committed tokens."""
     depths: list[int] = []
     for parent in part.parents:
         depths.append(0 if parent == 0 else depths[parent - 1] + 1)

@@ -1,4 +1,4 @@
-"""Requests of a load, and when they come."""
+"""The requests of a load, and when they arrive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_MODEL_LEN = 32768
 
 
 def requests_of(load: Load, layout: Layout) -> Iterator[Request]:
-    """The requests in their order; no two prompts begin alike."""
+    """The requests in order. No two prompts share a prefix."""
     sampling = SamplingParams(temperature=load.temperature)
     for number in range(load.first_request, load.first_request + load.requests):
         yield Request(
@@ -33,7 +33,7 @@ def requests_of(load: Load, layout: Layout) -> Iterator[Request]:
 
 
 def arrival_times(load: Load) -> Iterator[float]:
-    """Seconds at which requests come that wait for nobody: a Poisson process."""
+    """Seconds at which requests arrive that wait for nobody: a Poisson process."""
     assert load.per_second is not None
     luck = random.Random(f"{load.guess.seed} {load.first_request}")
     time = 0.0
@@ -53,7 +53,7 @@ def is_true_text(text: ReplayText, request: Request, token_ids: list[int]) -> bo
 
 
 def _prompt(number: int, length: int) -> tuple[int, ...]:
-    """Its number in base `VOCAB_SIZE - NUM_RESERVED`, then the same token again and again."""
+    """The request's number in base `VOCAB_SIZE - NUM_RESERVED`, then one token repeated."""
     base = VOCAB_SIZE - NUM_RESERVED
     first = (number % base, number // base % base, number // base**2)
     return tuple(NUM_RESERVED + digit for digit in (*first, *[0] * length)[:length])

@@ -1,4 +1,4 @@
-"""What a layout comes to under its load: the part of both that is simulated, and its figures."""
+"""Simulates a part of a layout and its load, and computes the figures."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from cluster.simulation.layout import Layout, Load
 from workers.emulated.replay_text import Guess
 
 KEEPS_UP = 0.95
-"""Of the requests that arrive, so many must be answered meanwhile."""
+"""Share of the arriving requests that must be answered meanwhile for a layout to keep up."""
 GROUPS_OF_A_ROUTER = 8
-"""A router gives requests to so many target groups; beyond that there are more routers, and
-callers are dealt to them evenly."""
+"""The most target groups that one router serves. Larger layouts have more routers, and callers are
+divided among them evenly."""
 GENERATIONS = 4
-"""So many requests at least are simulated for each caller, of fewer groups where need be: less than
-two of them are measured."""
+"""The fewest simulated requests for each caller. If need be, fewer groups are simulated. Less than
+two of these generations are measured."""
 FASTER = 1.02
-"""Below this ratio, one layout is no faster than another."""
+"""The least ratio at which a layout counts as faster than another."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedLayout:
-    """A layout, the load that was simulated on a part of it, and the figures.
+    """A layout, the figures of the part that was simulated, and how it compares.
 
-    `scale`: by how much the whole load is larger than the simulated part; rates in `figures` are
-    the part's. `speedup` and `per_gpu_gain`: against plain decoding on the same kind of target.
+    `scale`: the whole load over the simulated load; rates in `figures` belong to the part.
+    `speedup`, `per_gpu_gain`: relative to plain decoding on the same kind of target.
     """
 
     layout: Layout
@@ -45,22 +45,22 @@ class PlannedLayout:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all its groups together."""
+        """Tokens/s of all its groups together."""
         return self.figures.tokens_per_second * self.scale
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """By the GPUs that it occupies."""
+        """Tokens/s over the GPUs that it occupies."""
         return self.tokens_per_second / self.layout.gpus
 
     @property
     def faster_but_worse_per_gpu(self) -> bool:
-        """Whether it buys speed with GPUs that plain decoding would make more of."""
+        """Whether it is faster, but plain decoding would make more of the same GPUs."""
         return self.speedup > FASTER and self.per_gpu_gain < 1
 
 
 def simulate_layout(layout: Layout, asked: PlanConfig, concurrency: int) -> PlannedLayout:
-    """Simulate some of its cells with their part of the load."""
+    """Simulate some cells of a layout with their part of the load."""
     cells = layout.cells
     if asked.simulated_groups:
         cells = min(cells, max(1, asked.simulated_groups // layout.groups_a_cell))
@@ -107,11 +107,11 @@ def simulate_layout(layout: Layout, asked: PlanConfig, concurrency: int) -> Plan
 def _keeps_up(course: Course) -> bool:
     """Whether requests that come at random are answered about as fast as they come.
 
-    By those that came, not by how many should have: of a hundred, luck alone makes a tenth. How
-    many wait for their answers varies by its root.
+    It compares with the requests that came, not with how many were expected: in a hundred of these,
+    luck alone makes a tenth. The number of waiting requests varies by its square root.
     """
     begin, end = course.begin, course.end
-    if not begin.time:  # all were asked before the first were answered, or there were hardly any
+    if not begin.time:  # All were asked before the first answers, or there were hardly any more.
         arriving = max(one.arrived for one in course.answered)
         return course.rate("answered") * arriving >= KEEPS_UP * end.asked
     unanswered = end.asked - end.answered
@@ -120,7 +120,7 @@ def _keeps_up(course: Course) -> bool:
 
 
 def _parts(layout: Layout, load: Load) -> Iterator[tuple[Layout, Load]]:
-    """The layout in parts that share nothing, each with a router and its part of the load."""
+    """Split a layout into parts that share nothing, each with a router and a part of the load."""
     count = max(1, layout.groups // GROUPS_OF_A_ROUTER)
     count = min(count, layout.cells, load.requests, load.concurrency or load.requests)
     for number in range(count):
@@ -145,7 +145,7 @@ def _parts(layout: Layout, load: Load) -> Iterator[tuple[Layout, Load]]:
 
 @contextmanager
 def _collecting_seldom() -> Iterator[None]:
-    """Look for garbage in cycles seldom: there is little of it beside much that lives on."""
+    """Collect garbage seldom: there are few cycles among many objects that live on."""
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()

@@ -1,1 +1,1 @@
-"""The commands of `paceline`, a module for each family."""
+"""The commands of `paceline`, one module for each family."""

@@ -1,4 +1,4 @@
-"""`paceline demo`: fetch the models, start a local cluster, answer, and show what it gained."""
+"""`paceline demo`: fetches the models, starts a local cluster, answers, and shows the gain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from workers.emulated.profiles import EMULATED
 QUESTION = "Why is the sky blue? Explain it to a curious child."
 POLICIES = ("off", "chain")
 RULE = "coupled"
-"""The one that promises the same tokens, which the demo then shows."""
+"""The rule that promises the same tokens, which the demo then shows."""
 WARM_UP_TOKENS = 8
 REPEATS = 3
 
@@ -54,7 +54,7 @@ def answer(console: Console, client: Client, question: str, options: GenerateOpt
 def compare(
     client: Client, question: str, options: Mapping[str, GenerateOptions]
 ) -> dict[str, list[Sample]]:
-    """Samples of the same request under each policy, taken in turns."""
+    """Samples of one request under each policy, taken in turns."""
     samples: dict[str, list[Sample]] = {name: [] for name in options}
     for _ in range(REPEATS):
         for name, one in options.items():
@@ -63,7 +63,7 @@ def compare(
 
 
 def comparison_table(samples: Mapping[str, Sequence[Sample]]) -> Table:
-    """Speed, acceptance length and busy devices of each policy; at most 80 columns."""
+    """Speed, acceptance length and busy devices of each policy, in at most 80 columns."""
     busy = {name: median_busy(ones) for name, ones in samples.items()}
     devices = list(dict.fromkeys(device for shares in busy.values() for device in shares))
     speeds = {
@@ -87,7 +87,7 @@ def comparison_table(samples: Mapping[str, Sequence[Sample]]) -> Table:
 
 
 def why_slower(samples: Mapping[str, Sequence[Sample]]) -> str | None:
-    """In words, where speculation was slower than plain decoding; None where it was not."""
+    """Why speculation was slower than plain decoding, in words; None: it was not."""
     speeds, steps_ms = {}, {}
     for name, ones in samples.items():
         speeds[name] = statistics.median(one.tokens_per_second for one in ones)
@@ -104,13 +104,13 @@ def why_slower(samples: Mapping[str, Sequence[Sample]]) -> str | None:
 
 
 def cores_and_load() -> str:
-    """In words: what this host has, and what ran on it in the last minute."""
+    """The host's cores and its load in the last minute, in words."""
     cores = len(os.sched_getaffinity(0))
     return f"This host has {counted(cores, 'core')}; its load was {os.getloadavg()[0]:.1f}."
 
 
 def where_measured(model: str) -> str:
-    """In words. `model`: as the server calls it."""
+    """Where the figures were measured, in words. `model`: as the server calls it."""
     if model.startswith(EMULATED):
         return f"EMULATED devices ({model.removeprefix(EMULATED)})"
     return "this machine's processor"
@@ -122,7 +122,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     @app.command()
     def demo(
         prompt: Annotated[str, typer.Option(help="The question to answer.")] = QUESTION,
-        max_tokens: Annotated[int, typer.Option(help="Most tokens of the answer.")] = 96,
+        max_tokens: Annotated[int, typer.Option(help="Maximum tokens of the answer.")] = 96,
         config_path: ConfigOption = None,
         server: ServerOption = None,
     ) -> None:

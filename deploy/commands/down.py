@@ -1,4 +1,4 @@
-"""`paceline down`: end what `paceline up` started, and nothing else."""
+"""`paceline down`: ends what `paceline up` started, and nothing else."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
                 min=0,
                 max=3600,
                 metavar="SECONDS",
-                help="Let requests that run end, at most so long.",
+                help="Give running requests this long to end.",
             ),
         ] = 0.0,
     ) -> None:
-        """End the cluster of `paceline up`. No error when there is none, or parts are dead."""
+        """End the cluster of `paceline up`. No error if there is none or parts of it are dead."""
         home = default_home(environ)
         with alone(home, "down"):
             record = read_record(home)
@@ -47,11 +47,11 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
 
 def _end_on(ray_address: str, name: str, *, own: bool, drain: float) -> None:
-    """End the deployment on a Ray cluster, our own or another's, if both are still there."""
+    """End the deployment on a Ray cluster, our own or another, if both still exist."""
     try:
         leave = enter_ray(ray_address, own=own)
     except UnavailableError:
-        typer.echo(f"the Ray cluster at {ray_address} is gone, and all with it")
+        typer.echo(f"the Ray cluster at {ray_address} is gone, with everything on it")
         return
     from cluster.launch import find_cluster
 

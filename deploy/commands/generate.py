@@ -1,4 +1,4 @@
-"""`paceline generate`: an input file through a cluster into an output file."""
+"""`paceline generate`: decodes an input file on a cluster into an output file."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ class Totals:
 
 
 def output_row(answer: Answer) -> dict[str, object]:
-    """The row of DESIGN.md section 11; a failed one has an `error` and no tokens.
+    """A row of the output file. A failed row has an `error` and no tokens.
 
-    `stopping_state` is there where the stopping rule has one. `speculation` holds the fields
-    of inference.proto, SpeculationStats, and what follows from them.
+    `stopping_state` is present if the stopping rule has one. `speculation` holds the fields of
+    SpeculationStats (inference.proto) and figures derived from them.
     """
     row: dict[str, object] = {}
     if answer.row.id is not None:
@@ -127,7 +127,7 @@ async def write_answers(
     console: Console,
     errors: Console,
 ) -> Totals:
-    """Decode every row into `sink`, in order; progress on `console`, failed rows on `errors`."""
+    """Decode every row into `sink`, in order. `errors` names failed rows."""
     totals = Totals()
     with (
         row_progress(console) as progress,
@@ -150,7 +150,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         input_path: Annotated[
             Path, typer.Option("--input", help="JSON lines: prompt, question, messages or turns.")
         ],
-        output_path: Annotated[Path, typer.Option("--output", help="Appears whole, at the end.")],
+        output_path: Annotated[
+            Path, typer.Option("--output", help="Written at the end, whole or not at all.")
+        ],
         config_path: ConfigOption = None,
         max_tokens: MaxTokensOption = 256,
         temperature: TemperatureOption = None,
@@ -158,10 +160,12 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         top_p: TopPOption = None,
         seed: SeedOption = 0,
         policy: Annotated[
-            str | None, typer.Option(help="As chain or auto: docs/policies.md.")
+            str | None, typer.Option(help="A policy of docs/policies.md, such as chain or auto.")
         ] = None,
         verification: VerificationOption = None,
-        window: Annotated[int | None, typer.Option(help="Most candidates a step verifies.")] = None,
+        window: Annotated[
+            int | None, typer.Option(help="Maximum candidates that a step verifies.")
+        ] = None,
         branches: BranchesOption = None,
         stopping: StoppingOption = None,
         drafter: DrafterOption = None,
@@ -171,7 +175,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         server: ServerOption = None,
         quiet: QuietOption = False,
     ) -> None:
-        """Decode every row of a file. Exit code 1: rows failed; the others are written."""
+        """Decode every row of a file. Exit code 1: some rows failed; the others are written."""
         from cluster.config import load_config
 
         flags = RequestFlags(

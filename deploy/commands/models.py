@@ -15,23 +15,23 @@ _COLUMNS = "{:<12}{:>8}  {:<8}{}"
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
-    """Add `models` to the command tree. The cache folder is that of `environ`."""
+    """Add `models` to the command tree. `environ` names the cache folder."""
     home = default_home(environ)
     models = typer.Typer(help="Demo models in the cache.", no_args_is_help=True)
     app.add_typer(models, name="models")
 
     @models.command("fetch")
     def fetch(
-        name: Annotated[str, typer.Argument(help="A name of `paceline models list`.")],
+        name: Annotated[str, typer.Argument(help="A name from `paceline models list`.")],
     ) -> None:
-        """Bring a model into the cache, checking what is there; the last line is its folder."""
+        """Fetch a model into the cache and check what is there. The last line is its folder."""
         with show_fetch(Console(stderr=True), name) as progress:
             files = resolve_model(name, home=home, progress=progress, thorough=True)
         typer.echo(files.folder)
 
     @models.command("list")
     def list_models() -> None:
-        """The models known by name, their size on disk, and whether the cache holds them."""
+        """List the models known by name, their size on disk, and whether they are in the cache."""
         typer.echo(_COLUMNS.format("name", "on disk", "cached", "what it is"))
         for entry in CATALOGUE.values():
             size = f"{entry.disk_bytes / 1e6:.0f} MB"

@@ -11,7 +11,7 @@ from paceline.address import parse_address
 
 
 def check_server(address: str | None) -> str | None:
-    """Refuse what is no HOST:PORT or [IPV6]:PORT before anything starts."""
+    """Refuse an address that is neither HOST:PORT nor [IPV6]:PORT, before anything starts."""
     if address is not None:
         parse_address(address, "server")
     return address
@@ -20,7 +20,7 @@ def check_server(address: str | None) -> str | None:
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file; without it, the local demo.")
 ]
-MaxTokensOption = Annotated[int, typer.Option(help="Most tokens a row.")]
+MaxTokensOption = Annotated[int, typer.Option(help="Maximum tokens of a row.")]
 TemperatureOption = Annotated[
     float | None, typer.Option(help="0 is greedy. Default: the checkpoint's.")
 ]
@@ -35,7 +35,7 @@ VerificationOption = Annotated[
     str | None, typer.Option(help="coupled, rejection, kseq, recursive, mcsd or one-hot.")
 ]
 BranchesOption = Annotated[
-    int | None, typer.Option(help="Candidates for each position, 1 to 8; 1 is a chain.")
+    int | None, typer.Option(help="Candidates at each position, 1 to 8. 1 drafts chains.")
 ]
 StoppingOption = Annotated[
     str | None,
@@ -46,18 +46,20 @@ DrafterOption = Annotated[
 ]
 MergeOption = Annotated[
     bool | None,
-    typer.Option("--merge/--no-merge", help="A drafter of each kind drafts, all in one tree."),
+    typer.Option("--merge/--no-merge", help="Have a drafter of each kind draft, in one tree."),
 ]
-LimitOption = Annotated[int | None, typer.Option(help="First N rows only.")]
+LimitOption = Annotated[int | None, typer.Option(help="Use only the first N rows.")]
 QuietOption = Annotated[
-    bool, typer.Option("--quiet", help="No progress on stderr; rows that fail are still named.")
+    bool, typer.Option("--quiet", help="No progress on stderr. Failed rows are still named.")
 ]
 ServerOption = Annotated[
     str | None,
     typer.Option(
         callback=check_server,
-        help="HOST:PORT of an inference server. Default: the running cluster of the same "
+        help="HOST:PORT of an inference server. Default: the running cluster with the same "
         "configuration, else a private one that ends with the command.",
     ),
 ]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write the figures here as well.")]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Also write the figures to this file.")
+]

@@ -1,4 +1,4 @@
-"""`paceline plan`: simulate layouts before renting them."""
+"""`paceline plan`: simulates layouts before you rent them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deploy.outputs import check_writable, write_json
 from deploy.reach import teller
 from deploy.request_flags import check_at_least_one
 
-_AGAIN = "Give the flag again for each further one."
+_AGAIN = "Repeat the flag to give several."
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
@@ -31,22 +31,25 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             list[str] | None,
             typer.Option(help=f"Latency profile, such as 0.5b-h100. Default: 1b-h100. {_AGAIN}"),
         ] = None,
-        hosts: Annotated[int | None, typer.Option(help="How many there are. Default: 1.")] = None,
-        gpus_per_host: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
+        hosts: Annotated[int | None, typer.Option(help="Number of hosts. Default: 1.")] = None,
+        gpus_per_host: Annotated[
+            int | None, typer.Option(help="GPUs of each host. Default: 8.")
+        ] = None,
         ratios: Annotated[
             list[str] | None,
             typer.Option(
-                help=f"Target groups to the drafters they share, such as 1:1 or 4:1. {_AGAIN}"
+                help=f"Target groups to the drafters that they share, such as 1:1 or 4:1. {_AGAIN}"
             ),
         ] = None,
         policies: Annotated[
             list[str] | None, typer.Option(help=f"Default: all that can be simulated. {_AGAIN}")
         ] = None,
         rtt_ms: Annotated[
-            float | None, typer.Option(help="Between driver and drafter. Default: 0.1.")
+            float | None,
+            typer.Option(help="Round trip between driver and drafter, in ms. Default: 0.1."),
         ] = None,
         mbit_per_second: Annotated[
-            float | None, typer.Option(help="Of that link; 0: no bound.")
+            float | None, typer.Option(help="Bandwidth of that link; 0: no bound.")
         ] = None,
         acceptance: Annotated[
             float | None,
@@ -54,37 +57,44 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = None,
         hit_rate: Annotated[
             float | None,
-            typer.Option(help="How often the second guess is right where the first is not."),
+            typer.Option(help="Share of wrong first guesses whose second guess is right."),
         ] = None,
         concurrency: Annotated[
-            int | None, typer.Option(help="Callers who ask again once they are answered.")
+            int | None, typer.Option(help="Callers that ask again as soon as they are answered.")
         ] = None,
         requests_per_second: Annotated[
-            float | None, typer.Option(help="Requests that come at random, instead of callers.")
+            float | None, typer.Option(help="Requests that arrive at random, instead of callers.")
         ] = None,
-        prompt_tokens: Annotated[int | None, typer.Option(help="Default: 512.")] = None,
-        output_tokens: Annotated[int | None, typer.Option(help="Default: 128.")] = None,
+        prompt_tokens: Annotated[
+            int | None, typer.Option(help="Tokens of each prompt. Default: 512.")
+        ] = None,
+        output_tokens: Annotated[
+            int | None, typer.Option(help="Tokens of each answer. Default: 128.")
+        ] = None,
         kv_tokens: Annotated[
-            int | None, typer.Option(help="KV that a target group holds. Default: 131072.")
+            int | None,
+            typer.Option(help="Tokens whose KV a target group holds. Default: 131072."),
         ] = None,
         requests: Annotated[
-            int | None, typer.Option(help="How many are simulated a layout. Default: 100.")
+            int | None, typer.Option(help="Requests simulated for each layout. Default: 100.")
         ] = None,
         simulated_groups: Annotated[
             int | None,
-            typer.Option(help="Target groups that are simulated at most; 0: all. Default: 4."),
+            typer.Option(help="Maximum target groups to simulate; 0: all. Default: 4."),
         ] = None,
-        seed: Annotated[int | None, typer.Option(help="Of the simulated luck. Default: 0.")] = None,
+        seed: Annotated[
+            int | None, typer.Option(help="Seed of the simulated randomness. Default: 0.")
+        ] = None,
         jobs: Annotated[
             int | None,
-            typer.Option(help="Layouts that are simulated at a time. Default: one a core."),
+            typer.Option(help="Layouts simulated at a time. Default: the number of cores."),
         ] = None,
         json_path: JsonOption = None,
     ) -> None:
         """Simulate layouts and policies: tokens/s, per GPU, latency, and where the time goes.
 
-        Flags override the table "plan" of the configuration, whose keys have the same names.
-        docs/planning.md says what is simulated, and how well.
+        Flags override the keys of the same names in the configuration's table "plan".
+        docs/planning.md says what is simulated, and how accurately.
         """
         check_at_least_one("jobs", jobs)
         if json_path is not None:
@@ -127,5 +137,5 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
 
 def _processor_seconds() -> float:
-    """Of this process, and of those that it began and that have ended."""
+    """Processor time of this process and of its children that have ended."""
     return sum(os.times()[:4])

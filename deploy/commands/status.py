@@ -1,4 +1,4 @@
-"""`paceline status`: what is up, and how busy it is."""
+"""`paceline status`: shows what is up, and how busy it is."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             str | None,
             typer.Option(
                 callback=check_server,
-                help="HOST:PORT of an inference server, such as a job's. Default: that of "
-                "`paceline up`.",
+                help="HOST:PORT of an inference server, such as that of a job. Default: the one "
+                "of `paceline up`.",
             ),
         ] = None,
     ) -> None:
@@ -68,7 +68,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
     """Addresses of the server and of the Ray cluster of `paceline up`."""
     home = default_home(environ)
-    # Asked first: what ends its work in between has written its record by then.
+    # Ask this first: a command that ends in between has written its record by then.
     at_work_now = at_work(home)
     record = present_record(home)
     if record is None or record.address is None:
@@ -78,14 +78,14 @@ def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
     if not ray_head.is_listening(record.address):
         lives = "".join(f"; {told_life(life)}" for life in lives_of(record) if life.last_end)
         raise UnavailableError(
-            f"the server at {record.address} does not answer{lives}; logs: {record.logs}; where "
-            "nothing is tried again, clean up with `paceline down`"
+            f"the server at {record.address} does not answer{lives}; logs: {record.logs}; if no "
+            "worker is restarted, clean up with `paceline down`"
         )
     return record.address, record.ray_address
 
 
 def summary(stats: Stats) -> dict[str, float | None]:
-    """Figures that follow from the counters; None where there is nothing to count yet."""
+    """Figures derived from the counters; None: there is nothing to count yet."""
     return {
         "acceptance_length": stats.acceptance_length,
         "accepted_share": stats.accepted / stats.drafted if stats.drafted else None,
@@ -100,7 +100,7 @@ def _of_steps(stats: Stats, milliseconds: float) -> str:
 
 
 def show(address: str, model: ModelDescription, stats: Stats) -> None:
-    """A line and a table on stdout."""
+    """Print a line and a table on stdout."""
     console = Console(highlight=False)
     figures = summary(stats)
     length = figures["acceptance_length"]
@@ -153,7 +153,7 @@ def show(address: str, model: ModelDescription, stats: Stats) -> None:
 
 
 def told_life(life: WorkerLife) -> str:
-    """What became of a worker's processes, in words."""
+    """The history of a worker's processes, in words."""
     next_try = life.next_try_seconds
     restarts = f"restarted {counted(life.restarts, 'time')}"
     parts = [f"{life.name}: {restarts}, last because: {life.last_end or 'unknown'}"]
@@ -165,14 +165,14 @@ def told_life(life: WorkerLife) -> str:
 
 
 def _state(worker: WorkerStats) -> str:
-    """A driver cannot know whether a worker without a stream is lost or only slow to answer."""
+    """The worker's state. A worker without a stream may be lost or only slow to answer."""
     if worker.suspect:
         return "suspect"
     return "connected" if worker.connected else f"no answer for {worker.away_seconds:.0f} s"
 
 
 def _speculation_line(stats: Stats) -> str:
-    """How drafting went."""
+    """How drafting went, in words."""
     drafting = stats.speculation
     by_position = " ".join(f"{share:.0%}" for share in drafting.acceptance_at) or "none"
     efficiency = "none" if drafting.efficiency is None else f"{drafting.efficiency:.2f}"
@@ -186,7 +186,7 @@ def _speculation_line(stats: Stats) -> str:
 
 
 def _auto_line(stats: Stats) -> str:
-    """What policy `auto` chose, and what its controller believes."""
+    """What policy `auto` chose, and its estimates, in words."""
     drafting = stats.speculation
     total = sum(drafting.choices.values())
     often_first = sorted(drafting.choices.items(), key=lambda choice: (-choice[1], choice[0]))

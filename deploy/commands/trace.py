@@ -1,4 +1,4 @@
-"""`paceline trace`: what the devices do, round by round, as a picture."""
+"""`paceline trace`: draws what the devices do, round by round."""
 
 from __future__ import annotations
 
@@ -40,24 +40,26 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     @app.command()
     def trace(
         output_path: Annotated[
-            Path, typer.Option("--output", help="JSON, for ui.perfetto.dev or chrome://tracing.")
+            Path, typer.Option("--output", help="JSON for ui.perfetto.dev or chrome://tracing.")
         ],
         input_path: Annotated[
             Path | None,
             typer.Option(
                 "--input",
-                help="JSON lines to decode meanwhile. Without it, whatever a running server does.",
+                help="JSON lines to decode. Without it, watch whatever a running server does.",
             ),
         ] = None,
         config_path: ConfigOption = None,
         seconds: Annotated[
-            float, typer.Option(help="Without --input: how long to watch.")
+            float, typer.Option(help="Without --input: seconds to watch.")
         ] = USUAL_SECONDS,
         max_tokens: MaxTokensOption = 64,
         temperature: TemperatureOption = None,
         seed: SeedOption = 0,
         policy: Annotated[str | None, typer.Option(help="Default: the server's.")] = None,
-        window: Annotated[int | None, typer.Option(help="Most candidates a step verifies.")] = None,
+        window: Annotated[
+            int | None, typer.Option(help="Maximum candidates that a step verifies.")
+        ] = None,
         branches: BranchesOption = None,
         concurrency: Annotated[int, typer.Option(help="Requests in flight.")] = 1,
         limit: LimitOption = 4,
@@ -65,8 +67,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     ) -> None:
         """Watch rounds of drafting and verification, and write them as a Chrome trace.
 
-        A row a device, windows and verdicts as slices, arrows from proposals to their verdicts.
-        With --input it decodes the first rows of a file, else it watches a running server.
+        Each device has a row. Windows and verdicts are slices; arrows go from proposals to their
+        verdicts. With --input it decodes the first rows of a file, else it watches a server.
         """
         from cluster.config import load_config
 
@@ -113,14 +115,14 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 
 
 def _running(environ: Mapping[str, str]) -> str:
-    """Where the cluster of `up` serves, whatever its configuration."""
+    """Address of the cluster of `up`, whatever its configuration."""
     from deploy import ray_head
     from deploy.session import present_record
 
     record = present_record(default_home(environ))
     if record is None or record.address is None or not ray_head.is_listening(record.address):
         raise UnavailableError(
-            "no server runs that could be watched: name one with --server, start one with "
+            "no server is running: name one with --server, start one with "
             "`paceline up`, or give --input to decode on a private one"
         )
     return record.address

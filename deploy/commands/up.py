@@ -1,4 +1,4 @@
-"""`paceline up`: a cluster that stays."""
+"""`paceline up`: starts a cluster that stays."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
 def start(
     config: Config, environ: Mapping[str, str], *, home: Path, progress: Progress
 ) -> ClusterRecord:
-    """Bring it up and record it; when that fails or a signal comes, end what was started."""
+    """Start a cluster and record it. On a failure or a signal, end what was started."""
     running = running_ray(environ, progress)
-    head = ray_head.plan_head() if running is None else None  # nothing is there yet
+    head = ray_head.plan_head() if running is None else None  # Nothing is started yet.
     record = ClusterRecord(
         name=CONTROLLER_NAME,
         address=None,
@@ -81,7 +81,7 @@ def start(
     guard: Guard | None = None
     is_up = False
     try:
-        # Before anything starts, so that `down` can end it whatever becomes of this process.
+        # Written before anything starts, so `down` can end it whatever becomes of this process.
         write_record(home, record)
         if head is not None:
             guard = Guard(head)
@@ -125,7 +125,7 @@ def start(
 
 
 def refuse_second(home: Path) -> None:
-    """Raise UnavailableError when `up` has one running; forget one that is dead."""
+    """Raise UnavailableError if a cluster of `up` runs. Clean up after one that is dead."""
     record = read_record(home)
     if record is None:
         return
@@ -145,7 +145,7 @@ def refuse_second(home: Path) -> None:
 
 
 def refuse_taken_port(config: Config) -> None:
-    """Raise UnavailableError when the server's host is none, or its port is taken on this host."""
+    """Raise UnavailableError if the server's host is not usable or its port is taken."""
     server = config.server
     try:
         family = socket.getaddrinfo(server.host, None, type=socket.SOCK_STREAM)[0][0]
@@ -169,5 +169,5 @@ def _refused_host(host: str, error: Exception) -> UnavailableError:
     said = error.strerror if isinstance(error, OSError) else str(error)
     return UnavailableError(
         f"cannot listen on {host!r} ({said}): set server.host to an address of this host, to "
-        '"127.0.0.1" (callers on this host alone), or to "0.0.0.0" (callers from anywhere)'
+        '"127.0.0.1" (only callers on this host), or to "0.0.0.0" (callers from anywhere)'
     )

@@ -1,4 +1,4 @@
-"""`paceline verify`: same text as plain decoding? as Hugging Face?"""
+"""`paceline verify`: checks for the text of plain decoding, and of Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def check_matrix(
     config: Config,
     branches: int | None,
 ) -> None:
-    """Raise InvalidRequestError where the rule and what is to be run with it do not fit.
+    """Raise InvalidRequestError if the rule does not fit what is to be run with it.
 
-    `branches` as asked for; those of the configuration give way to smaller windows.
+    `branches`: as asked for; None: those of the configuration, which yield to smaller windows.
     """
     for temperature in matrix.temperatures:
         if temperature is not None:
@@ -99,8 +99,8 @@ def check_matrix(
 
 
 def usual_branches(rule: str, config: Config) -> int:
-    """Those of the configuration, which give way to a rule that takes chains alone."""
-    known = rule in {one.value for one in Rule}  # else it is about to be refused
+    """The branches of the configuration, or 1 if the rule takes only chains."""
+    known = rule in {one.value for one in Rule}  # An unknown rule is refused later.
     return 1 if known and FACTS[Rule(rule)].chain_only else config.speculation.branches
 
 
@@ -115,30 +115,34 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         ] = None,
         config_path: ConfigOption = None,
         max_tokens: MaxTokensOption = 256,
-        temperature: Annotated[str | None, typer.Option(help="One or more, as 0,0.7.")] = None,
+        temperature: Annotated[
+            str | None, typer.Option(help="One or several, such as 0,0.7.")
+        ] = None,
         top_k: TopKOption = None,
         top_p: TopPOption = None,
         seed: SeedOption = 0,
-        policy: Annotated[str, typer.Option(help="One or more, as lockstep,chain.")] = "chain",
+        policy: Annotated[
+            str, typer.Option(help="One or several, such as lockstep,chain.")
+        ] = "chain",
         verification: VerificationOption = None,
-        window: Annotated[str | None, typer.Option(help="One or more, as 1,2,4,8.")] = None,
+        window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,
         branches: BranchesOption = None,
         stopping: StoppingOption = None,
         drafter: DrafterOption = None,
         merge: MergeOption = None,
-        concurrency: Annotated[str, typer.Option(help="One or more, as 1,4.")] = "1",
+        concurrency: Annotated[str, typer.Option(help="One or several, such as 1,4.")] = "1",
         limit: LimitOption = None,
         server: ServerOption = None,
         json_path: JsonOption = None,
         quiet: QuietOption = False,
     ) -> None:
-        """Same text as plain decoding, bit for bit, and, where greedy, as transformers?
+        """Check that the text equals plain decoding's bit for bit, and transformers' if greedy.
 
-        Exit code 1: a divergence, or a row that failed. A place where transformers' logits of the
-        two tokens differ by less than 1e-4 is a tie: reported and counted, no divergence. So is one
-        where trees were verified (--branches) and plain decoding's own logits are so close; the
-        rest of that row is not compared then. Exit code 2: rules other than coupled promise the
-        text at temperature 0 alone.
+        Exit code 1: a divergence, or a row that failed. Where transformers' logits of the two
+        tokens differ by less than 1e-4 there is a tie, which is reported and counted but is no
+        divergence. The same holds where trees were verified (--branches) and plain decoding's own
+        logits are that close; the rest of that row is not compared then. Exit code 2: rules other
+        than coupled promise the text only at temperature 0.
         """
         from cluster.config import load_config
 
@@ -190,7 +194,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             )
             if replays:
                 announce(
-                    console, "verifying: the target is emulated, transformers has no such text"
+                    console,
+                    "verifying: the target is emulated, so there is no text of transformers",
                 )
             began = time.monotonic()
             with row_progress(console) as progress:

@@ -104,7 +104,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[target]\ndtype = 'int4'", "target.dtype: expected one of auto, float32, bfloat16, "),
         (
             "[speculation]\npolicy = 'replicas'",
-            "the policy 'replicas' has at least 2 target groups verify, and the layout has 1: raise"
+            "the policy 'replicas' needs at least 2 target groups, and the layout has 1: raise"
             " target.groups",
         ),
         (
@@ -113,10 +113,10 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ),
         (
             "[target]\ngroups = 2\n[speculation]\npolicy = 'replicas'\nbranches = 2",
-            "drafts chains alone",
+            "drafts only chains",
         ),
         ("[speculation]\npolicy = 'spread'", "at least 2 drafters, and the layout has 1"),
-        ("[speculation]\npolicy = 'pearl'\nbranches = 2", "drafts chains alone"),
+        ("[speculation]\npolicy = 'pearl'\nbranches = 2", "drafts only chains"),
         (
             "[speculation]\npolicy = 'fanout'\nverification = 'rejection'",
             "speculation.policy: the policy 'fanout' needs the rule 'coupled' or 'one-hot'",
@@ -125,7 +125,7 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         (
             "[[drafters]]\n[[drafters]]\nkind = 'ngram'\n"
             "[speculation]\nmerge = true\npolicy = 'pearl'",
-            "speculation.merge: the policy 'pearl' drafts chains alone",
+            "speculation.merge: the policy 'pearl' drafts only chains",
         ),
         ("[speculation]\npolicy = 'chian'", "got 'chian'; did you mean chain?"),
         ("[speculation]\nverification = 'ksek'", "got 'ksek'; did you mean kseq?"),

@@ -136,7 +136,7 @@ async def test_a_false_target_is_left(checkpoints: Checkpoints, kind: type[HungT
     try:
         await driver.start()
         generation = await driver.submit(PROMPT, OPTIONS)
-        lost = rf"lost in the midst of {MOST_LOST_STEPS} steps of this request in a row"
+        lost = rf"lost during {MOST_LOST_STEPS} steps of this request in a row"
         with pytest.raises(RequestFaultError, match=lost):
             await asyncio.wait_for(_to_its_end(generation), 120)
         assert driver.stats().workers[0].reconnects >= MOST_LOST_STEPS - 1

@@ -55,7 +55,7 @@ def test_what_is_emulated_can_be_chatted_with(tmp_path: Path) -> None:
         ("[[drafters]]\nemulated = '1b-h100'\n", "drafters: target and model drafters are all"),
         (f"[target]\nmodel = '{STAND_IN}'\n", 'target: "stand-in" is no model'),
         (EMULATED.replace("[[", "tensor_parallel = 4\n[["), "target: an emulated target is one"),
-        ("[[drafters]]\nacceptance = 0.5\n", 'drafters[0]: "acceptance" and "hit_rate" are of'),
+        ("[[drafters]]\nacceptance = 0.5\n", 'drafters[0]: "acceptance" and "hit_rate" need'),
         (
             EMULATED.replace("acceptance", "model = 'demo-draft'\nacceptance"),
             "what is emulated replays and has no model, got 'demo-draft'",

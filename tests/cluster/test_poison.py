@@ -246,7 +246,7 @@ async def test_a_request_that_kills_the_process_at_each_step(
     folder: Path, hits: Counter[int]
 ) -> None:
     (reason,), restarts, lost = await hurt(folder, KILLS)
-    assert "the target was lost in the midst of" in reason
+    assert "the target was lost during" in reason
     assert len(restarts.ended) == lost <= 3
     assert max(hits.values()) <= 2
 
@@ -255,7 +255,7 @@ async def test_a_request_that_kills_the_process_at_each_step(
 async def test_a_step_that_runs_out_of_memory(folder: Path, hits: Counter[int]) -> None:
     """The process lives; streams are opened again."""
     (reason,), restarts, lost = await hurt(folder, TAKES_ALL_MEMORY)
-    assert "the target was lost in the midst of" in reason
+    assert "the target was lost during" in reason
     assert not restarts.ended
     assert lost <= 3
     assert max(hits.values()) <= 2
@@ -292,7 +292,7 @@ async def test_a_broken_device_ends_its_process_which_says_why(
 ) -> None:
     """Whether or not its error says that the device is why."""
     (reason,), restarts, _ = await hurt(folder, token)
-    assert "the target was lost in the midst of" in reason
+    assert "the target was lost during" in reason
     assert restarts.ended
     for status, log in restarts.ended:
         assert status == EXIT_BROKEN
@@ -320,5 +320,5 @@ async def test_ranks_stay_in_step_beside_poison(folder: Path) -> None:
 async def test_a_rank_that_fails_and_a_rank_that_dies(folder: Path, hits: Counter[int]) -> None:
     """Both ranks fail at the same token; no other waits in a collective for ever."""
     reasons, _, _ = await hurt(folder, TAKES_ALL_MEMORY, degree=2)
-    assert "the target was lost in the midst of" in reasons[0]
+    assert "the target was lost during" in reasons[0]
     assert max(hits.values()) <= 2

@@ -78,7 +78,7 @@ def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: s
         assert (watching.done(), asked.empty()) == (False, True)
         worker.step.remote(120.0)
         why = await asyncio.wait_for(watching, 90)
-        assert why == f"it has not answered for {HUNG_AFTER:g} s and is taken for hung"
+        assert why == f"it has not answered for {HUNG_AFTER:g} s and counts as hung"
         assert not asked.empty()
 
     with an_actor() as worker:

@@ -39,7 +39,7 @@ def test_a_fifo_a_link_to_one_and_a_loop_are_refused_and_stay(tmp_path: Path) ->
     link.symlink_to(fifo)
     loop.symlink_to(loop)
     for path in (fifo, link, loop):
-        with pytest.raises(InvalidRequestError, match=r"^json: .* is no regular file"):
+        with pytest.raises(InvalidRequestError, match=r"^json: .* is not a regular file"):
             check_writable("json", path)
         with pytest.raises(InvalidRequestError, match=r"^output: "), whole_file(path):
             pytest.fail("the block must not run")
@@ -52,7 +52,7 @@ def test_the_open_pipe_behind_a_link_of_proc_is_refused(tmp_path: Path) -> None:
     link = tmp_path / "stdout"
     try:
         link.symlink_to(f"/proc/self/fd/{writer}")
-        with pytest.raises(InvalidRequestError, match="no regular file"):
+        with pytest.raises(InvalidRequestError, match="not a regular file"):
             check_writable("json", link)
     finally:
         os.close(reader)
@@ -75,6 +75,6 @@ def test_the_commands_refuse_a_fifo_before_anything_starts(
         "bench": lambda: call("bench", "decode", "--json", fifo),
     }[command]()
     assert done.code == 2
-    assert "no regular file" in done.stderr
+    assert "not a regular file" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert stat.S_ISFIFO(fifo.stat().st_mode)

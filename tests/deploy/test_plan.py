@@ -105,7 +105,7 @@ def test_a_thousand_hosts_are_simulated_in_part(call: Call, tmp_path: Path) -> N
     assert {row["target_groups"] for row in rows} == {2000, 1600}
     assert all(row["simulated_groups"] == 2 for row in rows)
     assert min(row["tokens_per_second"] for row in rows) > 100_000
-    assert "Simulated of larger layouts: at most 2 target groups" in done.stdout
+    assert "Of larger layouts at most 2 target groups are simulated" in done.stdout
 
 
 def test_layouts_side_by_side_give_the_same_figures(call: Call, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_a_process_that_sigkill_does_not_end_is_reported_and_not_waited_for(
     with session(head.token) as (_, child):
         (frozen_group / "cgroup.procs").write_text(str(child.pid))
         (frozen_group / "freezer.state").write_text("FROZEN")
-        with pytest.raises(UnavailableError, match=rf"has ended but for {child.pid} \(sleep, "):
+        with pytest.raises(UnavailableError, match=rf"has ended except for {child.pid} \(sleep, "):
             stop_head(head)
         assert Path(head.folder).exists()
         (frozen_group / "freezer.state").write_text("THAWED")

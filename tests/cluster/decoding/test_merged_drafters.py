@@ -118,8 +118,8 @@ def test_what_the_target_tells_of_a_prompt_goes_to_who_learns_at_once() -> None:
     ("policy", "rule", "kinds", "said"),
     [
         (PolicyName.CHAIN, Rule.REJECTION, {"model", "ngram"}, "'model' and 'ngram'.*'rejection'"),
-        (PolicyName.CHAIN, Rule.KSEQ, None, "'coupled' and 'one-hot' alone, got 'kseq'"),
-        (PolicyName.PEARL, Rule.COUPLED, {"model", "ngram"}, "'pearl' drafts chains alone"),
+        (PolicyName.CHAIN, Rule.KSEQ, None, "'coupled' and 'one-hot', got 'kseq'"),
+        (PolicyName.PEARL, Rule.COUPLED, {"model", "ngram"}, "'pearl' drafts only chains"),
         (PolicyName.SPREAD, Rule.COUPLED, {"model", "ngram"}, "shares out its drafters itself"),
         (PolicyName.CHAIN, Rule.COUPLED, {"model"}, "at least two kinds.*got 'model'"),
         (PolicyName.CHAIN, Rule.ONE_HOT, {"model", "ngram"}, "at least two kinds.*got 'ngram'"),

@@ -131,6 +131,6 @@ def test_the_sequence_goes_on_at_once_where_another_group_has_it() -> None:
 
 
 def test_one_group_is_too_few() -> None:
-    with pytest.raises(InvalidRequestError, match=r"at least 2 target groups verify.* has 1"):
+    with pytest.raises(InvalidRequestError, match=r"at least 2 target groups.* has 1"):
         check_layout(PolicyName.REPLICAS, 1, 1)
     check_layout(PolicyName.REPLICAS, 1, 2)
