@@ -186,7 +186,7 @@ def test_continuous_batching_makes_the_wanted_tokens(peer: PeerProcess) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_serving_measures_every_row(tmp_path: Path) -> None:
     roomy = make_tiny_checkpoint(tmp_path / "roomy", max_position_embeddings=1024)
     config = tmp_path / "tiny.toml"

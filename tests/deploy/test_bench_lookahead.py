@@ -278,7 +278,7 @@ def test_what_a_cell_gains_is_told_within_a_round_and_of_whole_rounds() -> None:
     assert ratios == [(1.0, 2), (pytest.approx(2.05), 2), (pytest.approx(3.05), 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     settings = LookaheadSettings(24, 1, quick=True)
     told: list[str] = []

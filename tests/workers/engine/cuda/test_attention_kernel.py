@@ -204,7 +204,7 @@ def test_sizes_of_heads(
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "dtype"), [KINDS[0], *KINDS[2:]])
 def test_units_of_all_sizes(device: torch.device, dtype: torch.dtype) -> None:
     """A sequence into the third size of units; both ways give the same bits."""
