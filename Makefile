@@ -1,12 +1,16 @@
 # One verb each, the same that .ci/run calls. `make install` is a prerequisite of all others and
 # does nothing when .venv is up to date.
 PYTHON ?= python3
-# Processes that share the tests out (tests/conftest.py); 0: this one runs them all.
-WORKERS ?= 0
+# Processes that share the tests out (tests/conftest.py); 0: pytest's own process runs them all.
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: install demo test lint proto bench
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+# Without bytecode, each process that a test starts would compile all modules anew.
+test test-long: export PYTHONDONTWRITEBYTECODE =
+
+.PHONY: install demo test test-long lint proto bench
 
 install: $(STAMP)
 
@@ -20,12 +24,16 @@ demo: install
 	$(BIN)/paceline demo
 
 test: install
-	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
+	$(PYTEST) -m "not long"
+
+test-long: install
+	$(PYTEST) -m long
 
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 	$(BIN)/buf lint
 	$(BIN)/python scripts/check_breaking.py
 

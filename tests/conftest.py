@@ -75,10 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """How `make test WORKERS=2` shares tests out: file by file, in the order of collection.
+    """How several processes share the tests out: file by file, in the order of collection.
 
-    One process runs all files with Ray: they share a cluster, and two would be too much for a small
-    machine.
+    One process runs all files with Ray first: they share a cluster, and two would be too much for a
+    small machine. When it is done, it takes other files like the others.
     """
     from xdist.scheduler import LoadScopeScheduling
 

@@ -24,6 +24,8 @@ from tests.cluster.system import Checkpoints, System, eventually, make_checkpoin
 from workers.drafting_service import MOST_FAILURES
 from workers.server import EXIT_BROKEN
 
+pytestmark = pytest.mark.long
+
 LOCKSTEP = replace(OPTIONS, policy="lockstep", max_tokens=40)
 TEXT = [5, 6, 7, 8] * 8
 """A prompt that n-grams go on with."""

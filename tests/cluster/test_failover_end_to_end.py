@@ -34,7 +34,7 @@ from tests.cluster.served_laws import (
 from tests.cluster.system import Checkpoints, System, eventually, running_system, start_target
 from workers.server import RunningServer
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
 TARGET_RTT_MS = 60.0
 LOST_AFTER = AT_ONCE + 1

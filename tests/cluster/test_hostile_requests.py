@@ -289,7 +289,7 @@ def _worker(*command: str) -> Iterator[str]:
         process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_thousand_hostile_requests_harm_nobody_and_leave_the_driver_as_it_was(
     checkpoints: Checkpoints,
 ) -> None:
@@ -330,7 +330,7 @@ async def _check_that_nothing_is_left(driver: Driver) -> None:
     assert driver._dispatch.num_open == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_hostile_requests_leave_nothing_at_the_workers(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ from workers.verification.kseq import KSeqNode
 from workers.verification.one_hot import OneHotNode
 from workers.verification.rejection import RecursiveNode
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
 TARGET_RTT_MS = 30.0
 

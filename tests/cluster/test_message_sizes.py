@@ -204,7 +204,7 @@ async def test_biases_on_the_whole_vocabulary_are_refused_beside_others(
     assert (alone.token_ids, alone.text) == (found.token_ids, found.text)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_drafter_joins_amid_many_sequences(checkpoints: Checkpoints) -> None:
     """It is told of all of them at once; those that ran before go on as if they were alone."""
     biased = GenerateOptions(

@@ -241,7 +241,7 @@ async def hurt(
             await drafter.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_request_that_kills_the_process_at_each_step(
     folder: Path, hits: Counter[int]
 ) -> None:
@@ -251,7 +251,7 @@ async def test_a_request_that_kills_the_process_at_each_step(
     assert max(hits.values()) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_step_that_runs_out_of_memory(folder: Path, hits: Counter[int]) -> None:
     """The process lives; streams are opened again."""
     (reason,), restarts, lost = await hurt(folder, TAKES_ALL_MEMORY)
@@ -261,7 +261,7 @@ async def test_a_step_that_runs_out_of_memory(folder: Path, hits: Counter[int]) 
     assert max(hits.values()) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_request_alone_that_fails_each_step_is_refused_by_a_fresh_process(
     folder: Path,
 ) -> None:
@@ -278,14 +278,14 @@ async def test_a_request_alone_that_fails_each_step_is_refused_by_a_fresh_proces
             await settled(driver)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_two_that_no_target_survives(folder: Path, hits: Counter[int]) -> None:
     reasons, _, _ = await hurt(folder, KILLS, more_poison=[TAKES_ALL_MEMORY])
     assert all("the target was lost" in reason for reason in reasons)
     assert max(hits.values()) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("token", [BREAKS_THE_DEVICE, BREAKS_EVERYTHING])
 async def test_a_broken_device_ends_its_process_which_says_why(
     folder: Path, token: int, hits: Counter[int]
@@ -300,7 +300,7 @@ async def test_a_broken_device_ends_its_process_which_says_why(
     assert max(hits.values()) <= 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_ranks_stay_in_step_beside_poison(folder: Path) -> None:
     """Rows that are no numbers in both ways in which ranks choose tokens, in the same steps."""
     with ShardProcesses([folder, folder], module="tests.cluster.faulty_shard") as shards:
@@ -316,7 +316,7 @@ async def test_ranks_stay_in_step_beside_poison(folder: Path) -> None:
             await settled(driver)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_a_rank_that_fails_and_a_rank_that_dies(folder: Path, hits: Counter[int]) -> None:
     """Both ranks fail at the same token; no other waits in a collective for ever."""
     reasons, _, _ = await hurt(folder, TAKES_ALL_MEMORY, degree=2)

@@ -26,6 +26,8 @@ from tests.cluster.fast_target import (
 )
 from tests.cluster.system import Checkpoints, eventually, make_checkpoints, running_system
 
+pytestmark = pytest.mark.long
+
 SMALL_WINDOWS = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
 """What a client takes before it reads."""
 

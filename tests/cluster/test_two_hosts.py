@@ -15,7 +15,7 @@ from tests.cluster.system import HOST, start_target
 from tests.cluster.two_hosts import HERE, SecondHost
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 PROMPT = "The quick brown fox"
 OPTIONS = GenerateOptions(temperature=1.0, seed=3, max_tokens=200, ignore_eos=True)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.cluster_faults.killing import eventually
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 async def is_heard() -> bool:

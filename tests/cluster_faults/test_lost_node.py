@@ -18,7 +18,7 @@ from tests.cluster_faults.killing import KILL_AT, PROMPT, eventually, options_of
 from tests.cluster_faults.ray_nodes import Job, RayNodes
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 HUNG_AFTER = 10.0
 

@@ -31,7 +31,7 @@ from tests.tiny import make_tiny_checkpoint
 if TYPE_CHECKING:
     from cluster.launch import ClusterHandle
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 HUNG_AFTER = 8.0
 LONGEST_PAUSE = 1.5

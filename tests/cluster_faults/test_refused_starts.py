@@ -11,7 +11,7 @@ from paceline.errors import CheckpointError, ConfigError, PacelineError, Unavail
 from tests.cluster_faults.killing import cluster_of, config_of, eventually
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 def test_a_deployment_that_cannot_be_leaves_nothing_behind(

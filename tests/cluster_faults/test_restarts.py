@@ -36,7 +36,7 @@ from tests.tiny import make_tiny_checkpoint
 if TYPE_CHECKING:
     from cluster.launch import ClusterHandle
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,7 @@ def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_decode_measures_every_row(served: Served, tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", ROWS[:2])
     flags = ("--max-tokens", "8", "--repeats", "1", "--no-calibrate", "--gap-steps", "20")

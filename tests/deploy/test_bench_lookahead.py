@@ -300,7 +300,7 @@ def test_without_priority_nothing_changes() -> None:
     assert os.sched_getscheduler(0) == before
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     settings = LookaheadSettings(24, 1, quick=True)
     told: list[str] = []

@@ -158,7 +158,7 @@ def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_rules_measures_every_part(served: Served, tmp_path: Path) -> None:
     parts = ("acceptance", "train-free")
     source = write_rows(tmp_path / "in.jsonl", ROWS[:1])

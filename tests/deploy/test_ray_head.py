@@ -86,7 +86,7 @@ def test_a_head_is_ended_by_its_plan_alone() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_outlives_the_first_process_of_a_head_is_ended_as_well() -> None:
     """Ray's agents do for some seconds, and have written over their own environment."""
     for _ in range(3):

@@ -15,7 +15,7 @@ from paceline import Client, GenerateOptions
 from tests.deploy.conftest import becomes_true
 from tests.tiny import make_tiny_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 ROOT = Path(__file__).resolve().parents[2]
 

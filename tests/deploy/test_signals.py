@@ -65,7 +65,7 @@ _MOMENTS = [
 
 
 @pytest.mark.ray
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
     shell: Shell, tmp_path: Path

@@ -20,7 +20,7 @@ from paceline import Client
 from tests.deploy.conftest import becomes_true
 from tests.deploy.shell import ROOT, Shell, tiny_config
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 TOKENS = 700
 """Of the emulated target: 13 s, while `down` takes some 5 s to ask for the end."""

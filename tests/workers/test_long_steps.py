@@ -58,7 +58,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
     await server.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 async def test_the_followers_of_a_long_prompt_come_step_by_step(address: str) -> None:
     """Those of 700,000 tokens have more than a message may: 26 bytes each."""
     prompt_length, chunk = 700_000, 8_192

@@ -28,6 +28,8 @@ from workers.server import RunningServer
 from workers.target_shard import TargetShardOptions, serve_target_shard
 from workers.verification.candidates import CandidateTree
 
+pytestmark = pytest.mark.long
+
 PROMPT = [5, 6, 7, 8, 5]
 NUM_TOKENS = 3
 NUM_SEEDS = 1200

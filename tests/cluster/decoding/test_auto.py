@@ -17,6 +17,8 @@ from cluster.simulation.layout import Layout, Load
 from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes, load_profile
 from workers.emulated.replay_text import Guess
 
+pytestmark = pytest.mark.long
+
 TARGET = load_profile("70b-4xh100")
 DRAFTER = load_profile("1b-h100")
 FIXED = (

@@ -19,6 +19,8 @@ from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.schedules import FewThatGoWell, Schedule
 
+pytestmark = pytest.mark.long
+
 
 class Steered(Schedule):
     """All requests are of `auto`; the tape chooses in the controller's place."""

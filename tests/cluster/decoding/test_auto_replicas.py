@@ -15,6 +15,8 @@ from cluster.simulation.layout import Layout, Load
 from tests.cluster.decoding.test_auto import DRAFTER, TARGET, choices, decode
 from workers.emulated.replay_text import Guess
 
+pytestmark = pytest.mark.long
+
 ONE_GROUP = ((PolicyName.CHAIN, 8), (PolicyName.FANOUT, 8), (PolicyName.PEARL, 8))
 SEVERAL = ((PolicyName.REPLICAS, 4), (PolicyName.REPLICAS, 8))
 

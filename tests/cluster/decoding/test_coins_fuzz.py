@@ -30,6 +30,8 @@ from workers.drafting.desk import DraftingDesk, SessionNews
 from workers.drafting.ngram import NgramProposer
 from workers.drafting.wire import to_responses
 
+pytestmark = pytest.mark.long
+
 WITH_DRAWS = (Rule.KSEQ, Rule.RECURSIVE, Rule.MCSD)
 
 

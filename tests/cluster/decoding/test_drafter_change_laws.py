@@ -45,6 +45,8 @@ from tests.workers.verification.enumeration import (
 from workers.verification import kseq
 from workers.verification.candidates import CandidateTree
 
+pytestmark = pytest.mark.long
+
 TWO_MODELS = (MODEL, OTHER_MODEL)
 
 # Steps, and passes of each before it: with nothing drafted beside the window, with some, with all.

@@ -19,6 +19,8 @@ from tests.cluster.decoding.law_faults import Pause, TargetFault
 from tests.cluster.decoding.law_world import Timing
 from tests.cluster.served_laws import trusts_what_was_drafted
 
+pytestmark = pytest.mark.long
+
 REJECTION = Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3, TargetFault(2))
 ONE_HOT_FAULT = TargetFault(3, away=1, verified=True)
 KSEQ = Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3), 2, TargetFault(2))

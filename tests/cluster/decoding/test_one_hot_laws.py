@@ -20,6 +20,8 @@ from tests.cluster.decoding.law_faults import Fault, TargetFault
 from tests.cluster.decoding.law_world import Timing
 from workers.verification.one_hot import OneHotNode
 
+pytestmark = pytest.mark.long
+
 PAIRS = (("ngram", "recycling"), ("recycling", "branching"))
 THREE = ("ngram", "recycling", "branching")
 

@@ -15,6 +15,8 @@ from cluster.decoding.state import DecodingState, Outbox
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.schedules import Schedule
 
+pytestmark = pytest.mark.long
+
 
 @settings(max_examples=2500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(min_size=20, max_size=160))

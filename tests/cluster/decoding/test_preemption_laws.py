@@ -20,6 +20,8 @@ from tests.cluster.decoding.law_faults import Preemption
 from tests.cluster.decoding.law_world import Timing
 from tests.cluster.served_laws import trusts_what_was_drafted
 
+pytestmark = pytest.mark.long
+
 BOTH = ("recycling", "branching")
 
 # Blocks in all: with more, they are taken later. With these, run-ahead is pending.

@@ -20,6 +20,8 @@ from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.schedules import FewThatGoWell, Tape
 
+pytestmark = pytest.mark.long
+
 
 class ReplicasSchedule(FewThatGoWell):
     """All requests, few at a time, have several groups verify them."""

@@ -37,6 +37,8 @@ from workers.drafting.expansions import Children
 from workers.verification.candidates import CandidateTree
 from workers.verification.kseq import KSeqNode
 
+pytestmark = pytest.mark.long
+
 CASES = (
     Case(Rule.REJECTION, LOCKSTEP, 1, 2, Timing(0), 3),
     Case(Rule.REJECTION, CHAIN, 1, 1, Timing(2), 3),

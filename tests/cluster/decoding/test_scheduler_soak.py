@@ -16,6 +16,8 @@ from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
 from workers.engine.shared_blocks import BlockKeys
 
+pytestmark = pytest.mark.long
+
 BLOCKS = (64, 48, 40, 32, 28, 24, 20, 18, 16, 15)
 """Of 4 positions each: at the end one request may need all but two of them."""
 STEPS_A_SIZE = 1000

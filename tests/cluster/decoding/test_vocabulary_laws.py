@@ -14,6 +14,8 @@ from tests.cluster.decoding.law_drafter import PROMPT, EnumeratedProposer
 from tests.cluster.decoding.law_world import Timing
 from workers.drafting.tree import DraftTree
 
+pytestmark = pytest.mark.long
+
 CASES = (
     Case(Rule.REJECTION, CHAIN, 1, 2, Timing(3, 1), 2),
     Case(Rule.KSEQ, CHAIN, 2, 4, Timing(3, 1), 2),

@@ -22,6 +22,8 @@ from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import ROOT, DraftTree, Grant
 
+pytestmark = pytest.mark.long
+
 PROMPT = (1, 2)
 LOGITS_V = torch.tensor([1.8, 0.6, 0.2, -0.4])
 """After any prefix: so equal noise under two nodes draws equal tokens."""

@@ -37,6 +37,8 @@ from workers.verification.candidates import CandidateTree
 from workers.verification.distribution import adjusted_logits, distribution_of
 from workers.verification.rows import WindowRows
 
+pytestmark = pytest.mark.long
+
 LENGTH = 3
 SPINE: Shape = (((), ()), ())  # two children, and two under the first of them
 FIXED = (((0, 1), (0, 1)), ((2, 1, 0), (0, 0, 1)), ((1, 1, 2), (0, 1, 1)))

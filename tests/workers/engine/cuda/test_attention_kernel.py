@@ -25,6 +25,8 @@ from workers.engine.cuda.attention_units import num_units, share_out
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
 from workers.engine.cuda.paged_attention import SCRATCH_BYTES, attend_pages
 
+pytestmark = pytest.mark.long
+
 INTERPRETED = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="there is a GPU, so nothing is interpreted"
 )
@@ -204,7 +206,6 @@ def test_sizes_of_heads(
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("device", "dtype"), [KINDS[0], *KINDS[2:]])
 def test_units_of_all_sizes(device: torch.device, dtype: torch.dtype) -> None:
     """A sequence into the third size of units; both ways give the same bits."""

@@ -30,6 +30,8 @@ from workers.engine.fusing import NativeNorm
 from workers.engine.layer_operations import AttentionLayer, LayerOperations
 from workers.engine.slices import Slice
 
+pytestmark = pytest.mark.long
+
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
 """Of a value: one unit of the last place of bfloat16, some of float32: a device's exponential and

@@ -16,6 +16,8 @@ from tests.workers.engine.cuda.test_attention_kernel import (
 )
 from workers.engine.cuda.tree_kernel import attend_beside_stems
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(("width", "num_keys", "group"), [(4, 6, 3), (33, 70, 3), (2, 2, 70)])
 @pytest.mark.parametrize(("device", "dtype"), KINDS)

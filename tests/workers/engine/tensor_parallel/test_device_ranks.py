@@ -23,6 +23,8 @@ from workers.target_stepper import Stepper
 from workers.verdicts import verdicts_of
 from workers.worker_clock import WorkerClock
 
+pytestmark = pytest.mark.long
+
 VOCAB, LENGTH = 302, 300
 TOKEN_IDS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")

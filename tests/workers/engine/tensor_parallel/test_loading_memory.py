@@ -40,7 +40,7 @@ print(taken, sum(tensors.values()), *told[-1])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "degree"), [(0, 1), (1, 2)])
 def test_the_peak_is_near_what_is_held(demo_folder: Path, rank: int, degree: int) -> None:
     """Beside Python and its libraries. The demo's embedding is tied: it is held as a packed LM head
