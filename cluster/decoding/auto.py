@@ -3,7 +3,7 @@
 It maximises the tokens/s of the whole batch. Sequences whose drafts are accepted about as often
 are a cohort (cohorts.py), and a choice is made for a cohort as if all of it did the same from the
 next step on: expected tokens of a step over its expected time, both of the whole batch. The time
-is believed (step_model.py) to depend on the rows that a step feeds, on its sequences, and on the
+is believed (timings.py) to depend on the rows that a step feeds, on its sequences, and on the
 proposals that the driver must read meanwhile; the tokens are forecast for each policy (forecast.py)
 and corrected by what the policy brought when it was last in use. One cohort is chosen for in a
 step, while the target computes if anything is drafted. Its sequences follow within a few steps, not
