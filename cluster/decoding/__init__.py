@@ -9,27 +9,27 @@ sequence.py       all that is known of one
 token_tree.py     its committed tokens, the candidates after them (candidates.py)
 windows.py        what a step verifies
 held_kv.py        its KV on a target group
-counts.py, totals.py, utilisation.py   what is counted
+counts.py, totals.py   what is counted
+
+Time:
+timings.py        how long steps, passes and the driver's work take; how busy devices were
 
 A target group:
 group.py          what runs there, and its step in flight
 residents.py, waiting.py     who runs, who waits, who gives blocks back
 prefix_cache.py   the blocks, and those that sequences share
-batching.py, prefill.py      a step: who is in it, and how much prefill
-prefill_price.py  what prefill adds to a step's time
+batching.py, prefill.py      a step: who is in it, and how much prefill, by what that adds
 answers.py, verdicts.py      what its answer does
 replicas.py       one sequence on several groups
 suspects.py       who may have ended it: tried alone
 
 Drafters:
 drafters.py, roster.py       who drafts for whom, and what they are told
-driver_share.py   for how many chains the driver has time
 proposals.py      where what they send goes
-step_costs.py     what they must know of steps to stop by cost
 
 Policies:
 lookahead.py, draft_view.py   what a policy looks at and answers
 policies.py       each of them
 auto.py           the one that chooses among them, by choices.py, cohorts.py, options.py, pilot.py,
-                  forecast.py, outlook.py, beliefs.py, hits.py, estimates.py and step_model.py
+                  forecast.py, outlook.py, beliefs.py and hits.py
 """

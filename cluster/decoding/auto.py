@@ -4,7 +4,7 @@ It maximizes the tokens/s of the whole batch. Sequences with the same drafter wh
 accepted about as often form a cohort (cohorts.py). The controller chooses for a cohort as if all
 members changed with the next step. It compares expected tokens over expected time of a step, both
 of the whole batch. The time depends on the rows that a step feeds, on its sequences, and on the
-proposals that the driver reads meanwhile (step_model.py). The tokens are forecast for each policy
+proposals that the driver reads meanwhile (timings.py). The tokens are forecast for each policy
 (forecast.py) and corrected by what the policy brought when it was last in use.
 
 Each step brings a choice for one cohort, made while the target computes if anything is drafted. The

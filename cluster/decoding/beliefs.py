@@ -7,14 +7,13 @@ from dataclasses import replace
 from cluster.decoding.choices import Choice
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.counts import CountedVerdict
-from cluster.decoding.estimates import Acceptance, DraftTimes, Mean
 from cluster.decoding.events import Proposed, is_believable
 from cluster.decoding.forecast import Conditions, Forecast, StepMs, granted_ahead
 from cluster.decoding.hits import FIRST_HIT_RATE, Hits
 from cluster.decoding.outlook import chain_outlook, shape_of
-from cluster.decoding.pilot import FIRST_GUESS, UNSETTLED, Correction, Pilot
+from cluster.decoding.pilot import FIRST_GUESS, UNSETTLED, Acceptance, Correction, Pilot
 from cluster.decoding.policies import forks_within
-from cluster.decoding.step_model import StepModel
+from cluster.decoding.timings import DraftTimes, Mean, StepModel
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
 
@@ -52,7 +51,7 @@ class Beliefs:
         found = self.steps.estimates()
         for name, times in self._drafters.items():
             if times.known:
-                found[f"{name}.pass_ms"] = times.pass_ms(self.sequences)
+                found[f"{name}.pass_ms"] = times.pass_ms()
                 found[f"{name}.round_trip_ms"] = times.round_trip_ms
         for name, acceptance in self._acceptances.items():
             found[f"{name}.acceptance"] = acceptance.mean
@@ -131,7 +130,7 @@ class Beliefs:
     def _forks_of(self, pilot: Pilot, cohort: Cohort) -> int:
         """Positions of the sequence's chain that may fork."""
         times = self._drafters.get(cohort.like.drafter)
-        pass_ms = times.pass_ms(self.sequences, branches=True) if times else 0.0
+        pass_ms = times.pass_ms(branches=True) if times else 0.0
         bounded = pass_ms and not pilot.choice.is_tree
         pace = self.steps.last.ms / pass_ms if bounded else 0.0
         crowd = max(1, cohort.members)
@@ -180,11 +179,10 @@ class Beliefs:
         times = self._drafters.get(like.drafter)
         if not self.steps.known or times is None or not times.known:
             return None
-        members, _ = self._shares(cohort)
         return Conditions(
             chances=cohort.acceptance.chances(max(1, like.limit // like.branches)),
             step_ms=self._step_ms(cohort, hopeful=False),
-            pass_ms=times.pass_ms(members) + times.pause_ms,
+            pass_ms=times.pass_ms() + times.pause_ms,
             tokens_a_pass=times.tokens_a_pass.value,
             restart_ms=times.restart_ms(),
         )
@@ -231,8 +229,7 @@ class Beliefs:
             told = TOLD_A_CANDIDATE * cohort.like.branches if choice.is_tree else 0.0
             return replace(conditions, messages_a_candidate=told)
         times = self._drafters[cohort.like.drafter]
-        members, _ = self._shares(cohort)
-        pass_ms = times.pass_ms(members, branches=True) + times.pause_ms
+        pass_ms = times.pass_ms(branches=True) + times.pause_ms
         ahead = conditions.step_ms(0, 0) / pass_ms
         window = cohort.plan.window if cohort.plan else cohort.like.limit
         return replace(
@@ -293,6 +290,6 @@ class Beliefs:
             "sequences_alike": float(members),
             **self.steps.estimates(),
             "step_ms": conditions.step_ms(0, 0),
-            "pass_ms": times.pass_ms(members, branches=branches),
+            "pass_ms": times.pass_ms(branches=branches),
             "round_trip_ms": times.round_trip_ms,
         }

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.decoding.choices import Choice
-from cluster.decoding.estimates import Acceptance
-from cluster.decoding.pilot import Pilot
+from cluster.decoding.pilot import Acceptance, Pilot
 from paceline.rules import Rule
 
 _LEVEL, _STAYS = 0.3, 0.22

@@ -6,7 +6,6 @@ import math
 from collections.abc import Collection, Iterable
 
 from cluster.decoding.draft_view import view_of
-from cluster.decoding.driver_share import DriverShare
 from cluster.decoding.events import DrafterJoined, StepDone, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
@@ -25,7 +24,7 @@ from cluster.decoding.roster import (
     is_much_faster,
 )
 from cluster.decoding.sequence import Refusal, Sequence
-from cluster.decoding.step_costs import StepCosts
+from cluster.decoding.timings import DriverShare, StepCosts
 from paceline.rules import Rule, Stopping
 from workers.verification.rules import FACTS
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from cluster.decoding.choices import Choice
 from cluster.decoding.counts import CountedVerdict, Foresight
-from cluster.decoding.estimates import Mean
 from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName
+from cluster.decoding.timings import Mean
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from cluster.decoding.choices import Choice
 from cluster.decoding.counts import CountedVerdict, Foresight
-from cluster.decoding.estimates import Acceptance
 from cluster.decoding.events import Request
 from cluster.decoding.lookahead import LookaheadPolicy
 from cluster.decoding.policies import Off
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 
 FIRST_GUESS = 0.7
 """Acceptance assumed for a drafter of which nothing is known."""
+
+MAX_POSITION = 12
+"""Acceptance is estimated by position of the window up to here; later ones are like the last."""
 
 FIRST_PROBE, LAST_PROBE = 16, 512
 """Plain verdicts before a probe. The number doubles after each failed probe, up to the last."""
@@ -38,6 +40,67 @@ _RECENT = 0.98
 _TRUST = 40.0
 """A policy's correction takes full effect after many more tokens than this."""
 _FORGET = 0.002
+
+
+class Acceptance:
+    """The chance of a candidate given those before it, by position of the window.
+
+    Few observations lean on `prior`: the same of many sequences, or a first guess.
+    """
+
+    __slots__ = ("_accepted", "_prior", "_prior_weight", "_tried", "candidates")
+
+    DECAY = 0.97
+    """Of what was seen, so much is kept from one verdict of a sequence to its next."""
+
+    FADED = 0.2
+
+    def __init__(self, prior: Acceptance | float, *, prior_weight: float = 4.0) -> None:
+        self._prior = prior
+        self._prior_weight = prior_weight
+        self._tried = [0.0] * MAX_POSITION
+        self._accepted = [0.0] * MAX_POSITION
+        self.candidates = 0
+        """How many were tried in all."""
+
+    def add(self, rights: Sequence[bool], *, sequences: int = 1) -> None:
+        """A verdict tried these positions from the first on; whether each candidate was right.
+
+        It is of one of so many sequences, whose verdicts are all added.
+        """
+        self.candidates += len(rights)
+        kept = 1 - (1 - self.DECAY) / sequences
+        for place, right in enumerate(rights[:MAX_POSITION]):
+            self._tried[place] = self._tried[place] * kept + 1
+            self._accepted[place] = self._accepted[place] * kept + right
+
+    def fade(self) -> None:
+        """What was seen is long ago: it counts for little from now on."""
+        self._tried = [tried * self.FADED for tried in self._tried]
+        self._accepted = [accepted * self.FADED for accepted in self._accepted]
+
+    def chance(self, position: int) -> float:
+        """Of the candidate at this position, from 1 on, given those before it.
+
+        It leans on the mean of all positions, and that on the prior.
+        """
+        return self.chances(position)[-1]
+
+    @property
+    def mean(self) -> float:
+        """Of all positions together."""
+        prior = self._prior.mean if isinstance(self._prior, Acceptance) else self._prior
+        weight = self._prior_weight
+        return (sum(self._accepted) + weight * prior) / (sum(self._tried) + weight)
+
+    def chances(self, count: int) -> tuple[float, ...]:
+        """Of positions 1 to `count`."""
+        weight, leaning = self._prior_weight, self._prior_weight * self.mean
+        found = [
+            (accepted + leaning) / (tried + weight)
+            for accepted, tried in zip(self._accepted[:count], self._tried[:count], strict=True)
+        ]
+        return (*found, *found[-1:] * (count - len(found)))
 
 
 class Resting(Off):

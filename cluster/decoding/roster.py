@@ -11,7 +11,7 @@ from cluster.decoding.policies import MOST_CHAINS
 from cluster.decoding.sequence import Sequence
 
 _SLOW_CHANGE = 0.9
-"""Of the duration of a pass, so much is remembered from one to the next."""
+"""The weight of the mean duration of a drafter's passes when another pass is added."""
 
 MALFORMED_LIMIT = 3
 """So many malformed proposals make a drafter suspect."""
@@ -48,7 +48,7 @@ class RosterEntry:
 
     joined: DrafterJoined
     load: int = 0
-    pass_ms: float = 0.0
+    pass_ms: float = 0.0  # the mean of passes of all kinds; `auto` tells kinds apart (DraftTimes)
     malformed: int = 0
     heard_at: float = 0.0
     steps_unheard: int = 0

@@ -13,8 +13,8 @@ from cluster.decoding.instructions import SequenceStats, Slice
 from cluster.decoding.lookahead import LookaheadPolicy
 from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.timings import Mark, Shares, Utilisation
 from cluster.decoding.token_tree import TokenTree
-from cluster.decoding.utilisation import Mark, Shares, Utilisation
 from paceline.rules import Rule
 from workers.engine.shared_blocks import BlockKeys
 

@@ -11,9 +11,8 @@ from cluster.decoding.drafters import Drafters
 from cluster.decoding.group import Group
 from cluster.decoding.instructions import Finish, FinishReason, Instruction, Refuse
 from cluster.decoding.sequence import Replica, Sequence
-from cluster.decoding.step_costs import StepCosts
+from cluster.decoding.timings import StepCosts, Utilisation
 from cluster.decoding.totals import Totals
-from cluster.decoding.utilisation import Utilisation
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import PacelineError
 

@@ -10,10 +10,9 @@ import pytest
 from cluster.decoding.auto import FIRST_TRIED, SHARE_TRIED, Controller
 from cluster.decoding.choices import Choice
 from cluster.decoding.cohorts import FIRST_STANDS, STANDS, Cohorts, Plan
-from cluster.decoding.estimates import Acceptance
 from cluster.decoding.events import Proposal, Proposed, StepDone
 from cluster.decoding.instructions import RunStep, Slice
-from cluster.decoding.pilot import Pilot
+from cluster.decoding.pilot import Acceptance, Pilot
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.scripts import verdict_of

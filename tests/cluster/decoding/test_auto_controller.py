@@ -16,7 +16,7 @@ from cluster.decoding.events import (
     TargetJoined,
 )
 from cluster.decoding.instructions import Instruction, RunStep, Slice
-from cluster.decoding.pilot import FIRST_PROBE, RESTING, Pilot
+from cluster.decoding.pilot import FIRST_PROBE, RESTING, Acceptance, Pilot
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
@@ -158,3 +158,42 @@ def test_a_scheduler_that_serves_no_auto_is_given_none() -> None:
     scheduler = Scheduler(serves_auto=False)
     with pytest.raises(AssertionError, match="nothing to choose"):
         scheduler.handle(Admitted(0, request(1, PROMPT, policy=PolicyName.AUTO)))
+
+
+def test_acceptance_leans_on_its_prior_until_there_is_evidence() -> None:
+    drafter = Acceptance(0.7)
+    sequence = Acceptance(drafter)
+    assert sequence.chances(3) == pytest.approx((0.7,) * 3)
+    for _ in range(60):
+        drafter.add((True, True, False))  # 1, 1, 0
+    assert drafter.chance(1) > 0.95
+    assert drafter.chance(3) < 0.1
+    assert sequence.chance(1) == pytest.approx(drafter.mean), "of the sequence nothing is known yet"
+    for _ in range(60):
+        sequence.add((False,))
+    assert sequence.chance(1) < 0.1
+    assert sequence.candidates == 60
+
+
+def test_acceptance_follows_a_change() -> None:
+    acceptance = Acceptance(0.7)
+    for _ in range(200):
+        acceptance.add((True,))
+    for _ in range(100):
+        acceptance.add((False,))
+    assert acceptance.chance(1) < 0.15
+
+
+def test_what_many_sequences_tell_at_a_time_lasts_as_long_as_what_one_tells() -> None:
+    """Ten steps of rejections: of one sequence, and of each of 32."""
+    one, many = Acceptance(0.9), Acceptance(0.9)
+    for _ in range(10):
+        one.add((False,))
+        for _ in range(32):
+            many.add((False,), sequences=32)
+    steps = 0
+    while many.chance(1) < 0.5:
+        for _ in range(32):
+            many.add((True,), sequences=32)
+        steps += 1
+    assert 4 < steps < 20, "not at the first step, and not much later than the ten"

@@ -9,7 +9,7 @@ import pytest
 from cluster.decoding.events import Proposed, StepDone
 from cluster.decoding.instructions import Finish, Instruction
 from cluster.decoding.scheduler import Scheduler
-from cluster.decoding.utilisation import ideal_tokens_per_step
+from cluster.decoding.timings import ideal_tokens_per_step
 from paceline.rules import Rule
 from tests.cluster.decoding.scripts import (
     PROMPT,

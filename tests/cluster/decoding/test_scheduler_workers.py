@@ -27,7 +27,6 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.decoding.step_costs import StepCosts
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule, Stopping
@@ -84,18 +83,6 @@ def test_a_drafter_that_does_not_fit_the_rule_is_not_asked() -> None:
 
 
 def test_stopping_by_cost_is_told_what_steps_cost_and_bring() -> None:
-    costs = StepCosts()
-    for step in range(20):
-        candidates = step % 4
-        seconds = 0.010 + 0.002 * candidates
-        costs.add(0.02 * step, candidates=candidates, step_seconds=seconds, tokens=3)
-    assert costs.ms_per_candidate == pytest.approx(2.0)
-    assert costs.tokens_per_ms == pytest.approx(3 / 20)
-    # What the target did not work is no time of a step.
-    costs.pause()
-    costs.add(99.0, candidates=0, step_seconds=0.010, tokens=1)
-    assert costs.tokens_per_ms == pytest.approx(3 / 20)
-
     scheduler = started_with(dataclasses.replace(request(1, PROMPT), stopping=Stopping.COST))
     scheduler.handle(verdict(1, 0, 10, now=1.0))
     answers = [
