@@ -1,3 +1,5 @@
+"""What spans devices."""
+
 from __future__ import annotations
 
 import workers  # noqa: F401  (what it does before gRPC is imported)

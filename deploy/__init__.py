@@ -1,3 +1,5 @@
+"""What a person runs."""
+
 from __future__ import annotations
 
 import workers  # noqa: F401  (what it does before gRPC is imported)

@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cluster.driver import Driver, DriverOptions
+from cluster.driver.driver import Driver, DriverOptions
 from deploy.bench.engine_gpu import gpu_for
 from deploy.bench.processes import WorkerProcess
 from paceline.errors import ConfigError
@@ -257,8 +257,8 @@ def main(
     arguments = ["--device", device, "--weights", "float32"]
     try:
         for name, module, kv in (
-            ("target", "workers.target_shard", 12_000),
-            ("draft", "workers.drafter", 4_000),
+            ("target", "workers.target.shard", 12_000),
+            ("draft", "workers.drafting.drafter", 4_000),
         ):
             more = ["--max-model-len", "2048"] if name == "target" else []
             memory = str(kv if device == "cuda" else 256)

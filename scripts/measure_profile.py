@@ -21,12 +21,11 @@ from transformers import LlamaConfig, Qwen2Config
 from deploy.bench.engine_gpu import GpuTask, gpu_for, llama_8b_config, make_engine
 from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.device_verdicts import choose_tokens
 from workers.engine.block_pool import blocks_for
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.staging import to_host
 from workers.engine.slices import Slice
-from workers.row_params import Row
+from workers.verification.row_params import Row, choose_tokens
+from workers.verification.staging import to_host
 
 CONTEXT = 1024
 BATCHES = (1, 8, 64, 256)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 os.environ.update(
     {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # As deploy/ray_head.py has it: the heads of tests listen on the loopback interface alone.
+        # As in deploy/session/ray_head.py: the heads of tests listen on loopback alone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "disabled",
         # A call of Ray's that comes too early or too late fails, and starts no cluster of its own.
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test makes an engine."""
     if config.getoption("--kernels"):
-        from workers.kernels import use_kernels
+        from workers.process.kernels import use_kernels
 
         use_kernels(True)
 
@@ -94,7 +94,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
     """The demo checkpoint in the user's cache, fetched once if it is absent."""
-    from workers.models import default_home, resolve_model
+    from workers.models.catalogue import default_home, resolve_model
 
     return resolve_model("demo", home=default_home(os.environ)).folder
 
@@ -105,11 +105,11 @@ def ray_address() -> Iterator[str]:
 
     It has more CPUs than the machine, so that no test waits for another's to come free.
     """
-    from deploy.ray_head import start_head, stop_head
+    from deploy.session.ray_head import start_head, stop_head
 
     head = start_head(num_cpus=16)
     try:
-        from cluster import launch
+        from cluster.placement import launch
 
         launch.connect(head.address)
         yield head.address

@@ -1,8 +1,10 @@
-"""The rules of the floors, and a reader of imports that finds what breaks them.
+"""The rules of the floors and their rooms, and a reader of imports that finds what breaks them.
 
-A module imports its own floor and those below (paceline < workers < cluster < deploy), and some
-folders do without some libraries. Imports inside functions and under TYPE_CHECKING count, and so
-do `importlib.import_module("name")` and `__import__("name")`, and f"package.{name}" in its place.
+A module imports its own floor and those below (paceline < workers < cluster < deploy). A room is a
+folder of a floor; within the floor it imports only the rooms that ARROWS names, so no two rooms
+depend on each other (docs/architecture.md draws them). Some folders do without some
+libraries. Imports inside functions and under TYPE_CHECKING count, and so do `__import__("name")` and
+`importlib.import_module("name")`; `f"package.{name}"` there counts as a module of that package.
 """
 
 from __future__ import annotations
@@ -22,6 +24,27 @@ BANS = {
     "cluster.simulation": ("ray", "grpc", "asyncio", "time"),
     "cluster.decoding": (*_PURE, "torch", "transformers", "google.protobuf", "paceline.v1"),
 }
+ARROWS = {
+    "workers.process": (),
+    "workers.verification": ("process",),
+    "workers.engine": ("process", "verification"),
+    "workers.drafting": ("engine", "process", "verification"),
+    "workers.target": ("drafting", "engine", "process", "verification"),
+    "workers.emulated": ("drafting", "engine", "process", "target", "verification"),
+    "workers.models": ("emulated", "engine"),
+    "cluster.decoding": (),
+    "cluster.driver": ("decoding",),
+    "cluster.config": ("decoding", "driver"),
+    "cluster.placement": ("config", "decoding", "driver"),
+    "cluster.simulation": ("config", "decoding"),
+    "deploy.terminal": (),
+    "deploy.session": ("terminal",),
+    "deploy.rows": ("terminal",),
+    "deploy.bench": ("rows", "session"),
+    "deploy.jobs": ("session", "terminal"),
+    "deploy.cli": ("bench", "rows", "session", "terminal"),
+}
+"""For each room, the rooms of its floor that it may import."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +97,10 @@ def imports_of(root: Path) -> Iterator[Import]:
                     yield Import(module, getattr(node, "lineno", 0), target)
 
 
+def _room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
 def _complaint(found: Import) -> str | None:
     target = found.target
     if target is None:
@@ -84,6 +111,10 @@ def _complaint(found: Import) -> str | None:
         return f"imports {target}, which is on no floor"
     if top in FLOORS and FLOORS.index(top) > FLOORS.index(own):
         return f"climbs to {target}"
+    if top == own and _room(found.module) in ARROWS and (room := _room(target)) in ARROWS:
+        allowed = ARROWS[_room(found.module)]
+        if room != _room(found.module) and room.partition(".")[2] not in allowed:
+            return f"imports {target}; {_room(found.module)} does without {room}"
     for package, banned in BANS.items():
         if _is_within(found.module, package):
             for library in banned:
@@ -96,3 +127,46 @@ def violations(root: Path) -> list[str]:
     """What breaks the rules below `root`, one line each."""
     found = ((each, _complaint(each)) for each in imports_of(root))
     return [f"{each.module}:{each.line} {wrong}" for each, wrong in found if wrong is not None]
+
+
+def loose_modules(root: Path) -> list[str]:
+    """Files that lie on a floor beside its rooms; `paceline/` has no rooms."""
+    return [
+        str(path.relative_to(root))
+        for floor in FLOORS[1:]
+        for path in sorted((root / floor).glob("*.py"))
+        if path.name != "__init__.py"
+    ]
+
+
+def import_cycle(root: Path) -> list[str]:
+    """Modules that import one another when they are loaded, in a ring; empty if there are none.
+
+    Imports inside functions and under TYPE_CHECKING run later or never, and do not count.
+    """
+    imports: dict[str, set[str]] = {}
+    for floor in FLOORS:
+        for path in (root / floor).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            package = ".".join(parts[:-1])
+            loaded = ast.parse(path.read_text(), str(path)).body
+            found = (target for node in loaded for target in _targets(node, package) if target)
+            imports[module] = {name for target in found for name in (target, _parent(target))}
+    return _ring({module: imports[module] & imports.keys() for module in imports})
+
+
+def _parent(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _ring(imports: dict[str, set[str]]) -> list[str]:
+    """What is left of a graph once everything that leads to no ring is taken out."""
+    left = {module: targets - {module} for module, targets in imports.items()}
+    while True:
+        leaves = {module for module, targets in left.items() if not targets}
+        if not leaves:
+            return sorted(left)
+        left = {
+            module: targets - leaves for module, targets in left.items() if module not in leaves
+        }

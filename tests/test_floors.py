@@ -1,4 +1,4 @@
-"""DESIGN.md section 1: no import climbs, and the pure rooms stay pure."""
+"""No import climbs, rooms import along the arrows alone, and the pure rooms stay pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.floors import FLOORS, imports_of, violations
+from tests.floors import (
+    ARROWS,
+    FLOORS,
+    import_cycle,
+    imports_of,
+    loose_modules,
+    violations,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,8 +32,11 @@ def test_no_import_breaks_the_rules() -> None:
         ("paceline/client.py", "import torch"),
         ("paceline/client.py", "def late():\n    from ray import get"),
         ("paceline/client.py", "from workers.engine import engine"),
-        ("workers/drafter.py", "import cluster.driver"),
-        ("workers/drafter.py", "import ray.util"),
+        ("workers/drafting/drafter.py", "import cluster.driver.driver"),
+        ("workers/drafting/drafter.py", "import ray.util"),
+        ("workers/drafting/drafter.py", "from workers.target.faults import blame"),
+        ("workers/verification/coupled.py", "from workers.engine import engine"),
+        ("cluster/decoding/sequence.py", "def late():\n    import cluster.driver.text"),
         ("workers/verification/coupled.py", "import time"),
         ("workers/verification/coupled.py", "from random import random"),
         ("cluster/decoding/sequence.py", "import asyncio"),
@@ -37,13 +47,13 @@ def test_no_import_breaks_the_rules() -> None:
         ("cluster/decoding/sequence.py", "import torch.nn"),
         ("cluster/decoding/sequence.py", "if TYPE_CHECKING:\n    import transformers"),
         ("cluster/decoding/sequence.py", "from ... import deploy"),
-        ("cluster/driver.py", "from ..deploy import cli"),
-        ("cluster/driver.py", "import importlib\nimportlib.import_module('deploy.cli')"),
-        ("cluster/driver.py", "import_module(name)"),
-        ("cluster/driver.py", "import_module(f'deploy.commands.{name}')"),
-        ("cluster/driver.py", "import_module(f'dep{name}')"),
-        ("cluster/driver.py", "__import__('deploy')"),
-        ("deploy/cli.py", "import tests.tiny"),
+        ("cluster/driver/driver.py", "from ...deploy import cli"),
+        ("cluster/driver/driver.py", "import importlib\nimportlib.import_module('deploy.cli')"),
+        ("cluster/driver/driver.py", "import_module(name)"),
+        ("cluster/driver/driver.py", "import_module(f'deploy.cli.{name}')"),
+        ("cluster/driver/driver.py", "import_module(f'dep{name}')"),
+        ("cluster/driver/driver.py", "__import__('deploy')"),
+        ("deploy/cli/__main__.py", "import tests.tiny"),
     ],
 )
 def test_a_module_that_breaks_a_rule_is_reported(tmp_path: Path, module: str, source: str) -> None:
@@ -57,10 +67,16 @@ def test_a_module_that_breaks_a_rule_is_reported(tmp_path: Path, module: str, so
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("deploy/cli.py", "import ray, torch, cluster.driver, workers.drafter, paceline.errors"),
-        ("deploy/cli.py", "import_module(f'deploy.commands.{name}')"),
-        ("cluster/driver.py", "import asyncio\nfrom . import decoding\nfrom paceline.v1 import x"),
-        ("workers/verification/coupled.py", "import torch\nfrom ..engine import engine"),
+        (
+            "deploy/cli/__main__.py",
+            "import ray, torch, cluster.driver.text, paceline.errors",
+        ),
+        ("deploy/cli/__main__.py", "import_module(f'deploy.cli.{name}')"),
+        (
+            "cluster/driver/driver.py",
+            "import asyncio\nfrom . import text\nfrom paceline.v1 import x",
+        ),
+        ("workers/verification/coupled.py", "import torch\nfrom ..process import kernels"),
         ("cluster/decoding/sequence.py", "from paceline.prefix_hash import extend\nimport raymond"),
     ],
 )
@@ -69,6 +85,32 @@ def test_a_module_that_keeps_the_rules_is_not(tmp_path: Path, module: str, sourc
     path.parent.mkdir(parents=True)
     path.write_text(source)
     assert violations(tmp_path) == []
+
+
+def test_the_arrows_run_in_no_ring() -> None:
+    below: set[str] = set()
+    for room, allowed in ARROWS.items():  # in an order in which each names those before it
+        floor = room.partition(".")[0]
+        assert {f"{floor}.{one}" for one in allowed} <= below
+        below.add(room)
+
+
+def test_modules_import_one_another_in_no_ring() -> None:
+    assert import_cycle(ROOT) == []
+
+
+def test_a_ring_of_imports_is_found(tmp_path: Path) -> None:
+    (tmp_path / "paceline").mkdir()
+    (tmp_path / "paceline" / "a.py").write_text("from paceline import b")
+    (tmp_path / "paceline" / "b.py").write_text("from paceline.c import f")
+    (tmp_path / "paceline" / "c.py").write_text("def f():\n    import paceline.a")
+    assert import_cycle(tmp_path) == []
+    (tmp_path / "paceline" / "c.py").write_text("import paceline.a")
+    assert import_cycle(tmp_path) == ["paceline.a", "paceline.b", "paceline.c"]
+
+
+def test_nothing_lies_loose_on_a_floor() -> None:
+    assert loose_modules(ROOT) == []
 
 
 @pytest.mark.parametrize("package", ["paceline", "cluster.decoding"])

@@ -1,30 +1,34 @@
-"""Packages that say what is in which file name all their modules, and no others."""
+"""docs/architecture.md names every product file once, and draws the arrows that are enforced."""
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
-import pytest
+from tests.floors import ARROWS, FLOORS
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def named_in(docstring: str) -> set[str]:
-    return set(re.findall(r"(?<![\w/])\w+\.py\b", docstring))
+def test_every_file_has_its_line() -> None:
+    named: list[str] = []
+    room = ""
+    for line in PAGE.splitlines():
+        if heading := re.match(r"#+ `([\w/]+)/`", line):
+            room = heading[1]
+        elif row := re.match(r"\| `(\w+\.py)` \| .", line):
+            named.append(f"{room}/{row[1]}")
+    there = {
+        str(path.relative_to(ROOT))
+        for floor in FLOORS
+        for path in (ROOT / floor).rglob("*.py")
+        if path.name != "__init__.py" and "v1" not in path.parts
+    }
+    assert sorted(named) == sorted(there)
 
 
-def docstring_of(package: Path) -> str:
-    return ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
-
-
-@pytest.mark.parametrize("package", ["cluster/decoding", "workers/drafting", "workers/engine"])
-def test_an_index_names_every_module(package: str) -> None:
-    modules = {path.name for path in (ROOT / package).glob("*.py")} - {"__init__.py"}
-    assert named_in(docstring_of(ROOT / package)) == modules
-
-
-def test_names_are_found_wherever_they_stand() -> None:
-    assert named_in("a.py, b_2.py   two; c.py: one more\nd.pyi") == {"a.py", "b_2.py", "c.py"}
-    assert named_in("see other/e.py") == set(), "of another folder"
+def test_the_arrows_are_those_that_are_enforced() -> None:
+    drawn = re.findall(r"^\| `([\w/]+)` \| ((?:`\w+`(?:, )?)+|nothing) \|$", PAGE, re.MULTILINE)
+    arrows = {room.replace("/", "."): tuple(re.findall(r"`(\w+)`", names)) for room, names in drawn}
+    assert arrows == ARROWS

@@ -1,5 +1,7 @@
+"""What runs on one device. No Ray."""
+
 from __future__ import annotations
 
-from workers.grpc_settings import apply_grpc_settings
+from workers.process.grpc_settings import apply_grpc_settings
 
 apply_grpc_settings()  # before anything on this floor, or above it, imports gRPC

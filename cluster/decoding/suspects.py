@@ -30,7 +30,7 @@ TRIAL_VERDICTS = 2
 
 MOST_LOST_STEPS = 4
 """Lost steps in a row after which a suspect is refused in any case. One more than the failures
-after which a worker's process is ended (workers/faults.py), so a fresh process is tried too."""
+after which a worker's process is ended (workers/target/faults.py): a fresh process is tried too."""
 
 
 @dataclass(slots=True)

@@ -65,7 +65,7 @@ class _PassClock:
 class SimulatedDrafter:
     """One drafter device, for the drivers that share it.
 
-    As in workers/drafting_service.py, messages that arrive during a pass are read after it, once
+    As in workers/drafting/service.py, messages that arrive during a pass are read after it, once
     its answers have left. A pass begins when no further message came for a moment.
     """
 

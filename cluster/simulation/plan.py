@@ -8,9 +8,8 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 
-from cluster.config_model import Config
+from cluster.config.model import Config, PlanConfig
 from cluster.decoding.policies import PolicyName, policy_named
-from cluster.plan_config import PlanConfig
 from cluster.simulation.closed_forms import best_lockstep_window
 from cluster.simulation.layout import Layout
 from cluster.simulation.target import BLOCK_SIZE

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from cluster.plan_config import PlanConfig
+from cluster.config.model import PlanConfig
 from cluster.simulation.figures import Course, Figures, course_of, figures_of
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load

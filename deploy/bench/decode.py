@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from cluster.config import Config, DrafterConfig, TargetConfig
+from cluster.config.load import Config, DrafterConfig, TargetConfig
 from deploy.bench.harness import (
     CORES,
     Asked,
@@ -33,11 +33,11 @@ from deploy.bench.harness import (
 )
 from deploy.bench.processes import on_free_ports, running_side_by_side
 from deploy.bench.transformers_peer import Assistance, TransformersProcess
-from deploy.measure import Sample, measure
+from deploy.rows.measure import Sample, measure
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
-from workers.models import resolve_model
+from workers.models.catalogue import resolve_model
 
 LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 3, 1000
 """Rows of the input, tokens a row, rounds, and steps over which gaps are taken, by default."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.config import Config
+from cluster.config.load import Config
 from deploy.bench.harness import (
     CORES,
     Asked,
@@ -28,8 +28,8 @@ from deploy.bench.harness import (
     table,
 )
 from paceline.errors import InvalidRequestError
-from workers.engine.weight_form import WeightForm, form_on_cpu
-from workers.models import ModelFiles, resolve_model
+from workers.engine.load.weight_form import WeightForm, form_on_cpu
+from workers.models.catalogue import ModelFiles, resolve_model
 
 OFF = "off"
 BATCHES = (1, 4, 16)
@@ -299,7 +299,7 @@ def _run(asked: Asked) -> Report:
 
 def _run_on_gpu(asked: Asked) -> Report:
     from deploy.bench.engine_gpu import llama_8b, measure_gpu
-    from workers.kernels import use_kernels
+    from workers.process.kernels import use_kernels
 
     use_kernels(asked.config.target.kernels)
 

@@ -23,14 +23,14 @@ from cluster.decoding.events import Request
 from cluster.decoding.instructions import RunStep
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.dispatch import Dispatch
-from cluster.drafter_link import DrafterDescription
-from cluster.generation import Generation
-from cluster.requests import ResolvedRequest, Speculation
-from cluster.stop_strings import StopStrings
-from cluster.target_description import TargetDescription
-from cluster.text import TextCodec, TextStream
-from cluster.worker_wire import DraftInstruction, drafts_to_wire, step_messages
+from cluster.driver.dispatch import Dispatch
+from cluster.driver.drafter_link import DrafterDescription
+from cluster.driver.generation import Generation
+from cluster.driver.requests import ResolvedRequest, Speculation
+from cluster.driver.stop_strings import StopStrings
+from cluster.driver.target_description import TargetDescription
+from cluster.driver.text import TextCodec, TextStream
+from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, step_messages
 from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
 from paceline.errors import PacelineError, UnavailableError
 from paceline.prefix_hash import hash_on, hash_prefix
@@ -44,8 +44,8 @@ from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree
 from workers.drafting.wire import apply_request, to_responses
-from workers.engine.checkpoint import describe_checkpoint
-from workers.garbage import spare_what_is_there
+from workers.engine.load.checkpoint import describe_checkpoint
+from workers.process.garbage import spare_what_is_there
 
 POLICIES = ("off", "chain")
 AIM_MS, AIM_MS_A_SEQUENCE = 1.0, 0.05
@@ -233,7 +233,7 @@ class _Loop:
             self._for_drafter.append(message.SerializeToString())
 
     def _tell(self) -> None:
-        """One message to the callers, as cluster/many_requests.py has it."""
+        """One message to the callers, as cluster/driver/many_requests.py has it."""
         message = inference_pb2.GenerateManyResponse()
         for generation in self._told:
             while generation.unread:

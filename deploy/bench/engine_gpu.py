@@ -19,17 +19,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from deploy.bench.engine import BATCHES, OFF, WINDOWS, EngineRow
 from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.device_verdicts import choose_tokens
 from workers.engine import attention
 from workers.engine.block_pool import blocks_for
-from workers.engine.checkpoint import CheckpointInfo
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import kv_bytes
-from workers.engine.cuda.staging import to_host
 from workers.engine.kv_sizes import kv_sizes_of
+from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
-from workers.kernels import can_run_kernels
-from workers.row_params import Row
+from workers.process.kernels import can_run_kernels
+from workers.verification.row_params import Row, choose_tokens
+from workers.verification.staging import to_host
 
 _TEXT = 64
 """Tokens whose text is compared between windows."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from cluster.config import Config
+from cluster.config.load import Config
 from deploy.bench.engine import (
     BATCHES,
     CACHE,
@@ -38,7 +38,7 @@ from deploy.bench.engine import (
 from deploy.bench.harness import CORES
 from deploy.bench.processes import on_free_ports, running_side_by_side
 from deploy.bench.transformers_peer import TransformersProcess
-from deploy.measure import busy_shares
+from deploy.rows.measure import busy_shares
 from paceline.client import AsyncClient, Client
 from paceline.generation import Chunk, ModelDescription, Stats
 from paceline.options import GenerateOptions

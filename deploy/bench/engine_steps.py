@@ -23,8 +23,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cluster.decoding.instructions import OpenAtTarget, RunStep, Slice
-from cluster.target_link import MEET_SECONDS
-from cluster.worker_wire import step_to_wire
+from cluster.driver.target_link import MEET_SECONDS
+from cluster.driver.worker_wire import step_to_wire
 from deploy.bench.engine import (
     BATCHES,
     WINDOWS,
@@ -42,13 +42,13 @@ from paceline.channel import client_options
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, target_pb2_grpc
 from workers.engine.block_pool import blocks_for
-from workers.engine.kv_cache import BLOCK_SIZE, block_bytes
+from workers.engine.cpu.kv_cache import BLOCK_SIZE, block_bytes
+from workers.engine.cpu.linears import activation_dtype
 from workers.engine.kv_sizes import kv_sizes_of
-from workers.engine.linears import activation_dtype
+from workers.engine.load.weight_form import BITS_OF_A_WEIGHT, WeightForm
 from workers.engine.model import part_config
-from workers.engine.tensor_parallel.sharding import Place
-from workers.engine.weight_form import BITS_OF_A_WEIGHT, WeightForm
-from workers.models import ModelFiles
+from workers.engine.parallel.sharding import Place
+from workers.models.catalogue import ModelFiles
 
 CONTEXT = 256
 """Tokens of every sequence before the step."""
@@ -375,7 +375,7 @@ def _shard(setting: ShardSetting, rank: int, log: Path) -> WorkerProcess:
         *("--max-model-len", str(setting.max_model_len)),
         *("--rank", str(rank), "--degree", str(setting.degree)),
     ]
-    return WorkerProcess("workers.target_shard", arguments, log=log, threads=setting.threads)
+    return WorkerProcess("workers.target.shard", arguments, log=log, threads=setting.threads)
 
 
 def _meet(
@@ -470,7 +470,7 @@ def peak_memory(pid: int) -> int:
 
 def runtime_memory() -> int:
     """What a shard's process holds before it loads anything: Python, torch and transformers."""
-    program = "import workers.target_shard; print(open('/proc/self/status').read())"
+    program = "import workers.target.shard; print(open('/proc/self/status').read())"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

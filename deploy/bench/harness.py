@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 import deploy.bench
-from cluster.config import Config
-from deploy.measure import Sample, acceptance_length, median_busy
+from cluster.config.load import Config
+from deploy.rows.measure import Sample, acceptance_length, median_busy
 from paceline.generation import GenerateInput
 
 CORES = 2

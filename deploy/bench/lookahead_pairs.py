@@ -16,7 +16,7 @@ from typing import Protocol
 
 from cluster.decoding.events import Request
 from cluster.decoding.policies import PolicyName
-from cluster.driver import Driver, DriverOptions
+from cluster.driver.driver import Driver, DriverOptions
 from cluster.simulation.costs import HostCosts
 from cluster.simulation.figures import in_swing_of
 from cluster.simulation.fleet import Fleet
@@ -28,7 +28,7 @@ from paceline.generation import Chunk, CompletionBuilder, Stats
 from paceline.options import GenerateOptions
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess, ReplayText
-from workers.models import ModelFiles
+from workers.models.catalogue import ModelFiles
 
 LOOPBACK_RTT_MS = 0.1
 """Links up to this long are loopback itself, whose gRPC round trip is longer than that anyway; in
@@ -146,12 +146,12 @@ class NaturalPair(WorkerProcesses):
         with time_sharing():
             shard = self.launch(
                 "shard",
-                "workers.target_shard",
+                "workers.target.shard",
                 [str(target.folder), "--weights", target.weights, *memory],
             )
             small = self.launch(
                 "drafter",
-                "workers.drafter",
+                "workers.drafting.drafter",
                 [str(drafter.folder), "--weights", drafter.weights, *memory],
             )
         self.target_addresses = tuple(shard.addresses(1))

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.config import Config
-from deploy.head_guard import guarded
-from deploy.ray_head import plan_head, start_head
-from deploy.session import check_models, enter_ray, own_cores
+from cluster.config.load import Config
+from deploy.session.cluster import check_models, enter_ray, own_cores
+from deploy.session.head_guard import guarded
+from deploy.session.ray_head import plan_head, start_head
 from paceline.client import Client
 from paceline.errors import UnavailableError
-from workers.logs import new_run
+from workers.process.logs import new_run
 
 CPUS_EACH = 2
 """What Ray is told that a deployment may reserve; all share the same cores."""
@@ -49,7 +49,7 @@ def running_side_by_side(
         start_head(head, num_cpus=CPUS_EACH * len(configs))
         if leave := enter_ray(head.address, own=True):
             stack.callback(leave)
-        from cluster.launch import start_cluster
+        from cluster.placement.launch import start_cluster
 
         clients: dict[str, Client] = {}
         for name, config in configs.items():
@@ -151,7 +151,7 @@ def answer_lines(
 
 
 class WorkerProcess(_Process):
-    """A worker that prints an address a line once it serves (workers/standalone.py)."""
+    """A worker that prints an address a line once it serves (workers/process/standalone.py)."""
 
     def addresses(self, count: int) -> list[str]:
         """The next `count` addresses that it prints. Blocks. Raises UnavailableError if it ends."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import typer
 
-from cluster.text import TextCodec
-from deploy.inputs import DEFAULT_INPUT, BadRow, read_rows
+from cluster.driver.text import TextCodec
+from deploy.rows.inputs import DEFAULT_INPUT, BadRow, read_rows
 from paceline.errors import UnavailableError
 from paceline.generation import Message
 from paceline.sampling import SequenceSpec
@@ -29,9 +29,9 @@ from workers.emulated.recording import (
     load_recording,
     spec_of,
 )
-from workers.engine.engine import Engine
+from workers.engine.cpu.engine import Engine
 from workers.engine.slices import Slice
-from workers.models import default_home, resolve_model
+from workers.models.catalogue import default_home, resolve_model
 from workers.verification.coupled import choose_token
 from workers.verification.draws import top_children
 

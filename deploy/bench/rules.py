@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from cluster.config import Config, DrafterConfig
+from cluster.config.load import Config, DrafterConfig
 from deploy.bench.decode import encode_prompts
 from deploy.bench.harness import (
     CORES,
@@ -43,7 +43,7 @@ from deploy.bench.harness import (
     table,
 )
 from deploy.bench.processes import on_free_ports, running_side_by_side
-from deploy.measure import Sample, measure
+from deploy.rows.measure import Sample, measure
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.processes import LineProcess, answer_lines
-from workers.models import ModelFiles
+from workers.models.catalogue import ModelFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +93,10 @@ def load(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from deploy.peers import greedy_config
-    from workers.engine.linears import convert_weights
-    from workers.standalone import parse_weights
+    from deploy.rows.peers import greedy_config
+    from workers.engine.cpu.linears import convert_weights
+    from workers.engine.load.weight_form import WEIGHT_FORMS
+    from workers.process.standalone import parse_choice
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     drafter: Any = None
@@ -103,7 +104,7 @@ def load(
         draft_folder, weights = assistant
         drafter = AutoModelForCausalLM.from_pretrained(draft_folder, dtype=torch.float32)
         if weights != "float32":
-            convert_weights(drafter, parse_weights(weights))
+            convert_weights(drafter, parse_choice("weights", weights, WEIGHT_FORMS))
 
     def answer(task: Mapping[str, Any]) -> Mapping[str, object]:
         torch.set_num_threads(task["threads"])

@@ -34,7 +34,7 @@ def main() -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
-    from workers.kernels import can_run_kernels, use_kernels
+    from workers.process.kernels import can_run_kernels, use_kernels
 
     if given.cpu:
         device = torch.device("cpu")

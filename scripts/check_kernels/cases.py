@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from workers.kernels import use_kernels
+from workers.process.kernels import use_kernels
 
 WRONG = "WRONG"
 CALLS = 20

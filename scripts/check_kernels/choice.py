@@ -24,14 +24,13 @@ from torch import Tensor
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from scripts.check_kernels.cases import Case, by_torch, times, verdict
-from workers.device_verdicts import choose_tokens
-from workers.engine.cuda.staging import to_host
-from workers.row_params import Row, pack_rows
 from workers.verification import noise_kernel
 from workers.verification.coupled import choose_token
 from workers.verification.device_choice import RowParams, choose_by_torch
 from workers.verification.device_noise import gumbel_noise_RV
 from workers.verification.kernel_choice import choose_by_kernels
+from workers.verification.row_params import Row, choose_tokens, pack_rows
+from workers.verification.staging import to_host
 
 KINDS = {
     "greedy": [SamplingParams(temperature=0.0)],

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 
 from paceline.errors import OverloadedError
 from tests.cluster.system import HOST
-from workers.drafter import serve_once_loaded
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.ngram import NgramProposer
+from workers.drafting.drafter import serve_once_loaded
+from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.nodes import Kept
 from workers.drafting.proposer import Pass, TopTokens
+from workers.drafting.service import Drafter
 from workers.drafting.tree import DraftTree
-from workers.drafting_service import Drafter
-from workers.server import RunningServer
+from workers.process.server import RunningServer
 
 BAD = "bad"
 """The tenant whose sequences have a defect, in those that break for one sequence alone."""

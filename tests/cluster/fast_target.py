@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import typer
 
-from cluster.driver import Driver, DriverOptions
-from cluster.inference import serve_driver
+from cluster.driver.driver import Driver, DriverOptions
+from cluster.driver.service import serve_driver
 from paceline.v1 import target_pb2
 from tests.cluster.hostile import HungTarget, serve_false_target
 from tests.cluster.system import HOST
-from workers.engine.checkpoint import inspect_checkpoint
-from workers.server import RunningServer
+from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.process.server import RunningServer
 
 ROOM = 1 << 20
 """Tokens that a sequence may have."""

@@ -1,4 +1,4 @@
-"""A real shard, as `python -m workers.target_shard`, whose forward pass fails at certain tokens.
+"""A real shard, as `python -m workers.target.shard`, whose forward pass fails at certain tokens.
 
     python -m tests.cluster.faulty_shard FOLDER --port 9001
 
@@ -17,9 +17,9 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 
-from workers import target_shard
-from workers.engine.engine import Engine
+from workers.engine.cpu.engine import Engine
 from workers.engine.slices import Slice
+from workers.target import shard as target_shard
 
 KILLS = 383
 """The process is gone, at once and without a word."""

@@ -19,7 +19,7 @@ from paceline.v1 import (
     types_pb2,
 )
 from tests.cluster.system import HOST
-from workers.server import RunningServer, start_server
+from workers.process.server import RunningServer, start_server
 
 
 class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):

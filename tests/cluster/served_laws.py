@@ -26,7 +26,7 @@ from tests.cluster.system import Checkpoints, System
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.verification import chi_square
 from workers.drafting import draw
-from workers.engine.engine import Engine, Slice
+from workers.engine.cpu.engine import Engine, Slice
 from workers.verification.draft_probs import SparseProbs
 
 TOKENS = (10, 11, 12)

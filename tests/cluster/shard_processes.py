@@ -22,7 +22,7 @@ class Host:
 
 
 class ShardProcesses:
-    """`degree` processes of `python -m workers.target_shard`. Use as a context manager."""
+    """`degree` processes of `python -m workers.target.shard`. Use as a context manager."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class ShardProcesses:
         *,
         hosts: Sequence[Host] = (),
         collective_seconds: float = 10.0,
-        module: str = "workers.target_shard",
+        module: str = "workers.target.shard",
     ) -> None:
         """A rank for each folder, usually all the same, and for each host if they are given."""
         self._folders = folders

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.driver import Driver, DriverOptions
-from cluster.inference import serve_driver
+from cluster.driver.driver import Driver, DriverOptions
+from cluster.driver.service import serve_driver
 from paceline import AsyncClient
 from tests.held_ports import held_port
 from tests.tiny import make_tiny_checkpoint
-from workers.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import DrafterOptions, serve_drafter
 from workers.emulated.profiles import LinkProfile
 from workers.emulated.relay import Relay
-from workers.server import RunningServer
-from workers.target_shard import TargetShardOptions, serve_target_shard
+from workers.process.server import RunningServer
+from workers.target.shard import TargetShardOptions, serve_target_shard
 
 HOST = "127.0.0.1"
 

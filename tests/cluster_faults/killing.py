@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cluster.config_model import Config, DrafterConfig, ServerConfig, TargetConfig
+from cluster.config.model import Config, DrafterConfig, ServerConfig, TargetConfig
 from paceline import Chunk, Client, GenerateOptions, Stats, WorkerStats
 
 if TYPE_CHECKING:
-    from cluster.launch import ClusterHandle
+    from cluster.placement.launch import ClusterHandle
 
 PROMPT = "The quick brown fox"
 NUM_TOKENS = 500
@@ -40,7 +40,7 @@ def config_of(model: Path, *, drafter: Path | None = None, **target: Any) -> Con
 @contextmanager
 def cluster_of(config: Config, home: Path) -> Iterator[ClusterHandle]:
     """A cluster that ends with the block."""
-    from cluster.launch import start_cluster
+    from cluster.placement.launch import start_cluster
 
     cluster = start_cluster(
         config, home=home, progress=lambda line: None, detached=False, name=None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deploy.ray_head import SYSTEM_CONFIG, free_ports, is_listening
+from deploy.session.ray_head import SYSTEM_CONFIG, free_ports, is_listening
 from tests.cluster.shard_processes import Host
 
 START_SECONDS = 240.0
@@ -114,7 +114,7 @@ class Job:
     def __init__(self, nodes: RayNodes, config: Path) -> None:
         self._nodes = nodes
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "deploy.serve_job", "--config", str(config)],
+            [sys.executable, "-m", "deploy.jobs.serve", "--config", str(config)],
             env=environment() | {"RAY_ADDRESS": nodes.address},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -21,14 +21,14 @@ def test_the_process_of_a_broken_shard_ends_and_the_controller_sees_it(ray_addre
     """Though it answers pings, and the driver could reach its server."""
     import ray
 
-    from cluster.actors import Serving, ShardActor
-    from cluster.lives import until_lost
+    from cluster.placement.actors import Serving, ShardActor
+    from cluster.placement.lives import until_lost
 
     class Shard(ShardActor):
         """Serves nothing, and is told that its device is broken as a servicer would tell it."""
 
         async def open(self) -> Serving:
-            from workers.server import start_server
+            from workers.process.server import start_server
 
             return self._serving(await start_server(lambda _: (), host="127.0.0.1"))
 

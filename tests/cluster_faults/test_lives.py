@@ -19,7 +19,7 @@ HUNG_AFTER = 4.0
 
 
 class Worker:
-    """Answers as cluster/actors.py does, and steps as a worker that is busy does."""
+    """Answers as cluster/placement/actors.py does, and steps as a worker that is busy does."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -52,7 +52,7 @@ def an_actor() -> Any:
 
 def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: str) -> None:
     """A long step keeps a worker silent, while the driver waits for it and is content."""
-    from cluster.lives import QUESTIONS, until_lost
+    from cluster.placement.lives import QUESTIONS, until_lost
 
     heard = True
     asked = asyncio.Queue[None]()
@@ -104,7 +104,7 @@ def test_a_worker_that_ends_with_a_question_open_is_lost(turns: int) -> None:
     """
     from ray.exceptions import ActorDiedError
 
-    from cluster.lives import until_lost
+    from cluster.placement.lives import until_lost
 
     worker = SimpleNamespace(ping=Calls(), wait=Calls())
 
@@ -132,7 +132,7 @@ def test_a_broken_connection_is_no_lost_worker(ray_address: str) -> None:
     import ray
     from ray.exceptions import ActorUnavailableError
 
-    from cluster.lives import until_lost
+    from cluster.placement.lives import until_lost
 
     async def unheard() -> bool:
         return False

@@ -29,7 +29,7 @@ from tests.cluster_faults.killing import (
 from tests.tiny import make_tiny_checkpoint
 
 if TYPE_CHECKING:
-    from cluster.launch import ClusterHandle
+    from cluster.placement.launch import ClusterHandle
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 

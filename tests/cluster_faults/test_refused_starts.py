@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config_model import Config, TargetConfig
+from cluster.config.model import Config, TargetConfig
 from paceline.errors import CheckpointError, ConfigError, PacelineError, UnavailableError
 from tests.cluster_faults.killing import cluster_of, config_of, eventually
 from tests.tiny import make_tiny_checkpoint

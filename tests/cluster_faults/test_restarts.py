@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from cluster.lives import MOVE_AFTER
+from cluster.placement.lives import MOVE_AFTER
 from paceline import Chunk, Client, WorkerLife
 from paceline.errors import PacelineError
 from tests.cluster.two_hosts import HERE, SecondHost
@@ -34,7 +34,7 @@ from tests.cluster_faults.ray_nodes import Job, RayNodes
 from tests.tiny import make_tiny_checkpoint
 
 if TYPE_CHECKING:
-    from cluster.launch import ClusterHandle
+    from cluster.placement.launch import ClusterHandle
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
@@ -46,7 +46,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cluster(ray_address: str, logs: Path) -> Iterator[ClusterHandle]:
-    from cluster.launch import start_cluster
+    from cluster.placement.launch import start_cluster
 
     model = make_tiny_checkpoint(logs.parent / "model", max_position_embeddings=2048)
     config = config_of(model)

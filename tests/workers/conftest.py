@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import make_tiny_checkpoint
-from workers.server import RunningServer
-from workers.target_shard import TargetShardOptions, serve_target_shard
+from workers.process.server import RunningServer
+from workers.target.shard import TargetShardOptions, serve_target_shard
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from paceline.rules import MAX_PROPOSED
 from paceline.sampling import SequenceSpec
 from paceline.v1 import drafting_pb2, types_pb2
 from paceline.wire import spec_from_wire, stopping_from_wire
-from workers.draft_probs_wire import distributions_to_wire
 from workers.drafting.batch_size import in_batches
 from workers.drafting.desk import Declined, DraftingSession, SessionNews
+from workers.drafting.draft_probs_wire import distributions_to_wire
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import TopTokens
 from workers.drafting.tree import Grant

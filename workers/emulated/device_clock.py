@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import time
 
-from workers.worker_clock import WorkerClock
+from workers.process.clock import WorkerClock
 
 MOST_MADE_GOOD = 0.005
 """Maximum real seconds of lateness that the next pass makes up. The rest is an overrun."""

@@ -15,7 +15,7 @@ from workers.emulated.profiles import load_profile
 from workers.emulated.recording import load_recording
 from workers.emulated.replay_text import Guess
 from workers.emulated.serve import serve_replay_drafter
-from workers.standalone import run_standalone
+from workers.process.standalone import run_standalone
 
 
 def parse_guess(text: str) -> Guess:

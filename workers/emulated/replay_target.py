@@ -20,11 +20,11 @@ from paceline.v1 import target_pb2
 from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import PrefixReader, ReplayText
-from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice, positions_of
-from workers.faults import Part, judge_each
-from workers.target_session import VerdictTask
-from workers.verdicts import message_of
+from workers.target.faults import Part, judge_each
+from workers.target.session import VerdictTask
+from workers.target.verdicts import message_of
 from workers.verification.verdict import Verdict
 
 BLOCK_SIZE = 16

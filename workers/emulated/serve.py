@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workers.drafting.desk import DraftingDesk
-from workers.drafting_service import Drafter
+from workers.drafting.service import Drafter
 from workers.emulated.device_clock import DeviceClock
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.recording import Recording
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import Guess, ReplayText
-from workers.engine.checkpoint import CheckpointInfo, describe_checkpoint
-from workers.garbage import spare_what_is_there
-from workers.server import RunningServer, start_server
-from workers.target_servicer import TargetShard
+from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
+from workers.process.garbage import spare_what_is_there
+from workers.process.server import RunningServer, start_server
+from workers.target.servicer import TargetShard
 
 
 async def serve_replay_target(

@@ -9,7 +9,7 @@ import typer
 from workers.emulated.profiles import load_profile
 from workers.emulated.recording import load_recording
 from workers.emulated.serve import serve_replay_target
-from workers.standalone import run_standalone
+from workers.process.standalone import run_standalone
 
 
 def main(

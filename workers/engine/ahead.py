@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from workers.engine.checkpoint import choose_length, inspect_checkpoint
+from workers.engine.cpu.kv_cache import BLOCK_SIZE, block_bytes
+from workers.engine.cpu.linears import activation_dtype
 from workers.engine.cuda.kv_cache import PAGE_SIZE, page_bytes
 from workers.engine.cuda.loading import dtype_of
-from workers.engine.kv_cache import BLOCK_SIZE, block_bytes
 from workers.engine.kv_sizes import kv_sizes_of, num_blocks_in
-from workers.engine.linears import activation_dtype
+from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
+from workers.engine.load.weight_form import Dtype, WeightForm, form_on_cpu
 from workers.engine.model import part_config
 from workers.engine.open import CPU_KV_BYTES
-from workers.engine.tensor_parallel.sharding import Place
-from workers.engine.weight_form import Dtype, WeightForm, form_on_cpu
+from workers.engine.parallel.sharding import Place
 
 
 def check_ahead(

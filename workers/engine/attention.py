@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from workers.engine.kv_cache import LayerCache
+from workers.engine.cpu.kv_cache import LayerCache
 from workers.engine.step_plan import Group, StepPlan
 
 NAME = "paceline"

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from workers.engine.attention import Step, StepContext
-from workers.engine.checkpoint import sliding_window_of
+from workers.engine.cpu.kv_cache import KVCache
+from workers.engine.cpu.linears import MIN_ROWS
 from workers.engine.fusing import ProjectionPart
-from workers.engine.kv_cache import KVCache
 from workers.engine.layer_operations import (
     AttentionLayer,
     LayerOperations,
     Rotation,
     operations_for,
 )
-from workers.engine.linears import MIN_ROWS
+from workers.engine.load.checkpoint import sliding_window_of
 from workers.engine.slices import Slice
 from workers.engine.step_plan import make_plan
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.engine.attention import Step
-from workers.kernels import can_run_kernels
+from workers.process.kernels import can_run_kernels
 
 Rotation = tuple[Tensor, Tensor]
 """The rotary factors of a step, in a form for the operations that made it."""

@@ -17,20 +17,20 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from paceline.errors import CheckpointError
 from paceline.text import one_line
 from workers.engine import attention
-from workers.engine.checkpoint import read_config, whole_shapes
+from workers.engine.cpu.linears import activation_dtype, replace_linears_of
+from workers.engine.cpu.mixtures import holds_experts, replace_experts_of
 from workers.engine.fusing import ProjectionPart, join_projections, replace_norms
-from workers.engine.host_memory import check_room
 from workers.engine.invariance import replace_activations
-from workers.engine.linears import activation_dtype, replace_linears_of
-from workers.engine.mixtures import holds_experts, replace_experts_of
-from workers.engine.quantisation import DequantisedTensors, is_quantised, without_quantisation
-from workers.engine.rank_parts import Progress, RankParts
-from workers.engine.stored_tensors import StoredTensors
-from workers.engine.tensor_parallel.cuts import vocabulary_part
-from workers.engine.tensor_parallel.group import Group
-from workers.engine.tensor_parallel.modules import SummedOutput, VocabularyEmbedding
-from workers.engine.tensor_parallel.sharding import Place, Sharding
-from workers.engine.weight_form import BITS_OF_A_WEIGHT, WeightForm
+from workers.engine.load.checkpoint import read_config, whole_shapes
+from workers.engine.load.host_memory import check_room
+from workers.engine.load.quantisation import DequantisedTensors, is_quantised, without_quantisation
+from workers.engine.load.stored_tensors import StoredTensors
+from workers.engine.load.weight_form import BITS_OF_A_WEIGHT, WeightForm
+from workers.engine.parallel.cuts import vocabulary_part
+from workers.engine.parallel.group import Group
+from workers.engine.parallel.modules import SummedOutput, VocabularyEmbedding
+from workers.engine.parallel.rank_parts import Progress, RankParts
+from workers.engine.parallel.sharding import Place, Sharding
 
 
 def load_model(

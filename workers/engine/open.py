@@ -7,14 +7,14 @@ from pathlib import Path
 import torch
 
 from paceline.errors import ConfigError
-from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.cpu.engine import Engine
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.loading import dtype_of, load_on_device, load_part_on_device
 from workers.engine.device import Device
-from workers.engine.engine import Engine
-from workers.engine.rank_parts import Progress
-from workers.engine.tensor_parallel.group import Group
-from workers.engine.weight_form import Dtype, WeightForm, form_on_cpu
+from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.engine.load.weight_form import Dtype, WeightForm, form_on_cpu
+from workers.engine.parallel.group import Group
+from workers.engine.parallel.rank_parts import Progress
 
 AnyEngine = Engine | CudaEngine
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workers.engine.block_pool import blocks_for
-from workers.engine.checkpoint import CheckpointInfo
+from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from workers.engine.block_pool import blocks_for
-from workers.engine.block_runs import HIDDEN, Run, make_run, runs_of_blocks, spread_chunks
-from workers.engine.kv_cache import BLOCK_SIZE
+from workers.engine.cpu.block_runs import HIDDEN, Run, make_run, runs_of_blocks, spread_chunks
+from workers.engine.cpu.kv_cache import BLOCK_SIZE
 from workers.engine.slices import Slice, is_tree, node_positions, positions_of, unrelated_slots
 
 _ROW_MULTIPLE = 4

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.kernels import can_run_kernels
+from workers.process.kernels import can_run_kernels
 from workers.verification.device_noise import gumbel_noise_RV
 
 _FLOAT32 = torch.finfo(torch.float32)

@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from workers.kernels import on_device
+from workers.process.kernels import on_device
 from workers.verification.choice_kernels import (
     draw_kernel,
     draw_sorted_kernel,

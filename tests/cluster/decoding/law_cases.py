@@ -18,9 +18,9 @@ from tests.cluster.decoding.law_drafter import (
 from tests.cluster.decoding.law_faults import Fault
 from tests.cluster.decoding.law_world import MakeProposer, Served, Timing, request, served
 from tests.workers.verification.enumeration import is_exact
-from workers.drafting.ngram import NgramProposer
+from workers.drafting.kinds.ngram import NgramProposer
+from workers.drafting.kinds.recycling import RecyclingProposer
 from workers.drafting.proposer import Proposer
-from workers.drafting.recycling import RecyclingProposer
 
 LOCKSTEP, PEARL, CHAIN = PolicyName.LOCKSTEP, PolicyName.PEARL, PolicyName.CHAIN
 FANOUT = PolicyName.FANOUT

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from cluster.decoding.events import Proposal, Proposed
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
-from cluster.proposals_wire import proposal_from_wire
-from cluster.requests import Speculation
+from cluster.driver.proposals_wire import proposal_from_wire
+from cluster.driver.requests import Speculation
 from paceline.errors import ProtocolError
 from paceline.rules import Rule
 from paceline.v1 import drafting_pb2
@@ -27,7 +27,7 @@ from tests.cluster.decoding.pretended_drafter import evenly
 from tests.cluster.decoding.schedules import FewThatGoWell
 from tests.cluster.decoding.true_text import VOCAB_SIZE
 from workers.drafting.desk import DraftingDesk, SessionNews
-from workers.drafting.ngram import NgramProposer
+from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.wire import to_responses
 
 pytestmark = pytest.mark.long

@@ -10,7 +10,7 @@ from cluster.decoding.events import Admitted, DrafterJoined, TargetJoined
 from cluster.decoding.instructions import Grant, Instruction
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.fitting import check_policy_fits
+from cluster.driver.fitting import check_policy_fits
 from paceline.errors import InvalidRequestError
 from paceline.rules import Rule
 from tests.cluster.decoding.scripts import (

@@ -21,7 +21,7 @@ from cluster.decoding.events import (
 from cluster.decoding.instructions import Emit, Grant, Instruction, OpenDraft, SendOutcome
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.fitting import check_merge
+from cluster.driver.fitting import check_merge
 from paceline.errors import InvalidRequestError
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import Rule

@@ -8,7 +8,7 @@ from cluster.decoding.events import Admitted, Cancelled, DrafterJoined
 from cluster.decoding.instructions import Slice
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.sequence import Replica
-from cluster.fitting import check_layout
+from cluster.driver.fitting import check_layout
 from paceline.errors import InvalidRequestError
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.test_groups import drain, sequences, world_of

@@ -17,7 +17,7 @@ from cluster.decoding.events import (
 from cluster.decoding.instructions import CloseDraft, Grant, Instruction, OpenDraft, RunStep
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.fitting import check_layout
+from cluster.driver.fitting import check_layout
 from paceline.errors import InvalidRequestError
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.scripts import PROMPT, the_step

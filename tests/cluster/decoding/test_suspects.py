@@ -22,7 +22,7 @@ from paceline.errors import RequestFaultError
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
-from workers.faults import MOST_FAILED_STEPS
+from workers.target.faults import MOST_FAILED_STEPS
 
 
 def world_of(*numbers: int, num_groups: int = 1, max_num_seqs: int = 8) -> World:

@@ -29,13 +29,13 @@ from cluster.decoding.instructions import (
 )
 from cluster.decoding.policies import policy_named
 from cluster.decoding.scheduler import Scheduler
-from cluster.worker_wire import step_messages
+from cluster.driver.worker_wire import step_messages
 from paceline.errors import RequestFaultError
 from paceline.v1 import target_pb2
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.pretended_target import BLOCK_SIZE, PretendedTarget
 from tests.cluster.decoding.true_text import VOCAB_SIZE, plain_text
-from workers.target_session import EngineLimits, TargetSession
+from workers.target.session import EngineLimits, TargetSession
 
 
 class World:

@@ -14,7 +14,7 @@ from tests.workers.drafting.mirror import (
     VOCAB_SIZE,
     FreshDrafter,
 )
-from workers.engine.engine import Engine
+from workers.engine.cpu.engine import Engine
 
 
 @pytest.fixture(scope="module")

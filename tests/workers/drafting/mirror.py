@@ -12,7 +12,7 @@ from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal
 from workers.drafting.tree import Grant
-from workers.engine.engine import Engine, Slice
+from workers.engine.cpu.engine import Engine, Slice
 from workers.verification.candidates import CandidateTree
 from workers.verification.draft_probs import DraftProbs, SparseProbs
 from workers.verification.draws import (

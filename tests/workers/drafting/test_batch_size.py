@@ -10,7 +10,7 @@ import pytest
 from paceline.v1 import drafting_pb2
 from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, count_entries
 from workers.drafting.desk import DraftingDesk, SessionNews
-from workers.drafting.ngram import NgramProposer
+from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.proposal import Proposal
 from workers.drafting.wire import to_responses
 from workers.verification.draft_probs import SparseProbs

@@ -6,9 +6,9 @@ from random import Random
 
 from tests.workers.drafting.long_prompts import SIZE, spec, tokens
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.model import ModelProposer
+from workers.drafting.kinds.model import ModelProposer
 from workers.drafting.tree import Grant
-from workers.engine.engine import Engine
+from workers.engine.cpu.engine import Engine
 
 
 def _drafts_of_ten(

@@ -19,9 +19,9 @@ from tests.workers.drafting.mirror import (
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.fan_out import RANKS
-from workers.drafting.model import ModelProposer
+from workers.drafting.kinds.model import ModelProposer
 from workers.drafting.tree import Grant
-from workers.engine.engine import Engine
+from workers.engine.cpu.engine import Engine
 
 
 def _spec(random: Random, rule: Rule, prompt_length: int) -> SequenceSpec:

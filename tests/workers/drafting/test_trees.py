@@ -12,12 +12,12 @@ from tests.workers.drafting.mirror import (
     FreshDrafter,
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.model import ModelProposer
+from workers.drafting.kinds.model import ModelProposer
 from workers.drafting.nodes import ROOT
 from workers.drafting.proposal import Proposal
 from workers.drafting.stopping import AdaEdl
 from workers.drafting.tree import Grant
-from workers.engine.engine import Engine
+from workers.engine.cpu.engine import Engine
 from workers.verification.draws import (
     top_children,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from cluster.driver import Driver
+from cluster.driver.driver import Driver
 from paceline.generation import Completion, CompletionBuilder
 from paceline.options import GenerateOptions
 

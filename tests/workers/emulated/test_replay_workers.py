@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.driver import Driver, DriverOptions
+from cluster.driver.driver import Driver, DriverOptions
 from paceline.errors import ConfigError
 from paceline.generation import Completion, Stats
 from paceline.options import GenerateOptions
@@ -22,9 +22,9 @@ from workers.emulated.replay_target import BLOCK_SIZE, ReplayEngine
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
 from workers.emulated.serve import serve_replay_drafter, serve_replay_target
 from workers.emulated.stand_in import make_stand_in
-from workers.engine.checkpoint import CheckpointInfo, inspect_checkpoint
+from workers.engine.load.checkpoint import CheckpointInfo, inspect_checkpoint
 from workers.engine.slices import Slice
-from workers.server import RunningServer
+from workers.process.server import RunningServer
 
 HOST = "127.0.0.1"
 MAX_TOKENS = 40

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from paceline.errors import CheckpointError, ConfigError
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.checkpoint import inspect_checkpoint
-from workers.engine.engine import Engine
+from workers.engine.cpu.engine import Engine
+from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.slices import Slice
 
 WEIGHTS = "model.safetensors"

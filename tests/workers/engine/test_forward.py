@@ -10,12 +10,12 @@ from torch import nn
 
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
-from workers.engine import engine as engine_module
-from workers.engine.engine import Engine, Slice
+from workers.engine.cpu import engine as engine_module
+from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.kv_cache import KVCache
 from workers.engine.forward import LeanForward, choose_forward, hugging_face_forward
-from workers.engine.kv_cache import KVCache
+from workers.engine.load.weight_form import WeightForm
 from workers.engine.model import load_model
-from workers.engine.weight_form import WeightForm
 
 TOKEN_IDS = torch.randint(384, (200,), generator=torch.Generator().manual_seed(4)).tolist()
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.tiny import make_tiny_checkpoint
 from workers.engine import model as model_module
-from workers.engine.engine import Engine, Slice
+from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.fusing import NativeNorm, ProjectionPart, join_projections, replace_norms
 
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
-from workers.engine.engine import Engine, Slice
+from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.invariance import SlabActivation
+from workers.engine.load.weight_form import WeightForm
 from workers.engine.step_plan import make_plan
-from workers.engine.weight_form import WeightForm
 
 LENGTH = 300
 VOCAB = 384
@@ -221,7 +221,7 @@ class RoundsByBatch(nn.Module):
 def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from workers.engine import engine as engine_module
+    from workers.engine.cpu import engine as engine_module
 
     load = engine_module.load_model
 

@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import ConfigError
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.engine import Engine, Slice
-from workers.engine.half_linear import HalfLinear
-from workers.engine.linears import PackedLinear, convert_weights, replace_linears
-from workers.engine.quantised_linears import (
+from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.cpu.half_linear import HalfLinear
+from workers.engine.cpu.linears import PackedLinear, convert_weights, replace_linears
+from workers.engine.cpu.quantised_linears import (
     Int4Linear,
     Int8Linear,
     quantise_channels,
     quantise_groups,
 )
-from workers.engine.weight_form import WeightForm
+from workers.engine.load.weight_form import WeightForm
 
 
 def make_linear(*, bias: bool) -> nn.Linear:
@@ -67,7 +67,7 @@ def test_a_weight_beyond_float16_is_refused_with_its_size() -> None:
 def test_a_processor_without_bfloat16_is_told_what_to_set() -> None:
     """As oneDNN sees this one where it may use no more than AVX2."""
     program = (
-        "import torch\nfrom workers.engine.linears import PackedLinear\n"
+        "import torch\nfrom workers.engine.cpu.linears import PackedLinear\n"
         "PackedLinear(torch.nn.Linear(96, 64), torch.float32)\n"
         "PackedLinear(torch.nn.Linear(96, 64), torch.bfloat16)\n"
     )

@@ -11,12 +11,12 @@ import torch
 from paceline.errors import CheckpointError, ConfigError
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.checkpoint import inspect_checkpoint
+from workers.engine.cpu.engine import Engine
 from workers.engine.cuda.loading import dtype_of
 from workers.engine.device import Device
-from workers.engine.engine import Engine
+from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.engine.load.weight_form import form_on_cpu
 from workers.engine.open import CPU_KV_BYTES, open_engine
-from workers.engine.weight_form import form_on_cpu
 
 NO_GPU = not torch.cuda.is_available()
 

@@ -15,10 +15,10 @@ from paceline.errors import CheckpointError
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine
 from tests.workers.engine.tensor_parallel.ranks import Ranks
-from workers.engine.checkpoint import inspect_checkpoint
-from workers.engine.engine import Engine, Slice
-from workers.engine.quantisation import READABLE, REFUSED
-from workers.engine.tensor_parallel.group import Group
+from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.engine.load.quantisation import READABLE, REFUSED
+from workers.engine.parallel.group import Group
 
 BLOCK = 16
 LENGTH = 150

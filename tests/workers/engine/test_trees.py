@@ -8,7 +8,7 @@ import torch
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.trees import Tree, close, plain_rows, random_tree
 from workers.engine import step_plan
-from workers.engine.engine import Engine, Slice
+from workers.engine.cpu.engine import Engine, Slice
 
 VOCAB = 384
 TREE, PLAIN, OTHER = [7, 2, 9], [12, 13, 14], [20, 3, 4]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from workers.engine.engine import Engine, Slice
+from workers.engine.cpu.engine import Engine, Slice
 
 TOLERANCE = 1e-5
 """DESIGN.md's bound for logits in float32, as a share of the largest; sums in another order."""

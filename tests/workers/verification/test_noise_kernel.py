@@ -15,7 +15,6 @@ import triton.language as tl
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.compiling import compile_launches
 from tests.workers.verification.launches import launch_choices
-from workers.row_params import Row, pack_rows
 from workers.verification import choice_kernels, noise_kernel
 from workers.verification.coupled import choose_token
 from workers.verification.device_choice import choose_by_torch
@@ -23,6 +22,7 @@ from workers.verification.kernel_choice import BLOCK, choose_by_kernels
 from workers.verification.noise import Stream, gumbel, words_of_all
 from workers.verification.noise_kernel import INTERPRETED
 from workers.verification.philox import key_of_seed
+from workers.verification.row_params import Row, pack_rows
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled")),

@@ -8,7 +8,7 @@ import torch
 
 from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.engine.tensor_parallel.cuts import vocabulary_part
+from workers.engine.parallel.cuts import vocabulary_part
 from workers.verification.coupled import choose_token
 from workers.verification.vocabulary_parts import best_score, parts_suffice
 

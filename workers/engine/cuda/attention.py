@@ -2,7 +2,7 @@
 
 For float16 and bfloat16 on CUDA devices from Ampere on, it uses torch's varlen_attn (FlashAttention
 2), which is told never to divide one sequence's keys. Where our own kernels run
-(workers/kernels.py), it uses paged_attention.py instead, which does divide them. For float32, and
+(kernels.py), it uses paged_attention.py instead, which does divide them. For float32, and
 in tests on a CPU, the reference computes the same, sequence by sequence.
 
 A tree's nodes need a mask, which neither kernel supports. So their attention has two parts, merged
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
-from workers.kernels import AMPERE, can_run_kernels
+from workers.process.kernels import AMPERE, can_run_kernels
 
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8

@@ -19,21 +19,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from paceline.errors import ConfigError
-from workers.engine.checkpoint import CheckpointInfo, choose_length
 from workers.engine.cuda.attention import can_use_kernel
 from workers.engine.cuda.graphs import SMALLEST_TREE, Graphs, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
 from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
 from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
-from workers.engine.cuda.staging import to_device
 from workers.engine.cuda.step import DeviceStep, Heads
 from workers.engine.forward import choose_by_probe, probe_slice
 from workers.engine.kv_sizes import kv_sizes_of
+from workers.engine.load.checkpoint import CheckpointInfo, choose_length
+from workers.engine.parallel.group import Group
+from workers.engine.parallel.ranked import RankedEngine
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
-from workers.engine.tensor_parallel.group import Group
-from workers.engine.tensor_parallel.ranked import RankedEngine
+from workers.verification.staging import to_device
 
 _log = logging.getLogger(__name__)
 

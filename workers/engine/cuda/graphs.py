@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from workers.engine.cuda.layout import Layout, Shape, lay_out
-from workers.engine.cuda.staging import to_device
 from workers.engine.slices import Slice
+from workers.verification.staging import to_device
 
 MAX_TOKENS = 320
 """Maximum number of tokens of a captured step, with padding. Trees of 32 nodes for 8 sequences have

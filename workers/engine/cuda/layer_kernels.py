@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.kernels import on_device
+from workers.process.kernels import on_device
 
 LARGEST_ROW = 32768
 """Maximum features of a row in add_and_norm, which keeps a row in one program's registers."""

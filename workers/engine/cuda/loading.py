@@ -12,12 +12,12 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.errors import CheckpointError, ConfigError
 from workers.engine import attention
-from workers.engine.checkpoint import CheckpointInfo, read_config, sliding_window_of
+from workers.engine.load.checkpoint import CheckpointInfo, read_config, sliding_window_of
+from workers.engine.load.quantisation import plain_config
+from workers.engine.load.weight_form import Dtype
 from workers.engine.model import empty_part, join_ranks
-from workers.engine.quantisation import plain_config
-from workers.engine.rank_parts import Progress
-from workers.engine.tensor_parallel.group import Group
-from workers.engine.weight_form import Dtype
+from workers.engine.parallel.group import Group
+from workers.engine.parallel.rank_parts import Progress
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from workers.engine.cuda.attention_kernel import ROWS, attend_kernel, fold_stored_kernel
 from workers.engine.cuda.attention_units import num_units, share_out
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
-from workers.kernels import on_device
+from workers.process.kernels import on_device
 
 SCRATCH_BYTES = 256 << 20
 """Memory for stored units. Steps that would need more fold as they go."""

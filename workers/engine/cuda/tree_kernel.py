@@ -19,7 +19,7 @@ from torch import Tensor
 from workers.engine.cuda.attention_kernel import BLOCK, LN_2, ROWS, finish, fold, weigh
 from workers.engine.cuda.kv_cache import LayerPages
 from workers.engine.cuda.paged_attention import NARROW_HEAD, options_of
-from workers.kernels import on_device
+from workers.process.kernels import on_device
 
 
 def attend_beside_stems(

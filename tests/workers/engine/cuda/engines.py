@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.engine.checkpoint import inspect_checkpoint
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.loading import load_on_device, load_part_on_device
-from workers.engine.rank_parts import Progress
-from workers.engine.tensor_parallel.group import Group
+from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.engine.parallel.group import Group
+from workers.engine.parallel.rank_parts import Progress
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KV_BYTES = 4 << 20

@@ -12,11 +12,11 @@ from paceline.errors import ConfigError
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from tests.workers.engine.trees import close, plain_rows, random_tree
+from workers.engine.cpu.engine import Engine
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.cuda.graphs import bucket_of
 from workers.engine.cuda.layout import exact_shape, lay_out
 from workers.engine.cuda.linears import FIXED_ROWS
-from workers.engine.engine import Engine
 from workers.engine.slices import Slice
 
 VOCAB = 384

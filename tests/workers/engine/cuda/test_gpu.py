@@ -13,8 +13,8 @@ from paceline.errors import ConfigError
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine
 from tests.workers.engine.trees import random_tree
+from workers.engine.cpu.engine import Engine
 from workers.engine.cuda.engine import CudaEngine
-from workers.engine.engine import Engine
 from workers.engine.open import open_engine
 from workers.engine.slices import Slice
 

@@ -16,14 +16,13 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from tests.workers.engine.trees import random_tree
-from workers import device_verdicts
-from workers.device_verdicts import choose_tokens
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.slices import Slice
-from workers.row_params import Row
-from workers.slice_candidates import Candidates
-from workers.target_session import VerdictTask
+from workers.target import device_verdicts
+from workers.target.session import VerdictTask
+from workers.target.slice_candidates import Candidates
 from workers.verification.candidates import CandidateTree
+from workers.verification.row_params import Row, choose_tokens
 
 VOCAB = 384
 SAMPLED = SamplingParams(

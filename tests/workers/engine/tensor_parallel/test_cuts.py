@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import ConfigError
-from workers.engine.tensor_parallel.cuts import (
+from workers.engine.parallel.cuts import (
     Cut,
     even_cut,
     even_part,

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.tensor_parallel.ranks import Ranks
-from workers.engine.engine import Engine, Slice
-from workers.engine.tensor_parallel.group import Group
+from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.parallel.group import Group
 
 DEGREES = (1, 2, 3, 4)
 LENGTH = 150

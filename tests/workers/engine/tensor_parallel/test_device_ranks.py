@@ -17,11 +17,11 @@ from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
 from tests.workers.engine.tensor_parallel.ranks import Ranks
 from workers.engine.cuda.engine import CudaEngine
+from workers.engine.parallel.group import Deadlines, Group
 from workers.engine.slices import Slice
-from workers.engine.tensor_parallel.group import Deadlines, Group
-from workers.target_stepper import Stepper
-from workers.verdicts import verdicts_of
-from workers.worker_clock import WorkerClock
+from workers.process.clock import WorkerClock
+from workers.target.stepper import Stepper
+from workers.target.verdicts import verdicts_of
 
 pytestmark = pytest.mark.long
 

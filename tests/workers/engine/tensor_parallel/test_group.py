@@ -7,7 +7,7 @@ import torch
 
 from paceline.errors import WorkerLostError
 from tests.workers.engine.tensor_parallel.ranks import Ranks
-from workers.engine.tensor_parallel.group import Deadlines, Group
+from workers.engine.parallel.group import Deadlines, Group
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 import transformers.models.llama.modeling_llama
 from workers.engine.model import load_model
-from workers.engine.tensor_parallel.group import Group
-from workers.engine.tensor_parallel.sharding import Place
+from workers.engine.parallel.group import Group
+from workers.engine.parallel.sharding import Place
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()

@@ -1,0 +1,1 @@
+"""The configuration: one TOML file, closed and frozen, overridden by the environment."""

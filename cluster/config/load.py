@@ -1,0 +1,209 @@
+"""The configuration of a deployment: one TOML file, overridden by the environment.
+
+Only `load_config` reads it. An empty file, or none, gives the local demo. An environment variable
+PACELINE_SECTION__KEY overrides a key (PACELINE_DRAFTERS__0__COUNT a key of the first drafter). Its
+value is read as TOML, and as plain text if it is not TOML.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from cluster.config.model import (
+    Config,
+    DrafterConfig,
+    ServerConfig,
+    SpeculationConfig,
+    TargetConfig,
+)
+from paceline.errors import ConfigError
+from paceline.text import did_you_mean
+from workers.models.catalogue import spelled_out
+
+__all__ = [
+    "Config",
+    "DrafterConfig",
+    "ServerConfig",
+    "SpeculationConfig",
+    "TargetConfig",
+    "load_config",
+]
+
+_PREFIX = "PACELINE_"
+_SEPARATOR = "__"
+_PLAIN_WORDS = {
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "a valid integer": "a whole number",
+    "a valid string": "a text in quotes",
+    "a valid boolean": "true or false",
+    "String should have at least 1 character": "expected a text that is not empty",
+    "a valid tuple": "a list of tables",
+    "Value should have at least 1 item after validation, not 0": "expected at least one value",
+}
+
+_Place = tuple[str | int, ...]
+
+
+def _model_of(section: str) -> type[BaseModel]:
+    """The model with the keys of a section. For `drafters`: of one table in it."""
+    annotation = Config.model_fields[section].annotation
+    model = next(iter(get_args(annotation)), annotation)
+    assert isinstance(model, type)
+    assert issubclass(model, BaseModel)
+    return model
+
+
+_TABLES = {section: _model_of(section) for section in Config.model_fields}
+
+
+def load_config(
+    path: Path | None, environ: Mapping[str, str], *, plan_flags: Mapping[str, object] | None = None
+) -> Config:
+    """Load the file at `path` (None: all defaults), overridden by `environ`.
+
+    `plan_flags`: keys of [plan] from the command line. They override both.
+    Raises ConfigError, which names the file, variable or flag and the key.
+    """
+    tables = {} if path is None else _read_toml(path)
+    variables = _overrides(tables, environ)
+    plan = tables.setdefault("plan", {}) if plan_flags else None
+    if plan_flags and isinstance(plan, dict):
+        plan |= plan_flags
+        variables |= {("plan", key): f"--{key.replace('_', '-')}" for key in plan_flags}
+    try:
+        return _spelled_out(Config.model_validate(tables))
+    except ValidationError as error:
+        source = "the configuration" if path is None else str(path)
+        raise ConfigError(_explain(error, source, variables)) from None
+
+
+def _spelled_out(config: Config) -> Config:
+    """Make the folders of models absolute, because workers may run in another folder."""
+    target = config.target.model_copy(update={"model": spelled_out(config.target.model)})
+    drafters = tuple(
+        one if one.model is None else one.model_copy(update={"model": spelled_out(one.model)})
+        for one in config.drafters
+    )
+    return config.model_copy(update={"target": target, "drafters": drafters})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as stream:
+            return tomllib.load(stream)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: there is no such file; name a TOML file (an empty one is the local demo)"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: is not TOML: {error}") from None
+
+
+def _overrides(tables: dict[str, Any], environ: Mapping[str, str]) -> dict[_Place, str]:
+    """Put the variables' values into `tables`. Returns which variable set which key."""
+    variables: dict[_Place, str] = {}
+    for variable in sorted(environ):
+        if not variable.startswith(_PREFIX):
+            continue
+        if _SEPARATOR not in variable:
+            _check_separator(variable)
+            continue
+        section, *rest = variable.removeprefix(_PREFIX).lower().split(_SEPARATOR)
+        if section not in _TABLES:
+            raise ConfigError(
+                f"{variable}: there is no section {section!r}; expected one of "
+                f"{', '.join(_TABLES)}{did_you_mean(section, _TABLES)}"
+            )
+        value = _toml_value(environ[variable])
+        if section == "drafters":
+            place = _override_drafter(tables, variable, rest, value)
+        else:
+            place = (section, _SEPARATOR.join(rest))
+            table = tables.setdefault(section, {})
+            if isinstance(table, dict):
+                table[place[1]] = value
+        variables[place] = variable
+    return variables
+
+
+def _check_separator(variable: str) -> None:
+    """Raise ConfigError if only the separator keeps a variable from setting a key.
+
+    Other variables are left alone, such as those that Kubernetes sets for a service named paceline
+    (PACELINE_PORT, ...).
+    """
+    for section, model in _TABLES.items():
+        for key in model.model_fields:
+            place = r"DRAFTERS_+(\d+)" if section == "drafters" else section.upper()
+            found = re.fullmatch(f"{_PREFIX}{place}_+{key.upper()}", variable)
+            if found:
+                number = f"{found[1]}{_SEPARATOR}" if section == "drafters" else ""
+                meant = f"{_PREFIX}{section}{_SEPARATOR}{number}{key}".upper()
+                raise ConfigError(f"{variable}: has no effect; did you mean {meant}?")
+
+
+def _override_drafter(
+    tables: dict[str, Any], variable: str, rest: list[str], value: object
+) -> _Place:
+    drafters = tables.setdefault("drafters", [{}])
+    count = len(drafters) if isinstance(drafters, list) else 0
+    if len(rest) != 2 or not rest[0].isdecimal() or int(rest[0]) >= count:
+        raise ConfigError(
+            f"{variable}: expected PACELINE_DRAFTERS__<NUMBER>__<KEY> with a number below {count}, "
+            f"the count of [[drafters]]; add drafters in the file"
+        )
+    index, key = int(rest[0]), rest[1]
+    if isinstance(drafters[index], dict):
+        drafters[index][key] = value
+    return ("drafters", index, key)
+
+
+def _toml_value(text: str) -> object:
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+def _explain(error: ValidationError, source: str, variables: Mapping[_Place, str]) -> str:
+    """The first error, in one line."""
+    complaint = error.errors(include_url=False)[0]
+    place = complaint["loc"]
+    where = variables.get(place) or variables.get(place[:2], source)
+    key = _spell(place)
+    if complaint["type"] == "extra_forbidden":
+        known = _keys_beside(place)
+        hint = did_you_mean(str(place[-1]), known)
+        return f"{where}: unknown key {key}; expected one of {', '.join(known)}{hint}"
+    message = complaint["msg"]
+    if complaint["type"] == "paceline":
+        return f"{where}: {key}: {message}" if key else f"{where}: {message}"
+    if complaint["type"] == "model_type":
+        message = "expected a table"
+    message = message.replace("Input should be", "expected")
+    for technical, plain in _PLAIN_WORDS.items():
+        message = message.replace(technical, plain)
+    return f"{where}: {key}: {message[0].lower()}{message[1:]}, got {complaint['input']!r}"
+
+
+def _spell(place: _Place) -> str:
+    spelled = ""
+    for part in place:
+        spelled += f"[{part}]" if isinstance(part, int) else f".{part}" if spelled else part
+    return spelled
+
+
+def _keys_beside(place: _Place) -> list[str]:
+    model = _TABLES[str(place[0])] if len(place) > 1 else Config
+    return list(model.model_fields)

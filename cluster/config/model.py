@@ -1,0 +1,471 @@
+"""The keys of a configuration. They are frozen and closed, and each has a default.
+
+The defaults together are the local demo. cluster/config/load.py reads files into these models.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from cluster.decoding.policies import PolicyName
+from cluster.driver.fitting import (
+    check_branches,
+    check_deployed,
+    check_layout,
+    check_merge,
+    check_policy_fits,
+    check_rule_fits,
+)
+from paceline.errors import ConfigError, InvalidRequestError
+from paceline.rules import (
+    DRAFTER_KINDS,
+    MAX_BRANCHES,
+    MAX_WINDOW,
+    DrafterKind,
+    Rule,
+    Stopping,
+)
+from paceline.text import did_you_mean
+from workers.emulated.profiles import load_profile
+from workers.engine.load.weight_form import DTYPES, Dtype
+from workers.models.catalogue import STAND_IN
+
+
+def refusal(message: str) -> PydanticCustomError:
+    """The exception that a validator raises to show `message` as it is."""
+    # A template of its own, because braces in the message would count as placeholders.
+    return PydanticCustomError("paceline", "{message}", {"message": message})
+
+
+def check_profile(name: str, role: Literal["target", "drafter"]) -> None:
+    """Raise a refusal unless `name` is a latency profile for the role."""
+    try:
+        load_profile(name, role=role)
+    except ConfigError as error:
+        raise refusal(str(error)) from None
+
+
+SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName)
+
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+def _profile(role: Literal["target", "drafter"]) -> BeforeValidator:
+    def check(value: object) -> object:
+        if not isinstance(value, str):
+            raise refusal(f"expected the name of a latency profile, got {value!r}")
+        check_profile(value, role)
+        return value
+
+    return BeforeValidator(check)
+
+
+def _ratio(value: object) -> object:
+    found = re.fullmatch(r"([1-9]\d?):([1-9]\d?)", value) if isinstance(value, str) else None
+    if found is None:
+        raise refusal(
+            f'expected TARGETS:DRAFTERS such as "1:1" or "4:1", each 1 to 99, got {value!r}'
+        )
+    return value
+
+
+def _policy(value: object) -> object:
+    if value in SIMULATED_POLICIES:
+        return value
+    hint = did_you_mean(value, SIMULATED_POLICIES) if isinstance(value, str) else ""
+    raise refusal(f"expected one of {', '.join(SIMULATED_POLICIES)}, got {value!r}{hint}")
+
+
+def _listed(value: object) -> object:
+    """Turn a single value into a list."""
+    return value if isinstance(value, list | tuple) else [value]
+
+
+_Listed = BeforeValidator(_listed)
+_SOME = Field(min_length=1, strict=False)
+
+
+class PlanConfig(BaseModel):
+    """Devices, links, load and acceptance. If several values are given, all are compared."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    # Latency profiles (workers/emulated/profiles).
+    target: Annotated[tuple[Annotated[str, _profile("target")], ...], _Listed, _SOME] = (
+        "70b-4xh100",
+    )
+    drafter: Annotated[tuple[Annotated[str, _profile("drafter")], ...], _Listed, _SOME] = (
+        "1b-h100",
+    )
+    hosts: Annotated[int, Field(ge=1, le=100_000)] = 1
+    gpus_per_host: Annotated[int, Field(ge=1, le=1024)] = 8
+    # Target groups and the drafters that they share. Plain decoding is always compared as well.
+    ratios: Annotated[tuple[Annotated[str, BeforeValidator(_ratio)], ...], _Listed, _SOME] = (
+        "1:1",
+        "2:1",
+        "1:4",
+    )
+    policies: Annotated[tuple[Annotated[str, BeforeValidator(_policy)], ...], _Listed, _SOME] = (
+        SIMULATED_POLICIES
+    )
+    # The link between a driver and a drafter: round trip in milliseconds, and Mbit/s.
+    rtt_ms: Annotated[float, Field(ge=0, le=60_000, allow_inf_nan=False)] = 0.1
+    mbit_per_second: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    # The chance that a drafted token is right if those before it are. The chance that the second
+    # guess is right if the first is wrong.
+    acceptance: _Share = 0.8
+    hit_rate: _Share = 0.5
+    # The load: callers that ask again when they are answered, or a fixed rate of requests.
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    prompt_tokens: Annotated[int, Field(ge=3, le=16_384)] = 512
+    output_tokens: Annotated[int, Field(ge=2, le=16_384)] = 128
+    # Tokens whose KV a target group holds.
+    kv_tokens: Annotated[int, Field(ge=1024)] = 131_072
+    # Requests simulated for each layout. The most target groups that are simulated, with the load
+    # reduced accordingly (0: all).
+    requests: Annotated[int, Field(ge=1)] = 100
+    simulated_groups: Annotated[int, Field(ge=0)] = 4
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @model_validator(mode="after")
+    def _one_load(self) -> PlanConfig:
+        if self.concurrency is not None and self.requests_per_second is not None:
+            raise refusal(
+                "concurrency and requests_per_second are both given; leave one of the two out"
+            )
+        return self
+
+
+def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
+    """Check that a value is None or the name of a latency profile for the role."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str):
+            check_profile(value, role)
+        return value
+
+    return BeforeValidator(check)
+
+
+def target_or_emulated(given: Any, usual: str) -> Any:
+    """An emulated target has the stand-in checkpoint for a model, and needs no GPU."""
+    found = model_or_emulated(given, usual)
+    if isinstance(found, dict) and found.get("emulated") is not None:
+        return {"resources": "cpu"} | found
+    return found
+
+
+def model_or_emulated(given: Any, usual: str) -> Any:
+    """Fill in the model: the stand-in for an emulated device, else `usual`.
+
+    Only an emulated device may name the stand-in, and it may name no other model.
+    """
+    if not isinstance(given, dict):
+        return given
+    if given.get("emulated") is not None:
+        if (model := given.get("model", STAND_IN)) != STAND_IN:
+            raise refusal(
+                f"what is emulated replays and has no model, got {model!r}; remove the key "
+                '"model" or "emulated"'
+            )
+        return given | {"model": STAND_IN}
+    if given.get("model") == STAND_IN:
+        raise refusal(f'"{STAND_IN}" is no model; name a latency profile with "emulated"')
+    return {"model": usual} | given
+
+
+def check_emulated(config: Config) -> None:
+    """Raise a refusal unless target and drafters are emulated alike, and speculation fits."""
+    emulated = config.target.emulated is not None
+    models = [one for one in config.drafters if one.kind == "model"]
+    if any((one.emulated is not None) != emulated for one in models):
+        raise refusal(
+            "drafters: target and model drafters are all emulated or none is; give every "
+            'one the key "emulated", or remove it everywhere'
+        )
+    if emulated:
+        _check_replayed(config, models)
+
+
+def _check_replayed(config: Config, drafters: Sequence[DrafterConfig]) -> None:
+    """Workers that replay share a made-up vocabulary, have no logits, and compute nothing."""
+    if config.target.resources == "gpu":
+        raise refusal(
+            'target.resources: a target that replays needs no GPU, got "gpu"; remove the key'
+        )
+    for one in drafters:
+        if "prefix_cache" in one.model_fields_set:
+            raise refusal(
+                'drafters: an emulated drafter has no KV to share; remove the key "prefix_cache"'
+            )
+    chosen = config.speculation
+    if chosen.verification != "coupled":
+        raise refusal(
+            "speculation.verification: emulated workers have no distributions; "
+            f'expected "coupled", got "{chosen.verification}"'
+        )
+    if chosen.stopping != "fixed":
+        raise refusal(
+            "speculation.stopping: emulated drafters have no logits to stop by; "
+            f'expected "fixed", got "{chosen.stopping}"'
+        )
+
+
+_BYTE_UNITS = {
+    "B": 1,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+}
+
+
+def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
+    """One of `available`. `later`: values that are planned and that this version refuses."""
+
+    def check(value: object) -> object:
+        if value in available:
+            return value
+        names = ", ".join(available)
+        if isinstance(value, str) and value in later:
+            raise refusal(f"{value!r} is not in this version; available: {names}")
+        hint = did_you_mean(value, available) if isinstance(value, str) else ""
+        raise refusal(f"expected one of {names}, got {value!r}{hint}")
+
+    return BeforeValidator(check)
+
+
+def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
+    """ "auto", or a value that `read` turns into a positive number."""
+
+    def check(value: object) -> object:
+        if value == "auto":
+            return value
+        number = None if isinstance(value, bool) else read(value)
+        if number is None or number < 1:
+            raise refusal(f'expected "auto" or {expected}, got {value!r}')
+        return number
+
+    return BeforeValidator(check)
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _bytes(value: object) -> int | None:
+    if isinstance(value, int):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
+    unit = _BYTE_UNITS.get(match[2].upper()) if match else None
+    return None if match is None or unit is None else int(float(match[1]) * unit)
+
+
+AutoCount = Annotated[int | Literal["auto"], _auto_or(_whole, "a whole number of at least 1")]
+AutoBytes = Annotated[
+    int | Literal["auto"], _auto_or(_bytes, 'a number of bytes such as 2147483648 or "2GiB"')
+]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class _Closed(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TargetConfig(_Closed):
+    """The model whose text is served.
+
+    `emulated` is a latency profile (docs/emulation.md): then no model is run, and the text is made
+    up.
+    """
+
+    model: Text = "demo"
+    emulated: Annotated[Text | None, profile_of("target")] = None
+    # Shards that the model is cut into, each a process with a part of every layer.
+    tensor_parallel: Annotated[int, Field(ge=1)] = 1
+    # Target groups: copies of the whole model, each on devices of its own.
+    groups: Annotated[int, Field(ge=1, le=64)] = 1
+    # "auto": float32 on a CPU, the checkpoint's type on a GPU. int8 works on CPUs only.
+    dtype: Annotated[Dtype, _choice(*DTYPES)] = "auto"
+    # The device of each shard and each model drafter.
+    resources: Annotated[Literal["auto", "cpu", "gpu"], _choice("auto", "cpu", "gpu")] = "auto"
+    # CPU threads of each shard.
+    threads: AutoCount = "auto"
+    max_model_len: AutoCount = "auto"
+    max_num_seqs: Annotated[int, Field(ge=1)] = 64
+    # Bytes for KV blocks, of each shard and each model drafter.
+    kv_memory: AutoBytes = "auto"
+    # On a GPU: a row has the same bits in any batch and window.
+    batch_invariant: bool = True
+    # On GPUs: our own kernels run, in the target and in model drafters, in place of torch's.
+    kernels: bool = False
+    # Requests of one tenant share the KV of equal prefixes.
+    prefix_cache: bool = True
+    # Seconds without an answer after which a worker is ended and started again.
+    hung_after: Annotated[float, Field(ge=1, le=3600, allow_inf_nan=False)] = 60.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _emulated_or_not(cls, given: Any) -> Any:
+        return target_or_emulated(given, "demo")
+
+    @model_validator(mode="after")
+    def _emulated_is_one(self) -> TargetConfig:
+        if self.emulated is not None and self.tensor_parallel > 1:
+            raise refusal(
+                f"an emulated target is one worker, whose profile counts the GPUs; tensor_parallel "
+                f"is {self.tensor_parallel}, expected 1"
+            )
+        return self
+
+
+class DrafterConfig(_Closed):
+    """`count` drafters of one kind.
+
+    `model`, `emulated` and `prefix_cache` apply to kind "model" only. `emulated` names a latency
+    profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its second
+    guess is right at the rate `hit_rate`.
+    """
+
+    kind: Annotated[DrafterKind, _choice(*DRAFTER_KINDS, later=("suffix", "heads", "mixed"))] = (
+        "model"
+    )
+    model: Text | None = None
+    emulated: Annotated[Text | None, profile_of("drafter")] = None
+    acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
+    hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
+    count: Annotated[int, Field(ge=1, le=64)] = 1
+    threads: AutoCount = "auto"
+    # Whether sequences of one tenant share the KV of equal prefixes.
+    prefix_cache: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_of_kind(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or given.get("kind", "model") != "model":
+            return given
+        return model_or_emulated(given, "demo-draft")
+
+    @model_validator(mode="after")
+    def _model_fits_kind(self) -> DrafterConfig:
+        for key in ("model", "emulated"):
+            if self.kind != "model" and getattr(self, key) is not None:
+                raise refusal(
+                    f'a drafter of kind "{self.kind}" has no model; remove the key "{key}"'
+                )
+        if self.kind != "model" and "prefix_cache" in self.model_fields_set:
+            raise refusal(
+                f'a drafter of kind "{self.kind}" has no KV to share; remove the key "prefix_cache"'
+            )
+        if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
+            raise refusal('"acceptance" and "hit_rate" need an emulated drafter; remove them')
+        return self
+
+
+class SpeculationConfig(_Closed):
+    """Defaults for requests. None of them belongs to the deployment."""
+
+    policy: Annotated[
+        str,
+        _choice(
+            *(policy.value for policy in PolicyName),
+        ),
+    ] = "chain"
+    verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
+    # The most candidates of a sequence that a step verifies.
+    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
+    # Candidates at each position; 1: chains.
+    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
+    # When a drafter stops before the window is full. "cost" pays off with a policy that waits for
+    # its drafter and with recycling; under policy "chain" it changes nothing.
+    stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
+    # The kind of drafter to use if several are deployed and fit.
+    drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
+    # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
+    merge: bool = False
+    # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
+    wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
+
+
+class ServerConfig(_Closed):
+    """Where the deployment is reached, and how many requests may wait. Port 0: any free port."""
+
+    host: Text = "127.0.0.1"
+    http_port: Port = 8000
+    grpc_port: Port = 8001
+    # Requests that may wait beyond target.max_num_seqs. The next is refused as overload.
+    max_waiting: Annotated[int, Field(ge=0)] = 256
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> ServerConfig:
+        if self.http_port == self.grpc_port != 0:
+            raise refusal(f"http_port and grpc_port are both {self.grpc_port}; give each its own")
+        return self
+
+
+class Config(_Closed):
+    """A deployment. `drafters = []` is plain decoding."""
+
+    target: TargetConfig = TargetConfig()
+    drafters: Annotated[tuple[DrafterConfig, ...], Field(strict=False)] = (
+        DrafterConfig(model="demo-draft"),
+    )
+    speculation: SpeculationConfig = SpeculationConfig()
+    server: ServerConfig = ServerConfig()
+    plan: PlanConfig = PlanConfig()
+
+    @property
+    def drafter_kinds(self) -> set[str]:
+        """The kinds of the drafters, as they call themselves to the driver."""
+        named = "model" if self.target.emulated is None else "emulated"
+        return {named if one.kind == "model" else one.kind for one in self.drafters}
+
+    @model_validator(mode="after")
+    def _emulated_together(self) -> Config:
+        check_emulated(self)
+        return self
+
+    @model_validator(mode="after")
+    def _drafters_fit(self) -> Config:
+        """Check that the deployed drafters can do what requests get by default."""
+        chosen = self.speculation
+        rule = Rule(chosen.verification)
+        kinds = self.drafter_kinds
+        try:
+            check_branches(rule, chosen.branches, chosen.window)
+            check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
+            check_layout(
+                PolicyName(chosen.policy),
+                sum(drafter.count for drafter in self.drafters),
+                self.target.groups,
+            )
+            if chosen.drafter != "any":
+                check_deployed(chosen.drafter, kinds)
+                kinds = {chosen.drafter}
+            if chosen.policy != "off":
+                check_rule_fits(rule, kinds)
+            if chosen.merge:
+                check_merge(PolicyName(chosen.policy), rule, kinds)
+        except InvalidRequestError as error:
+            key = "verification" if error.field == "rule" else error.field
+            raise refusal(
+                f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
+            ) from None
+        return self
+
+    def deployment(self) -> dict[str, Any]:
+        """What the workers are: the tables of target and drafters, as JSON.
+
+        Policy, rule and window are fields of a request, and ports only say where to listen. So two
+        configurations that differ in those have the same deployment.
+        """
+        return self.model_dump(mode="json", include={"target", "drafters"})

@@ -1,0 +1,367 @@
+"""Connects the scheduler to the streams: events go in, instructions are carried out.
+
+A step goes to its target group's stream at once. Everything else follows in later turns of the
+event loop, in order, while the target computes: the scheduler's remaining work, messages to
+drafters, text for callers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from cluster.decoding.events import (
+    Admitted,
+    Cancelled,
+    DraftDeclined,
+    DrafterJoined,
+    DrafterLost,
+    Event,
+    MalformedProposal,
+    Paused,
+    Proposed,
+    Request,
+    Resumed,
+    StepDone,
+    TargetJoined,
+    TargetLost,
+    Tick,
+)
+from cluster.decoding.instructions import (
+    Emit,
+    Finish,
+    Instruction,
+    Refuse,
+    RunStep,
+    Suspect,
+    WakeAt,
+)
+from cluster.decoding.scheduler import Scheduler
+from cluster.driver.callers import Callers
+from cluster.driver.drafter_link import DrafterDescription
+from cluster.driver.generation import Generation
+from cluster.driver.meters import DriverTimeMeter, GapMeter
+from cluster.driver.proposals_wire import ReadBatch, read_proposals
+from cluster.driver.requests import Speculation
+from cluster.driver.round_tap import RoundTap
+from cluster.driver.target_description import TargetDescription
+from cluster.driver.target_groups import TargetGroups
+from cluster.driver.worker_wire import DraftInstruction, fed_from_wire, verdicts_from_wire
+from paceline.errors import InternalError, PacelineError, ProtocolError
+from paceline.v1 import drafting_pb2, target_pb2
+
+_log = logging.getLogger(__name__)
+
+
+class Dispatch:
+    """Feeds the scheduler and carries out its instructions.
+
+    Implements `TargetListener`, `DrafterListener` and `CallerListener`. `target_patience`: seconds
+    that requests wait for a target after its last group is lost; then they fail. `num_groups`:
+    target groups. `on_change` is called whenever `can_serve` may have changed, `on_broken` once if
+    a defect ends everything.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        target_patience: float,
+        num_groups: int = 1,
+        on_change: Callable[[], None] = lambda: None,
+        on_broken: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.gaps = GapMeter()
+        self.driver_time = DriverTimeMeter()
+        self.groups = TargetGroups(num_groups, patience=target_patience, give_up=self.fail_all)
+        self.unavailable: PacelineError | None = None
+        """The reason why no request can be taken; None: requests can be taken."""
+        self.taps: list[RoundTap] = []
+        """Whoever traces. One that raises is told so (`RoundTap.fail`), and nothing more."""
+        self._loop = asyncio.get_running_loop()
+        self._send_step: Callable[[RunStep], None]
+        self._send_drafts: Callable[[str, list[DraftInstruction]], None]
+        self._suspect: Callable[[str, str], None]
+        self._callers = Callers()
+        self._for_drafters: deque[list[Instruction]] = deque()
+        self._has_rest = False
+        self._will_tell = False
+        self._wake: asyncio.TimerHandle | None = None
+        self._stopped = False
+        self._on_change = on_change
+        self._on_broken = on_broken
+
+    def connect(
+        self,
+        send_step: Callable[[RunStep], None],
+        send_drafts: Callable[[str, list[DraftInstruction]], None],
+        suspect: Callable[[str, str], None],
+    ) -> None:
+        """Set where instructions go. Call it before any event."""
+        self._send_step = send_step
+        self._send_drafts = send_drafts
+        self._suspect = suspect
+
+    def admit(self, request: Request, generation: Generation) -> None:
+        """Begin a request. Everything about it is delivered to `generation`."""
+        self._callers.add(request.sequence_id, generation)
+        self._handle(Admitted(time.monotonic(), request))
+
+    def cancel(self, sequence_id: int) -> None:
+        """The caller of a sequence is gone."""
+        if self._callers.drop(sequence_id):
+            self._handle(Cancelled(time.monotonic(), sequence_id))
+
+    def pause(self, sequence_id: int) -> None:
+        """The caller of a sequence leaves too much unread."""
+        self._handle(Paused(time.monotonic(), sequence_id))
+
+    def resume(self, sequence_id: int) -> None:
+        """The caller of a sequence has read most of what it left unread."""
+        self._handle(Resumed(time.monotonic(), sequence_id))
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether a new request could run now: some target group is there."""
+        return self.groups.any_joined and self.unavailable is None and not self._stopped
+
+    @property
+    def num_open(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._callers)
+
+    def fail_all(self, error: PacelineError) -> None:
+        """End every request with an error, and take no more."""
+        self.unavailable = error
+        for sequence_id in self._callers.fail_all(error):
+            self._handle(Cancelled(time.monotonic(), sequence_id))
+        self._on_change()
+
+    def stop(self, error: PacelineError) -> None:
+        """`fail_all`, and ignore all further events."""
+        self.fail_all(error)
+        self._stopped = True
+        self._on_change()
+        self.groups.wait_no_more()
+        if self._wake is not None:
+            self._wake.cancel()
+
+    def break_down(self, error: BaseException) -> None:
+        """A defect left the state inconsistent: end all requests, and the process.
+
+        Whoever started the process starts another one.
+        """
+        _log.critical("a defect ends the driver and all of its requests", exc_info=error)
+        if not self._stopped:
+            self._stopped = True  # The scheduler gets no further events.
+            self.stop(
+                InternalError(
+                    "a defect ended the server while it worked; its log has the details. Send the "
+                    "request again once the server is up"
+                )
+            )
+            self._on_broken()
+
+    # The target.
+
+    def target_joined(self, group: int, description: TargetDescription) -> None:
+        """Every shard of a group has a fresh stream. Raises CheckpointError."""
+        if self._stopped:
+            return
+        self.groups.join(group, description)
+        self.unavailable = None
+        self._on_change()
+        self._handle(
+            TargetJoined(
+                time.monotonic(),
+                vocab_size=description.vocab_size,
+                max_model_len=description.max_model_len,
+                block_size=description.block_size,
+                num_blocks=description.num_blocks,
+                group=group,
+                dtype=description.dtype,
+                checkpoint_digest=description.checkpoint_digest,
+            )
+        )
+
+    def target_lost(self, group: int, reason: str) -> None:
+        """A stream to a shard broke. Sequences of its group go to other groups.
+
+        If there is no other group, requests wait for one to come back.
+        """
+        if self._stopped or not self.groups.lose(group, reason):
+            return
+        self._on_change()
+        self._tell_taps(lambda tap: tap.target_lost(group))
+        self._handle(TargetLost(time.monotonic(), group=group))
+
+    def note_target(self, trouble: str) -> None:
+        """Note why the target is not back yet. Forgotten once it is."""
+        self.groups.note(trouble)
+        if self.unavailable is not None and not self._stopped:
+            self.fail_all(self.groups.lost_for_good(trouble))
+
+    def step_answered(self, group: int, response: target_pb2.StepResponse) -> None:
+        """Rank 0 answered a step. Raises ProtocolError if it does not answer the last one."""
+        self.gaps.step_answered(group, response.gap_seconds)
+        driver_seconds = self.driver_time.step_answered(time.thread_time())
+        done = StepDone(
+            time.monotonic(),
+            response.step,
+            verdicts_from_wire(response),
+            step_seconds=response.step_seconds,
+            driver_seconds=driver_seconds,
+            group=group,
+            fed=fed_from_wire(response) if response.fed else (),
+        )
+        goes_on = group in self._handle(done)
+        self.gaps.step_sent(group, upon_answer=goes_on)
+        self._tell_taps(lambda tap: tap.step_answered(group, response, done.now))
+        if not goes_on:
+            self.driver_time.pause()
+
+    # Drafters.
+
+    def drafter_joined(self, name: str, description: DrafterDescription) -> None:
+        """A drafter has a fresh stream."""
+        self._handle(
+            DrafterJoined(
+                time.monotonic(),
+                name,
+                description.max_position,
+                kind=description.kind,
+                rules=description.rules,
+                wants_top_tokens=description.wants_top_tokens,
+            )
+        )
+
+    def drafter_lost(self, name: str) -> None:
+        """The stream broke."""
+        self._handle(DrafterLost(time.monotonic(), name))
+
+    def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
+        """A drafter's message. Drops what breaks the contract; returns how many proposals did."""
+        read, target = ReadBatch(), self.groups.target
+        totals = self.scheduler.totals
+        malformed_before = totals.malformed_proposals
+        if target is not None:
+            read = read_proposals(
+                batch, self._speculation_of, vocab_size=target.vocab_size, drafter=name
+            )
+        totals.dropped_proposals += read.dropped
+        self._tell_taps(lambda tap: tap.proposed(name, batch, read.proposals))
+        proposals = tuple(read.proposals)
+        self._handle(
+            Proposed(
+                time.monotonic(),
+                name,
+                proposals,
+                pass_seconds=batch.pass_seconds,
+                entries=entries,
+            )
+        )
+        for _ in range(read.malformed):
+            self._handle(MalformedProposal(time.monotonic(), name))
+        return totals.malformed_proposals - malformed_before
+
+    def _speculation_of(self, sequence_id: int) -> Speculation | None:
+        generation = self._callers.get(sequence_id)
+        return None if generation is None else generation.speculation
+
+    def declined(self, name: str, sequence_id: int, reason: str, *, for_good: bool) -> None:
+        """A drafter will not draft for a sequence."""
+        _log.info("drafter %s declines sequence %d: %s", name, sequence_id, reason)
+        self._handle(DraftDeclined(time.monotonic(), name, sequence_id, for_good=for_good))
+
+    # Events in, instructions out.
+
+    def _handle(self, event: Event) -> Sequence[int]:
+        """Handle an event; the groups that got steps. Raises ProtocolError as `Scheduler.begin`."""
+        if self._stopped:
+            return ()
+        try:
+            return self._carry_out(event)
+        except ProtocolError:
+            raise
+        except Exception as error:
+            self.break_down(error)
+            return ()
+
+    def _carry_out(self, event: Event) -> Sequence[int]:
+        self._take_rest()
+        steps = self.scheduler.begin(event)
+        self._has_rest = True
+        for step in steps:
+            self._send(step)
+        if not steps:
+            self._take_rest()
+        if (self._has_rest or self._for_drafters) and not self._will_tell:
+            self._will_tell = True
+            self._loop.call_soon(self._guarded, self._tell_drafters)
+        return [step.group for step in steps]
+
+    def _send(self, step: RunStep) -> None:
+        self._send_step(step)
+        self._tell_taps(lambda tap: tap.step_sent(step))
+
+    def _take_rest(self) -> None:
+        """Have the scheduler do the work that it left until the step was sent."""
+        if self._has_rest:
+            self._has_rest = False
+            if instructions := self.scheduler.rest():
+                self._for_drafters.append(instructions)
+
+    def _tell_drafters(self) -> None:
+        """Send messages to drafters. Messages for callers follow in the next turn of the loop."""
+        self._will_tell = False
+        self._take_rest()
+        self._loop.call_soon(self._guarded, self._tell_callers)
+        messages: dict[str, list[DraftInstruction]] = {}
+        suspects: list[Suspect] = []
+        for instructions in self._for_drafters:
+            for instruction in instructions:
+                if isinstance(instruction, (Emit, Finish, Refuse)):
+                    self._callers.later(instruction)
+                elif isinstance(instruction, WakeAt):
+                    self._wake_at(instruction.time)
+                elif isinstance(instruction, Suspect):
+                    suspects.append(instruction)
+                elif not isinstance(instruction, RunStep):
+                    messages.setdefault(instruction.drafter, []).append(instruction)
+        self._for_drafters.clear()
+        for drafter, message in messages.items():
+            self._send_drafts(drafter, message)
+        for suspect in suspects:  # Last: the stream of a suspect is closed.
+            self._suspect(suspect.drafter, suspect.reason)
+
+    def _tell_callers(self) -> None:
+        for sequence_id in self._callers.tell():
+            self._handle(Cancelled(time.monotonic(), sequence_id))
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do work in a later turn of the loop. An exception there would go unheard."""
+        try:
+            work()
+        except Exception as error:
+            self.break_down(error)
+
+    def _tell_taps(self, tell: Callable[[RoundTap], None]) -> None:
+        for tap in tuple(self.taps):
+            try:
+                tell(tap)
+            except Exception as error:
+                self.taps.remove(tap)
+                tap.fail(error)
+
+    def _wake_at(self, when: float) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        self._wake = self._loop.call_at(when, self._tick)
+
+    def _tick(self) -> None:
+        self._wake = None
+        self._handle(Tick(time.monotonic()))

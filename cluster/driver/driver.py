@@ -1,0 +1,405 @@
+"""The driver: owns all requests and connects to the target's groups and to drafters."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from pathlib import Path
+
+from cluster.decoding.events import Request
+from cluster.decoding.policies import PolicyName
+from cluster.decoding.scheduler import Scheduler
+from cluster.driver.dispatch import Dispatch
+from cluster.driver.drafter_link import TargetVocabulary
+from cluster.driver.drafter_pool import DrafterPool
+from cluster.driver.fitting import can_have
+from cluster.driver.generation import MAX_UNREAD_SECONDS, Generation
+from cluster.driver.meters import WorkerMeter
+from cluster.driver.requests import RequestResolver, ResolvedRequest, Speculation
+from cluster.driver.round_tap import RoundTap
+from cluster.driver.target_description import TargetDescription
+from cluster.driver.target_link import StepTimeout
+from cluster.driver.target_pool import TargetPool
+from cluster.driver.text import TextCodec, TextStream
+from paceline.errors import OverloadedError, UnavailableError
+from paceline.generation import GenerateInput, Message, ModelDescription, Stats, WorkerLife
+from paceline.options import GenerateOptions
+from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
+
+SHORT_PROMPT_CHARACTERS = 64 * 1024
+"""Longest prompt that takes at most some 100 ms to tokenize. Longer ones take a second per million
+characters, so they are tokenized one at a time, which leaves a thread for short ones."""
+
+_SHORT_AT_ONCE = 16
+"""Short prompts given to the threads at a time, so that these need not wait for the event loop."""
+
+_LOOK_SECONDS = 0.02
+"""Interval at which draining checks whether requests have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverOptions:
+    """What a driver serves, and with which workers. Times without a unit are seconds.
+
+    - `folder`: the checkpoint, whose tokenizer and defaults the driver reads.
+    - `target_addresses`: of the shards of all `target_groups`, group by group, each by rank.
+    - `drafter_addresses`: by name.
+    - `speculation`: the default for requests.
+    - `wait_ms`: the most milliseconds that a waiting policy waits in a step.
+    - `prefix_cache`: whether requests of one tenant share KV.
+    - `max_waiting`: requests beyond the running ones before further ones are refused. Requests that
+      are being tokenized or paused count.
+    - `max_unread_seconds`: how long a caller may leave any part of an answer unread.
+    - `drafter_timeout`: time for a drafter to answer a question about itself.
+    - `target_patience`: how long requests wait for a lost target.
+    - `connect_seconds`: how long `start` waits for workers.
+    """
+
+    folder: Path
+    target_addresses: tuple[str, ...]
+    target_groups: int = 1
+    drafter_addresses: Mapping[str, str] = field(default_factory=dict)
+    speculation: Speculation = field(default_factory=Speculation)
+    wait_ms: float = 1000.0
+    max_num_seqs: int = 64
+    max_step_tokens: int = 512
+    prefix_cache: bool = True
+    max_waiting: int = 1024
+    max_unread_seconds: float = MAX_UNREAD_SECONDS
+    step_timeout: StepTimeout = field(default_factory=StepTimeout)
+    drafter_timeout: float = 10.0
+    target_patience: float = 30.0
+    connect_seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """The parts of a driver that has started."""
+
+    codec: TextCodec
+    checkpoint: CheckpointInfo
+    resolver: RequestResolver
+    target: TargetPool
+    drafters: DrafterPool
+
+
+class Driver:
+    """Serves requests. Create, start and use it inside one event loop."""
+
+    def __init__(self, options: DriverOptions) -> None:
+        self.scheduler = Scheduler(
+            max_num_seqs=options.max_num_seqs,
+            max_step_tokens=options.max_step_tokens,
+            wait_seconds=options.wait_ms / 1000,
+            prefix_cache=options.prefix_cache,
+            num_groups=options.target_groups,
+        )
+        self._options = options
+        self._dispatch = Dispatch(
+            self.scheduler,
+            target_patience=options.target_patience,
+            num_groups=options.target_groups,
+            on_change=self._note_change,
+            on_broken=lambda: self.on_broken(),
+        )
+        self._running: _Running | None = None
+        self._ready = self._draining = False
+        self._began = time.monotonic()
+        self._sequence_ids = count(1)
+        self._lives: list[tuple[WorkerLife, float]] = []
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenizer")
+        self._short_prompts = asyncio.Semaphore(_SHORT_AT_ONCE)
+        self._long_prompts = asyncio.Semaphore(1)
+        self._num_arriving = 0
+        self.on_serving: Callable[[bool], None] = lambda serving: None
+        """Called with `is_serving` whenever that changes."""
+        self.on_broken: Callable[[], None] = lambda: None
+        """Called when a defect has ended everything and the process is of no more use."""
+        self._was_serving = False
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether a new request could run: the driver takes requests and the target is there."""
+        return self._ready and not self._draining and self._dispatch.can_serve
+
+    async def start(self) -> None:
+        """Read the checkpoint and connect to all workers. Returns when requests can be served.
+
+        A drafter that does not answer is tried again in the background. Raises CheckpointError,
+        VocabularyMismatchError, and UnavailableError if a target group cannot be reached.
+        """
+        options = self._options
+        try:
+            codec, checkpoint = await asyncio.get_running_loop().run_in_executor(
+                self._threads, read_checkpoint, options.folder
+            )
+            running = self._running = self._connect(codec, checkpoint)
+            await running.target.start(
+                options.connect_seconds, self._dispatch.groups.all_joined_once
+            )
+            await running.drafters.start(options.drafter_addresses, options.connect_seconds)
+        except BaseException:
+            await self.stop()
+            raise
+        self._ready = True
+        self._note_change()
+
+    async def stop(self) -> None:
+        """End all requests with UnavailableError, and all streams. Stopping twice is no error."""
+        self._dispatch.stop(UnavailableError("the server is shutting down"))
+        if self._running is not None:
+            await self._running.drafters.stop()
+            await self._running.target.stop()
+        self._threads.shutdown(wait=False)
+
+    async def drain(self, seconds: float) -> int:
+        """Take no more requests, and wait at most `seconds` until running ones have ended.
+
+        Returns how many are left. `stop` will end them.
+        """
+        self._draining = True
+        self._note_change()
+        give_up = time.monotonic() + seconds
+        while self._dispatch.num_open and time.monotonic() < give_up:
+            await asyncio.sleep(_LOOK_SECONDS)
+        return self._dispatch.num_open
+
+    async def submit(self, generate_input: GenerateInput, options: GenerateOptions) -> Generation:
+        """Begin a request. Raises InvalidRequestError, OverloadedError or UnavailableError."""
+        running, target = self._check_open()
+        self._check_queue()
+        resolve = partial(
+            running.resolver.resolve,
+            generate_input,
+            options,
+            room=target.room,
+            drafters=running.drafters.kinds,
+            num_drafters=len(running.drafters.meters),
+            num_groups=self._options.target_groups,
+        )
+        self._num_arriving += 1
+        try:
+            resolved = await self._in_turn(resolve, _num_characters(generate_input))
+        finally:
+            self._num_arriving -= 1
+        self._check_open()
+        self._check_queue()
+        self.scheduler.check_fits(len(resolved.prompt_token_ids), resolved.max_tokens)
+        sequence_id = next(self._sequence_ids)
+        text = TextStream(
+            running.codec, stop=resolved.stop, end_token_ids=resolved.spec.end_token_ids
+        )
+        generation = Generation(
+            resolved,
+            sequence_id,
+            text,
+            self._dispatch,
+            max_unread_seconds=self._options.max_unread_seconds,
+        )
+        request = Request(
+            sequence_id=sequence_id,
+            prompt_token_ids=resolved.prompt_token_ids,
+            spec=resolved.spec,
+            max_tokens=resolved.max_tokens,
+            policy=resolved.speculation.policy,
+            window=resolved.speculation.window,
+            stop_scanner=generation if resolved.stop else None,
+            stopping=resolved.speculation.stopping,
+            branches=resolved.speculation.branches,
+            drafter_kind=resolved.speculation.drafter,
+            merge=resolved.speculation.merge,
+            tenant=resolved.tenant,
+            prompt_hash=resolved.prompt_hash,
+        )
+        self._dispatch.admit(request, generation)
+        return generation
+
+    async def _in_turn(
+        self, resolve: Callable[[], ResolvedRequest], num_characters: int
+    ) -> ResolvedRequest:
+        """Run `resolve` in a thread, in turn. Cancelling a waiting call leaves nothing behind.
+
+        A call that a thread has begun runs to its end. Until then its turn is taken.
+        """
+        is_short = num_characters <= SHORT_PROMPT_CHARACTERS
+        turn = self._short_prompts if is_short else self._long_prompts
+        await turn.acquire()
+        try:
+            self._check_open()  # The state may have changed while waiting.
+            working = asyncio.get_running_loop().run_in_executor(self._threads, resolve)
+        except BaseException:
+            turn.release()
+            raise
+        working.add_done_callback(lambda _: turn.release())
+        return await asyncio.shield(working)
+
+    def set_target(self, addresses: Sequence[str]) -> None:
+        """Set the addresses of all shards, used from the next connection on.
+
+        They are ordered group by group, each by rank. A driver that is starting uses them too.
+        """
+        if self._running is None:
+            self._options = replace(self._options, target_addresses=tuple(addresses))
+        else:
+            self._running.target.move(addresses)
+
+    def note_target(self, trouble: str) -> None:
+        """Note why the target is not back yet, for the errors of requests."""
+        self._dispatch.note_target(trouble)
+
+    def note_lives(self, lives: Sequence[WorkerLife]) -> None:
+        """Note the history of the workers' processes."""
+        self._lives = [(life, time.monotonic()) for life in lives]
+
+    @property
+    def meters(self) -> list[WorkerMeter]:
+        """The meters of all workers; none before connecting begins."""
+        if self._running is None:
+            return []
+        return [*self._running.target.meters, *self._running.drafters.meters]
+
+    async def set_drafters(self, addresses: Mapping[str, str]) -> None:
+        """Use these drafters, by name, from now on. Those with the same address are kept.
+
+        A driver that is starting must be told again.
+        """
+        if self._ready and self._running is not None:
+            await self._running.drafters.update(addresses)
+
+    @contextmanager
+    def tapped(self, tap: RoundTap) -> Iterator[None]:
+        """Let `tap` hear every round while the block runs."""
+        self._dispatch.taps.append(tap)
+        try:
+            yield
+        finally:
+            if tap in self._dispatch.taps:  # A tap that failed was removed.
+                self._dispatch.taps.remove(tap)
+
+    def describe(self) -> ModelDescription:
+        """Describe what is served. Raises UnavailableError before the start."""
+        running, target = self._started(), self._dispatch.groups.target
+        checkpoint = running.checkpoint
+        assert target is not None
+        layout = len(running.drafters.meters), self._options.target_groups
+        return ModelDescription(
+            model=target.model,
+            vocab_size=checkpoint.vocab_size,
+            max_model_len=target.room,
+            end_token_ids=checkpoint.end_token_ids,
+            default_sampling=checkpoint.default_sampling,
+            policies=tuple(policy.value for policy in PolicyName if can_have(policy, *layout)),
+            default_policy=self._options.speculation.policy.value,
+            default_window=self._options.speculation.window,
+        )
+
+    def stats(self) -> Stats:
+        """Counters since the driver was made. Raises UnavailableError before the start."""
+        self._started()
+        totals = self.scheduler.totals
+        counts = totals.counts
+        return Stats(
+            uptime_seconds=time.monotonic() - self._began,
+            steps=totals.steps,
+            committed_tokens=counts.committed,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
+            verdicts=counts.verdicts,
+            requests_finished=totals.finished,
+            sequences_running=self.scheduler.num_running,
+            sequences_waiting=self.scheduler.num_waiting,
+            gap_ms_p50=self._dispatch.gaps.median_ms,
+            prefilled_tokens=totals.prefilled,
+            prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
+            preemptions=self.scheduler.num_preemptions,
+            driver_ms_p50=self._dispatch.driver_time.median_ms,
+            speculation=self.scheduler.speculation(),
+            workers=tuple(meter.stats() for meter in self.meters),
+            lives=tuple(self._present_lives()),
+        )
+
+    def _present_lives(self) -> Iterator[WorkerLife]:
+        """The noted lives. Seconds until the next try are counted down since they were noted."""
+        for life, told_at in self._lives:
+            left = life.next_try_seconds
+            if left is not None:
+                left = max(0.0, left - (time.monotonic() - told_at))
+            yield replace(life, next_try_seconds=left)
+
+    def _connect(self, codec: TextCodec, checkpoint: CheckpointInfo) -> _Running:
+        options = self._options
+        digest = checkpoint.vocabulary_digest
+        target = TargetPool(
+            options.target_addresses,
+            self._dispatch,
+            num_groups=options.target_groups,
+            vocabulary_digest=digest,
+            step_timeout=options.step_timeout,
+        )
+        drafters = DrafterPool(
+            self._dispatch,
+            TargetVocabulary(checkpoint.name, digest),
+            probe_timeout=options.drafter_timeout,
+        )
+        self._dispatch.connect(target.send, drafters.send, drafters.suspect)
+        return _Running(
+            codec=codec,
+            checkpoint=checkpoint,
+            resolver=RequestResolver(codec, checkpoint, options.speculation),
+            target=target,
+            drafters=drafters,
+        )
+
+    def _note_change(self) -> None:
+        serving = self.is_serving
+        if serving != self._was_serving:
+            self._was_serving = serving
+            self.on_serving(serving)
+
+    def _started(self) -> _Running:
+        if not self._ready or self._running is None:
+            raise UnavailableError("the server is still starting; try again in a moment")
+        return self._running
+
+    def _check_open(self) -> tuple[_Running, TargetDescription]:
+        """The running parts and the target. Raises the reason if no request can be taken."""
+        running, target = self._started(), self._dispatch.groups.target
+        if self._draining:
+            raise UnavailableError(
+                "the server is shutting down and takes no more requests; send it to another, or "
+                "again once it is up"
+            )
+        if self._dispatch.unavailable is not None:
+            raise self._dispatch.unavailable
+        assert target is not None
+        return running, target
+
+    def _check_queue(self) -> None:
+        """Raise OverloadedError if as many requests wait as may."""
+        options, scheduler = self._options, self.scheduler
+        free_places = options.target_groups * options.max_num_seqs - scheduler.num_running
+        waiting = scheduler.num_waiting + max(0, self._num_arriving - max(0, free_places))
+        if waiting >= options.max_waiting:
+            raise OverloadedError(
+                f"{waiting} requests are waiting, as many as may (server.max_waiting); "
+                "try again later"
+            )
+
+
+def _num_characters(generate_input: GenerateInput) -> int:
+    """Characters to tokenize. Prompts given as token ids have none."""
+    if isinstance(generate_input, str):
+        return len(generate_input)
+    return sum(len(one.content) for one in generate_input if isinstance(one, Message))
+
+
+def read_checkpoint(folder: Path) -> tuple[TextCodec, CheckpointInfo]:
+    """Read what a driver must know of its target's checkpoint. Raises CheckpointError."""
+    checkpoint = describe_checkpoint(folder)
+    return TextCodec(folder), checkpoint

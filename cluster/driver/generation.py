@@ -1,0 +1,222 @@
+"""A running request as its caller sees it: a stream of events that never waits for the caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from cluster.decoding.instructions import Emit, Finish, SequenceStats
+from cluster.driver.requests import ResolvedRequest
+from cluster.driver.text import TextStream
+from paceline.errors import OverloadedError, PacelineError
+from paceline.generation import (
+    Chunk,
+    Finished,
+    GenerateEvent,
+    Origin,
+    RequestStats,
+    Started,
+)
+
+MAX_UNREAD_BYTES = 32 * 1024
+"""Bytes of an answer (`size_of`), some 600 tokens, that its caller may leave unread before the
+request is paused. 1,000 callers that read nothing then cost the driver some 100 MB."""
+
+MAX_UNREAD_SECONDS = 60.0
+"""Seconds that a caller may leave any part of an answer unread. The request ends within twice this
+time. The connection of a suspended laptop ends sooner (`paceline.channel.CALLERS`)."""
+
+_DRAFT: tuple[Origin, ...] = ("draft",)
+_TARGET: tuple[Origin, ...] = ("target",)
+
+Answer = GenerateEvent | PacelineError
+"""What a caller gets. An error is the last."""
+
+
+def size_of(answer: Answer) -> int:
+    """An upper bound of a chunk's bytes on the wire, cheap to compute; 0 for other answers."""
+    if isinstance(answer, Chunk):
+        # A token has an id, an origin and a piece's length. Characters come in text and in pieces.
+        return 64 + 16 * len(answer.token_ids) + 8 * len(answer.text)
+    return 0
+
+
+class CallerListener(Protocol):
+    """Hears what callers do, by sequence id. Calls for sequences that have ended are allowed."""
+
+    def cancel(self, sequence_id: int) -> None:
+        """The caller wants no more."""
+
+    def pause(self, sequence_id: int) -> None:
+        """The caller leaves too much unread."""
+
+    def resume(self, sequence_id: int) -> None:
+        """The caller has read most of it again."""
+
+
+class Generation:
+    """Iterate over its events: `Started`, any number of `Chunk`, `Finished`.
+
+    Or call `take` whenever `on_told` reports an event. A caller who stops early must `cancel`.
+    Unread events are kept, but not many. Beyond MAX_UNREAD_BYTES the request is paused until half
+    of that is read. Events that stay unread for too long end it with OverloadedError.
+    """
+
+    def __init__(
+        self,
+        request: ResolvedRequest,
+        sequence_id: int,
+        text: TextStream,
+        listener: CallerListener,
+        *,
+        max_unread_seconds: float = MAX_UNREAD_SECONDS,
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.request_id = request.request_id
+        self.speculation = request.speculation
+        self._text = text
+        self._text_error: Exception | None = None
+        self._listener = listener
+        self.unread: deque[tuple[Answer, int]] = deque()
+        """Events that `take` would return, each with its size (`size_of`)."""
+        self._unread_bytes = 0
+        self._num_taken = 0
+        self._must_be_taken = 0
+        """Number of answers there had been at the last look."""
+        self._paused = False
+        self._num_output = 0
+        self._over = False
+        """Whether the last answer was given."""
+        self._woken = asyncio.Event()
+        self._on_told: Callable[[], None] = self._woken.set
+        self._loop = asyncio.get_running_loop()
+        self._max_unread_seconds = max_unread_seconds
+        self._looks: asyncio.TimerHandle | None = None
+        self._put(Started(request.request_id, request.spec.seed, request.prompt_token_ids))
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> GenerateEvent:
+        while not self.unread:
+            if self._over:
+                raise StopAsyncIteration
+            await self._woken.wait()
+            self._woken.clear()
+        answer = self.take()
+        if isinstance(answer, PacelineError):
+            raise answer
+        return answer
+
+    def take(self) -> Answer:
+        """Take the first unread answer. There must be one."""
+        answer, size = self.unread.popleft()
+        self._num_taken += 1
+        self._unread_bytes -= size
+        if self._paused and self._unread_bytes <= MAX_UNREAD_BYTES // 2:
+            self._paused = False
+            self._listener.resume(self.sequence_id)
+        if self._over and not self.unread:
+            self._look_no_more()
+        return answer
+
+    def on_told(self, told: Callable[[], None]) -> None:
+        """Have `told` called whenever there is something to take, now included."""
+        self._on_told = told
+        if self.unread:
+            told()
+
+    def cancel(self) -> None:
+        """The caller wants no more. No error if the request has ended."""
+        self.unread.clear()
+        self._unread_bytes = 0
+        self._look_no_more()
+        if not self._over:
+            self._over = True
+            self._listener.cancel(self.sequence_id)
+
+    def fail(self, error: PacelineError) -> None:
+        """End the stream with an error."""
+        self._put(error)
+
+    def first_stop(self, token_ids: Sequence[int]) -> int | None:
+        """For the scheduler (events.StopScanner). `emit` raises what fails here."""
+        try:
+            return self._text.first_stop(token_ids)
+        except Exception as error:
+            self._text_error = error
+            return None
+
+    def emit(self, emit: Emit, finish: Finish | None) -> None:
+        """Give the caller committed tokens, and the end of the sequence if it ended with them."""
+        if self._text_error is not None:
+            raise self._text_error
+        pieces, rest = self._text.take(emit.token_ids, last=finish is not None)
+        if rest:
+            pieces[-1] += rest
+        count = len(emit.token_ids)
+        origins = _DRAFT * emit.num_drafted + _TARGET * (count - emit.num_drafted)
+        self._num_output = emit.offset + count
+        self._put(Chunk(emit.offset, emit.token_ids, origins, "".join(pieces), tuple(pieces)))
+        if finish is not None:
+            self._put(_finished(finish))
+
+    def finish(self, finish: Finish) -> None:
+        """The sequence ended without further tokens."""
+        _, rest = self._text.take((), last=True)
+        if rest:
+            self._put(Chunk(self._num_output, (), (), rest, ()))
+        self._put(_finished(finish))
+
+    def _put(self, answer: Answer) -> None:
+        if self._over:
+            return
+        self._over = isinstance(answer, Finished | PacelineError)
+        if self._looks is None:
+            self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
+        size = size_of(answer)
+        self.unread.append((answer, size))
+        self._unread_bytes += size
+        self._on_told()
+        if self._unread_bytes > MAX_UNREAD_BYTES and not (self._paused or self._over):
+            self._paused = True
+            self._listener.pause(self.sequence_id)
+
+    def _look(self) -> None:
+        """End the request if an answer is unread that was there at the last look."""
+        if self._num_taken >= self._must_be_taken:
+            self._must_be_taken = self._num_taken + len(self.unread)
+            self._looks = self._loop.call_later(self._max_unread_seconds, self._look)
+            return
+        unread = self._unread_bytes
+        self.cancel()
+        error = OverloadedError(
+            f"the caller left {unread:,} bytes of the answer unread for "
+            f"{self._max_unread_seconds:g} s; read answers as they come"
+        )
+        self.unread.append((error, 0))
+        self._on_told()
+
+    def _look_no_more(self) -> None:
+        if self._looks is not None:
+            self._looks.cancel()
+            self._looks = None
+
+
+def _finished(finish: Finish) -> Finished:
+    stats: SequenceStats = finish.stats
+    return Finished(
+        reason=finish.reason.value,
+        stats=RequestStats(
+            steps=stats.steps,
+            drafted=stats.drafted,
+            accepted=stats.accepted,
+            acceptance_length=stats.output_tokens / stats.steps if stats.steps else 0.0,
+            seconds=stats.seconds,
+            ttft_seconds=stats.ttft_seconds or 0.0,
+            stopping_state=dict(stats.stopping_state),
+            speculation=stats.speculation,
+        ),
+    )

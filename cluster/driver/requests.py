@@ -1,0 +1,293 @@
+"""Turns a caller's request into one that can be decoded: checks, defaults, token ids."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
+
+from cluster.decoding.policies import PolicyName, policy_named
+from cluster.driver.fitting import (
+    MERGING_RULES,
+    check_branches,
+    check_deployed,
+    check_layout,
+    check_merge,
+    check_merge_alone,
+    check_policy_fits,
+    check_rule_fits,
+    most_branches,
+)
+from cluster.driver.stop_strings import StopStrings
+from cluster.driver.text import TextCodec
+from paceline.errors import InvalidRequestError, PromptTooLongError
+from paceline.generation import GenerateInput, Message
+from paceline.options import GenerateOptions
+from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
+from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stopping
+from paceline.sampling import SamplingParams, SequenceSpec
+from workers.engine.load.checkpoint import CheckpointInfo
+
+_log = logging.getLogger(__name__)
+
+HASHED_AT_ONCE = 2048
+"""Tokens of a prompt, some 1 ms, that are hashed before the event loop may go on."""
+
+_SAMPLING_FIELDS = tuple(SamplingParams.__dataclass_fields__.keys() - {"logit_bias"})
+
+ValueT = TypeVar("ValueT")
+NameT = TypeVar("NameT", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a request speculates. `drafter`: a kind of drafter; None: any that fits the rule."""
+
+    policy: PolicyName = PolicyName.CHAIN
+    window: int = 8
+    rule: Rule = Rule.COUPLED
+    branches: int = 1
+    stopping: Stopping = Stopping.FIXED
+    drafter: str | None = None
+    merge: bool = False
+
+
+def widest_proposal(speculation: Speculation) -> int:
+    """The most candidates at one position, or k-SEQ paths, that a drafter may send."""
+    return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRequest:
+    """A request with all defaults filled in."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    spec: SequenceSpec
+    max_tokens: int
+    stop: StopStrings
+    speculation: Speculation
+    tenant: str
+    prompt_hash: int | None = None
+    """paceline.prefix_hash of the prompt, computed off the event loop; None: not known."""
+
+
+class RequestResolver:
+    """Checks requests against the checkpoint and fills in its defaults.
+
+    How much a request may hold is checked where it is read (paceline/wire.py).
+    """
+
+    def __init__(self, codec: TextCodec, checkpoint: CheckpointInfo, defaults: Speculation) -> None:
+        self._codec = codec
+        self._checkpoint = checkpoint
+        self._defaults = defaults
+
+    def resolve(
+        self,
+        generate_input: GenerateInput,
+        options: GenerateOptions,
+        *,
+        room: int,
+        drafters: frozenset[str] | None = None,
+        num_drafters: int | None = None,
+        num_groups: int = 1,
+    ) -> ResolvedRequest:
+        """Check a request and return what to decode. Raises InvalidRequestError with the field.
+
+        `room`: the most tokens of a sequence. `drafters`: the deployed kinds; None: not known.
+        `num_drafters`: how many are deployed. `num_groups`: target groups. This tokenizes, so call
+        it off the event loop.
+        """
+        speculation = self._speculation(options)
+        if num_drafters is not None:
+            check_layout(speculation.policy, num_drafters, num_groups)
+        _check_drafters(speculation, drafters)
+        sampling = self._sampling(options)
+        stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)
+        self._check_length(generate_input, room)
+        request_id = options.request_id or uuid.uuid4().hex
+        try:
+            prompt_token_ids = self._encode(generate_input)
+        except InvalidRequestError as error:
+            if error.__cause__ is not None:
+                _log.warning("request %s: %s", request_id, error, exc_info=error.__cause__)
+            raise
+        ends = () if options.ignore_eos else self._checkpoint.end_token_ids
+        end_token_ids = tuple(dict.fromkeys((*ends, *stop_token_ids)))
+        if sampling.min_tokens and len(end_token_ids) >= self._checkpoint.vocab_size:
+            raise InvalidRequestError(
+                "stop_token_ids",
+                f"they leave no token to choose before min_tokens "
+                f"({sampling.min_tokens}): expected fewer than the {self._checkpoint.vocab_size} "
+                "of the vocabulary, or min_tokens 0",
+            )
+        return ResolvedRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            spec=SequenceSpec(
+                sampling=sampling,
+                seed=_seed(options.seed),
+                prompt_length=len(prompt_token_ids),
+                end_token_ids=end_token_ids,
+                rule=speculation.rule,
+            ),
+            max_tokens=_max_tokens(options, len(prompt_token_ids), room),
+            stop=_stop(options.stop),
+            speculation=speculation,
+            tenant=options.tenant or "",
+            prompt_hash=_hash(prompt_token_ids),
+        )
+
+    def _sampling(self, options: GenerateOptions) -> SamplingParams:
+        set_fields = {
+            name: value
+            for name in _SAMPLING_FIELDS
+            if (value := getattr(options, name)) is not None
+        }
+        if options.logit_bias:
+            set_fields["logit_bias"] = dict(options.logit_bias)
+        sampling = replace(self._checkpoint.default_sampling, **set_fields)
+        sampling.validate(self._checkpoint.vocab_size)
+        return sampling
+
+    def _check_length(self, generate_input: GenerateInput, room: int) -> None:
+        """Refuse text that cannot fit, before tokenizing it."""
+        if isinstance(generate_input, str):
+            characters = len(generate_input)
+        else:
+            characters = sum(len(m.content) for m in generate_input if isinstance(m, Message))
+        if characters > room * self._codec.longest_token:
+            raise PromptTooLongError(
+                "prompt",
+                f"it has {characters} characters, which cannot fit into {room} tokens; shorten it",
+            )
+
+    def _encode(self, generate_input: GenerateInput) -> tuple[int, ...]:
+        if isinstance(generate_input, str):
+            return self._codec.encode_prompt(generate_input)
+        if generate_input and all(isinstance(item, Message) for item in generate_input):
+            return self._codec.encode_messages(cast("Sequence[Message]", generate_input))
+        if not generate_input:
+            raise InvalidRequestError("prompt_token_ids", "expected at least one token, got none")
+        return self._token_ids("prompt_token_ids", cast("Sequence[int]", generate_input))
+
+    def _token_ids(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+        vocab_size = self._checkpoint.vocab_size
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequestError(
+                    field, f"token id {token_id} is not in the vocabulary of {vocab_size}"
+                )
+        return tuple(token_ids)
+
+    def _speculation(self, options: GenerateOptions) -> Speculation:
+        defaults = self._defaults
+        rule = _named(Rule, "rule", options.rule, defaults.rule)
+        policy = _named(PolicyName, "policy", options.policy, defaults.policy)
+        window = _in_range("window", _given(options.window, defaults.window), 1, MAX_WINDOW)
+        # Values that the caller left out yield to those that were given.
+        most = min(window, most_branches(policy, rule))
+        branches = _given(options.branches, min(defaults.branches, most))
+        check_branches(rule, branches, window)
+        check_policy_fits(policy, rule, branches)
+        drafter = _given(options.drafter, defaults.drafter)
+        if drafter is not None and drafter not in DRAFTER_KINDS:
+            known = ", ".join(DRAFTER_KINDS)
+            raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
+        merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
+        if merge:
+            check_merge_alone(drafter)
+        if options.merge and policy is not PolicyName.OFF:
+            check_merge(policy, rule, None)
+        return Speculation(
+            policy=policy,
+            window=window,
+            rule=rule,
+            branches=branches,
+            stopping=_named(Stopping, "stopping", options.stopping, defaults.stopping),
+            drafter=drafter,
+            merge=merge,
+        )
+
+
+def _check_drafters(speculation: Speculation, deployed: frozenset[str] | None) -> None:
+    """Raise InvalidRequestError if no drafter could draft what was asked for."""
+    if speculation.policy is PolicyName.OFF:
+        return
+    kinds = deployed
+    if speculation.drafter is not None:
+        kinds = frozenset({speculation.drafter})
+        if deployed is not None:
+            check_deployed(speculation.drafter, deployed)
+    if kinds is not None:
+        check_rule_fits(speculation.rule, kinds)
+        if speculation.merge:
+            check_merge(speculation.policy, speculation.rule, kinds)
+
+
+def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:
+    """The member of an enum with this name. Raises InvalidRequestError."""
+    if name is None:
+        return default
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(one.value for one in kind)
+        raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
+
+
+def _seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(63)
+    return _in_range("seed", seed, 0, 2**64 - 1)
+
+
+def _max_tokens(options: GenerateOptions, prompt_length: int, room: int) -> int:
+    """The number of tokens asked for, or as many as fit."""
+    if prompt_length >= room:
+        raise PromptTooLongError(
+            "prompt",
+            f"it has {prompt_length} tokens, but prompt and output together may have {room} here; "
+            f"shorten it to at most {room - 1}",
+        )
+    if options.max_tokens is None:
+        return room - prompt_length
+    if options.max_tokens < 1:
+        raise InvalidRequestError("max_tokens", f"expected at least 1, got {options.max_tokens}")
+    if options.min_tokens is not None and options.min_tokens > options.max_tokens:
+        raise InvalidRequestError(
+            "min_tokens",
+            f"expected at most max_tokens ({options.max_tokens}), got {options.min_tokens}",
+        )
+    return min(options.max_tokens, room - prompt_length)
+
+
+def _stop(stop: Sequence[str]) -> StopStrings:
+    if not all(stop):
+        raise InvalidRequestError("stop", "expected strings with text, got an empty one")
+    return StopStrings(stop)
+
+
+def _hash(token_ids: Sequence[int]) -> int:
+    """The hash of a prompt. The thread releases Python's lock after each piece."""
+    prefix_hash = EMPTY_PREFIX_HASH
+    for first in range(0, len(token_ids), HASHED_AT_ONCE):
+        prefix_hash = hash_on(prefix_hash, token_ids[first : first + HASHED_AT_ONCE])
+        time.sleep(0)
+    return prefix_hash
+
+
+def _in_range(field: str, value: int, lowest: int, highest: int) -> int:
+    if not lowest <= value <= highest:
+        raise InvalidRequestError(field, f"expected {lowest} to {highest}, got {value}")
+    return value
+
+
+def _given(value: ValueT | None, default: ValueT) -> ValueT:
+    return default if value is None else value

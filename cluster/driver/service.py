@@ -1,0 +1,123 @@
+"""The gRPC servicer of inference.proto around a driver."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+
+from cluster.driver.driver import Driver, DriverOptions
+from cluster.driver.many_requests import ManyRequests
+from cluster.driver.trace_service import SERVICE_NAME as TRACE_SERVICE
+from cluster.driver.trace_service import TraceServicer
+from paceline.channel import CALLERS
+from paceline.errors import PacelineError
+from paceline.status import status_of
+from paceline.v1 import inference_pb2, inference_pb2_grpc, trace_pb2_grpc
+from paceline.wire import description_to_wire, event_to_wire, request_from_wire, stats_to_wire
+from workers.process.server import RunningServer, start_server
+
+SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+_LAST_WORD_SECONDS = 0.5
+"""Time for the last messages to reach callers."""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Translates between messages and the driver, which does the work."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def Generate(  # type: ignore[override]  # a handler may write instead of yielding
+        self, request: inference_pb2.GenerateRequest, context: _Context
+    ) -> None:
+        request.request_id = request.request_id or uuid.uuid4().hex
+        try:
+            generation = await self._driver.submit(*request_from_wire(request))
+        except PacelineError as error:
+            await _abort(context, error)
+            return
+        try:
+            async for event in generation:
+                await context.write(event_to_wire(event))
+        except PacelineError as error:
+            await _abort(context, error)
+        finally:
+            # Also when the call was cancelled, which cancels this task.
+            generation.cancel()
+
+    async def GenerateMany(  # type: ignore[override]
+        self,
+        request_iterator: AsyncIterator[inference_pb2.GenerateManyRequest],
+        context: _Context,
+    ) -> None:
+        try:
+            await ManyRequests(self._driver, context).serve(request_iterator)
+        except PacelineError as error:
+            await _abort(context, error)
+
+    async def DescribeModel(
+        self, request: inference_pb2.DescribeModelRequest, context: _Context
+    ) -> inference_pb2.DescribeModelResponse:
+        try:
+            return description_to_wire(self._driver.describe())
+        except PacelineError as error:
+            await _abort(context, error)
+            raise
+
+    async def Stats(
+        self, request: inference_pb2.StatsRequest, context: _Context
+    ) -> inference_pb2.StatsResponse:
+        try:
+            return stats_to_wire(self._driver.stats())
+        except PacelineError as error:
+            await _abort(context, error)
+            raise
+
+
+async def serve_driver(
+    options: DriverOptions,
+    *,
+    host: str,
+    port: int = 0,
+    on_made: Callable[[Driver], None] | None = None,
+) -> tuple[Driver, RunningServer]:
+    """Listen and start a driver. Stopping the server stops the driver.
+
+    The server's health is SERVING while requests can be served. A defect that ends the driver ends
+    the server. `on_made` gets the driver before it starts, since its workers may move meanwhile.
+    Raises UnavailableError if the port cannot be bound, and what `Driver.start` raises.
+    """
+    driver = Driver(options)
+    if on_made is not None:
+        on_made(driver)
+
+    def add(server: grpc.aio.Server) -> tuple[str, ...]:
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(driver), server)
+        trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceServicer(driver), server)
+        return (SERVICE_NAME, TRACE_SERVICE)
+
+    try:
+        server = await start_server(add, host=host, port=port, serving=False, keepalive=CALLERS)
+    except BaseException:
+        await driver.stop()
+        raise
+    server.on_stop(driver.stop)
+    driver.on_serving = lambda serving: server.report(serving=serving)
+    driver.on_broken = lambda: server.stop_soon(_LAST_WORD_SECONDS)
+    try:
+        await driver.start()
+    except BaseException:
+        await server.stop()
+        raise
+    return driver, server
+
+
+async def _abort(context: _Context, error: PacelineError) -> None:
+    code, details, metadata = status_of(error)
+    await context.abort(code, details, metadata)

@@ -1,0 +1,89 @@
+"""Which target groups are there, and how long requests wait for one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from cluster.driver.target_description import TargetDescription
+from paceline.errors import CheckpointError, WorkerLostError
+
+
+class TargetGroups:
+    """The state of the target's groups. If none is there, requests wait a while for one."""
+
+    def __init__(
+        self, num_groups: int, *, patience: float, give_up: Callable[[WorkerLostError], None]
+    ) -> None:
+        """`patience`: seconds from the loss of the last group until `give_up` gets the reason."""
+        self.all_joined_once = asyncio.Event()
+        """Set once every group of the target has been there."""
+        self._num_groups = num_groups
+        self._patience = patience
+        self._give_up = give_up
+        self._trouble: str | None = None
+        self._known: dict[int, TargetDescription] = {}
+        self._joined: set[int] = set()
+        self._impatience: asyncio.TimerHandle | None = None
+
+    @property
+    def target(self) -> TargetDescription | None:
+        """The description of the known group with the least room; None: none was ever there."""
+        return min(self._known.values(), key=lambda one: one.room, default=None)
+
+    @property
+    def any_joined(self) -> bool:
+        """Whether a group is there now."""
+        return bool(self._joined)
+
+    def join(self, group: int, description: TargetDescription) -> None:
+        """A group is there. Raises CheckpointError if it differs from the others."""
+        for other, known in self._known.items():
+            if other == group:
+                continue
+            theirs, ours = dict(known.checkpoint), dict(description.checkpoint)
+            if other in self._joined:  # A group that is gone may come back changed.
+                theirs |= known.kv
+                ours |= description.kv
+            different = [name for name in ours if ours[name] != theirs[name]]
+            if different:
+                told = ", ".join(f"{one} {ours[one]} instead of {theirs[one]}" for one in different)
+                raise CheckpointError(
+                    f"target group {group} differs from group {other}: {told}; start all groups "
+                    "with the same checkpoint and the same options of [target]"
+                )
+        self.wait_no_more()
+        self._known[group] = description
+        self._joined.add(group)
+        self._trouble = None
+        if len(self._known) == self._num_groups:
+            self.all_joined_once.set()
+
+    def lose(self, group: int, reason: str) -> bool:
+        """A group is gone. Returns whether it was there."""
+        if group not in self._joined:
+            return False
+        self._joined.discard(group)
+        if not self._joined:
+            loop = asyncio.get_running_loop()
+            self._impatience = loop.call_later(self._patience, self._tell, reason)
+        return True
+
+    def note(self, trouble: str) -> None:
+        """Note why no group is back yet. Forgotten once one is."""
+        self._trouble = trouble
+
+    def wait_no_more(self) -> None:
+        """Stop the timer that gives up."""
+        if self._impatience is not None:
+            self._impatience.cancel()
+
+    def lost_for_good(self, reason: str) -> WorkerLostError:
+        """The error of requests for which nobody waits any longer."""
+        return WorkerLostError(
+            f"the target went away and was not back within {self._patience:g} s "
+            f"({self._trouble or reason}); start it again, then send the request again"
+        )
+
+    def _tell(self, reason: str) -> None:
+        self._give_up(self.lost_for_good(reason))

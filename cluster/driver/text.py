@@ -1,0 +1,315 @@
+"""Text to token ids, and committed tokens back to text.
+
+A sequence's `TextStream` turns tokens into text as they are committed. It holds back text that
+later tokens may still change: bytes of an unfinished character, and the start of a stop string.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import random
+from collections import deque
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from jinja2 import TemplateError
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from cluster.driver.stop_strings import StopStrings
+from paceline.errors import CheckpointError, InvalidRequestError
+from paceline.generation import Message
+
+ROLES = ("system", "user", "assistant")
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+# A character has at most four bytes, so at most three of them can lack the last one.
+_MAX_UNFINISHED = 3
+# Limits of the decoding window, in tokens. At its limit it is cut to the tokens to keep. These must
+# cover what is unfinished (three replacement characters may stand for nine bytes) and a byte run
+# before it.
+_WINDOW_LIMIT = 24
+_WINDOW_KEPT = 16
+_PROBE_TOKENS = 500
+
+
+def _characters_of_bytes() -> dict[str, int]:
+    """Byte-level BPE's characters for bytes: printable ones as they are, others from 256 on."""
+    seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in seen)
+    return {chr(byte): byte for byte in seen} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER = _characters_of_bytes()
+
+
+class TextCodec:
+    """A checkpoint's tokenizer and chat template. Encoding is slow: do it off the event loop."""
+
+    def __init__(self, folder: Path) -> None:
+        """Load from `folder`. Raises CheckpointError."""
+        try:
+            loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers raises many types.
+            raise CheckpointError(f"cannot load a tokenizer from {folder}: {error}") from error
+        if not isinstance(loaded, PreTrainedTokenizerFast):
+            raise CheckpointError(
+                f"{folder} has no fast tokenizer: expected tokenizer.json, got "
+                f"{type(loaded).__name__}"
+            )
+        self._loaded = loaded
+        self._raw: Tokenizer = loaded.backend_tokenizer
+        self._special = frozenset(
+            token_id
+            for token_id, token in self._raw.get_added_tokens_decoder().items()
+            if token.special
+        )
+        vocabulary = self._raw.get_vocab(with_added_tokens=False)
+        self._byte_tokens = frozenset(
+            vocabulary[name] for byte in range(256) if (name := f"<0x{byte:02X}>") in vocabulary
+        )
+        self.longest_token = max(map(len, self._raw.get_vocab()), default=1)
+        """The most characters that a token stands for."""
+        self.anchor = next(
+            (
+                token_id
+                for token_id in sorted(vocabulary.values())
+                if self.decode([token_id]) == "a"
+            ),
+            None,
+        )
+        """A token with the text "a", behind which others are decoded; None: there is none."""
+        self._bytes: dict[int, bytes] = {}
+        self._is_bytes = self._is_bytes_in_a_row(sorted(vocabulary.values()))
+
+    def encode_prompt(self, prompt: str) -> tuple[int, ...]:
+        """Token ids of text, with the special tokens that the tokenizer adds.
+
+        Raises InvalidRequestError for text without tokens.
+        """
+        if not prompt:
+            raise InvalidRequestError("prompt", "expected text, got an empty string")
+        token_ids = self._encode(prompt, special_tokens=True)
+        if not token_ids:
+            raise InvalidRequestError("prompt", "expected text, but it has no tokens")
+        return token_ids
+
+    def encode_messages(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Token ids of a chat in the checkpoint's template, up to where the answer begins.
+
+        Raises InvalidRequestError.
+        """
+        if not messages:
+            raise InvalidRequestError("messages", "expected at least one message, got none")
+        for message in messages:
+            if message.role not in ROLES:
+                raise InvalidRequestError(
+                    "messages", f"expected a role of {', '.join(ROLES)}, got {message.role!r}"
+                )
+        if self._loaded.chat_template is None:
+            raise InvalidRequestError(
+                "messages", "this model has no chat template: send a prompt instead"
+            )
+        chat = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._loaded.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # A template may raise anything.
+            # `raise_exception` is meant for callers. Other errors show how the template is written.
+            told = str(error) if type(error) is TemplateError else "it cannot render them"
+            raise InvalidRequestError(
+                "messages", f"the model's chat template refuses them: {told}"
+            ) from error
+        assert isinstance(text, str)
+        return self._encode(text, special_tokens=False)
+
+    def _encode(self, text: str, *, special_tokens: bool) -> tuple[int, ...]:
+        """Encode text as a batch of one.
+
+        `encode` would hold Python's lock throughout, 1.3 s for a million letters, so that no other
+        thread could run, the event loop's included.
+        """
+        (encoded,) = self._raw.encode_batch([text], add_special_tokens=special_tokens)
+        return tuple(encoded.ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of a whole output, without special tokens."""
+        return self._raw.decode(list(token_ids), skip_special_tokens=True)
+
+    def decoder(self) -> IncrementalDecoder | ByteDecoder:
+        """A new decoder for the tokens of an output, the faster one if the tokenizer allows it."""
+        return ByteDecoder(self) if self._is_bytes else IncrementalDecoder(self)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """The bytes of a token, where text is the UTF-8 of the tokens' bytes in a row."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            token = self._raw.id_to_token(token_id) or ""
+            try:
+                known = bytes(_BYTE_OF_CHARACTER[character] for character in token)
+            except KeyError:  # An added token stands for its own text.
+                known = token.encode()
+            self._bytes[token_id] = known
+        return known
+
+    def _is_bytes_in_a_row(self, token_ids: Sequence[int]) -> bool:
+        """Whether the tokenizer's decoder is that of byte-level BPE: by its name, and by trying."""
+        decoder = json.loads(self._raw.to_str())["decoder"]
+        if not decoder or decoder["type"] != "ByteLevel":
+            return False
+        chosen = random.Random(0).choices(token_ids, k=_PROBE_TOKENS)
+        own = b"".join(map(self.bytes_of, chosen)).decode(errors="replace")
+        return own == self._raw.decode(chosen, skip_special_tokens=False)
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether the token has no text."""
+        return token_id in self._special
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token is a single byte of a character that has no token (`<0xE6>`)."""
+        return token_id in self._byte_tokens
+
+
+class ByteDecoder:
+    """Like IncrementalDecoder but faster, where text is the UTF-8 of the tokens' bytes in a row."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token."""
+        if self._codec.is_special(token_id):
+            return ""
+        return self._utf8.decode(self._codec.bytes_of(token_id))
+
+    def flush(self) -> str:
+        """The text that was held back. The decoder ends with this."""
+        return self._utf8.decode(b"", final=True)
+
+
+class IncrementalDecoder:
+    """Decodes one token at a time. Its results, `flush` included, concatenate to the whole text.
+
+    It decodes a short window of the last tokens and returns what is new. Incomplete characters show
+    as replacement characters at the end, which are held back. A run of byte tokens is decoded
+    character by character, because a tokenizer gives no text for a run with one wrong byte.
+    """
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._window: list[int] = []
+        self._emitted = 0  # Characters of the window's text.
+
+    def push(self, token_id: int) -> str:
+        """The text that became certain with this token."""
+        if self._codec.is_special(token_id):
+            return ""
+        self._window.append(token_id)
+        text = self._codec.decode(self._window)
+        trailing = len(text) - len(text.rstrip(_REPLACEMENT))
+        certain = len(text) - min(trailing, _MAX_UNFINISHED)
+        new = text[self._emitted : certain]
+        self._emitted = max(self._emitted, certain)
+        if trailing == 0 and self._codec.is_byte(token_id):
+            self._forget_bytes()
+        elif len(self._window) >= _WINDOW_LIMIT:
+            # The start of a shorter window may decode differently, but its end does not.
+            unfinished = len(text) - self._emitted
+            self._window = self._window[-_WINDOW_KEPT:]
+            self._emitted = len(self._codec.decode(self._window)) - unfinished
+        return new
+
+    def _forget_bytes(self) -> None:
+        """Keep a complete character apart from the bytes that follow it."""
+        while self._window and self._codec.is_byte(self._window[-1]):
+            self._window.pop()
+        if not self._window and self._codec.anchor is not None:
+            self._window.append(self._codec.anchor)
+        self._emitted = len(self._codec.decode(self._window))
+
+    def flush(self) -> str:
+        """The text that was held back. The decoder ends with this."""
+        text = self._codec.decode(self._window)[self._emitted :]
+        self._window = []
+        self._emitted = 0
+        return text
+
+
+class TextStream:
+    """The text of one sequence's output. It ends before a stop string and before an end token.
+
+    It is also the scheduler's `StopScanner`. Each committed token passes through it once: by
+    `first_stop` if there are stop strings, else by `take`.
+    """
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        *,
+        stop: StopStrings | None = None,
+        end_token_ids: Collection[int] = (),
+    ) -> None:
+        self._decoder = codec.decoder()
+        self._stop = stop or None
+        self._stop_node = 0
+        self._end_token_ids = frozenset(end_token_ids)
+        self._held = ""  # May become a stop string.
+        self._ended = False
+        self._ready: deque[str] = deque()  # Pieces of tokens that were scanned and not taken.
+
+    def first_stop(self, token_ids: Sequence[int]) -> int | None:
+        """Append tokens. If one completes a stop string: how many there are up to it."""
+        for count, token_id in enumerate(token_ids, start=1):
+            was_ended = self._ended
+            piece, stopped = self._push(token_id)
+            self._ready.append(piece)
+            if stopped and not was_ended:
+                return count
+        return None
+
+    def take(self, token_ids: Sequence[int], *, last: bool) -> tuple[list[str], str]:
+        """The pieces of the next tokens, and the text left over. `last`: no token follows.
+
+        The left-over text belongs to the last piece. It is empty unless `last`.
+        """
+        if self._stop is None:
+            pieces = [self._push(token_id)[0] for token_id in token_ids]
+        else:
+            pieces = [self._ready.popleft() for _ in token_ids]
+        return pieces, self._end() if last else ""
+
+    def _push(self, token_id: int) -> tuple[str, bool]:
+        """The text that one more token makes certain, and whether it completes a stop string."""
+        if self._ended:
+            return "", False
+        if token_id in self._end_token_ids:
+            return self._end(), False
+        return self._release(self._decoder.push(token_id))
+
+    def _end(self) -> str:
+        if self._ended:
+            return ""
+        released, stopped = self._release(self._decoder.flush())
+        if not stopped:
+            released += self._held
+        self._held = ""
+        self._ended = True
+        return released
+
+    def _release(self, new: str) -> tuple[str, bool]:
+        """Of held and new text: what can go out, and whether a stop string was found."""
+        if self._stop is None:
+            return new, False
+        self._stop_node, begin = self._stop.scan(self._stop_node, new)
+        text = self._held + new
+        if begin is not None:
+            stopped_at = len(self._held) + begin
+            self._held = ""
+            self._ended = True
+            return text[:stopped_at], True
+        certain = len(text) - self._stop.depth(self._stop_node)
+        self._held = text[certain:]
+        return text[:certain], False

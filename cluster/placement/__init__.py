@@ -1,0 +1,1 @@
+"""Ray: where workers run, how they start, and how they are started again."""

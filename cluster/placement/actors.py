@@ -1,0 +1,280 @@
+"""The Ray actors. Each is one worker and hosts its gRPC server in its own event loop.
+
+Ray starts, places and ends them. No traffic of single tokens goes through Ray. Slow imports, such
+as the code of models, happen in `serve`, so that the process is there at once and workers load in
+parallel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.config.model import Config
+from cluster.placement.plan import WorkerPlan
+from cluster.placement.worker_options import drafter_options, files_of, shard_options
+from workers.emulated.profiles import load_profile
+from workers.process.logs import WorkerLog
+
+if TYPE_CHECKING:
+    from cluster.driver.driver import Driver
+    from cluster.driver.meters import WorkerMeter
+    from paceline.generation import WorkerLife
+    from workers.process.server import RunningServer
+
+_PATIENCE_SECONDS = 60.0
+"""The least time that requests wait for a lost target. A new process may take that long
+(revival.py)."""
+_CONNECT_SECONDS = 30.0
+"""How long the driver looks for workers that serve. Shards of a group need time to meet besides."""
+_EVERYWHERE = ("0.0.0.0", "[::]")
+_log = logging.getLogger(__name__)
+_log.setLevel(logging.INFO)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSetup:
+    """What every actor is told.
+
+    `host`: where workers listen; None: at their node's address. `logs`: the folder for their logs;
+    None: no logs. `takes_stderr`: see WorkerLog.
+    """
+
+    config: Config
+    home: Path
+    host: str | None
+    logs: Path | None = None
+    takes_stderr: bool = False
+
+    def log_of(self, worker: str) -> WorkerLog | None:
+        """The log of a worker; None: it keeps none."""
+        return None if self.logs is None else WorkerLog(self.logs, worker, self.takes_stderr)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A worker that serves, with its address "host:port" and its process id."""
+
+    address: str
+    pid: int
+
+
+class _Actor:
+    """Base of the three actors. `log`: where this process logs; None: nowhere."""
+
+    def __init__(self, log: WorkerLog | None = None) -> None:
+        self._server: RunningServer | None = None
+        self._watch: asyncio.Task[None] | None = None
+        if log is not None:
+            log.open()
+        _log.info("started, pid %d", os.getpid())
+
+    async def wait(self) -> None:
+        """Return when the server has stopped. A lost actor fails this call at once."""
+        while self._server is None:
+            await asyncio.sleep(0.1)
+        await self._server.wait()
+
+    async def ping(self) -> None:
+        """Answer as soon as the event loop is free. A step keeps it busy."""
+
+    async def stop(self, grace: float | None = None) -> None:
+        """End the server. It waits at most `grace` seconds for calls that run."""
+        if self._server is not None:
+            await self._server.stop(grace)
+
+    def _serving(self, server: RunningServer) -> Serving:
+        self._server = server
+        # When the actor dies, the controller notices.
+        self._watch = asyncio.create_task(server.exit_when_broken())
+        _log.info("serving at %s", server.address)
+        return Serving(server.address, os.getpid())
+
+
+class ShardActor(_Actor):
+    """A shard of the target."""
+
+    def __init__(self, log: WorkerLog | None = None) -> None:
+        super().__init__(log)
+        self._loaded = (0, 0)
+
+    async def progress(self) -> tuple[int, int]:
+        """Loaded bytes and total bytes of this shard's weights; (0, 0) before it begins."""
+        return self._loaded
+
+    async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
+        """Load and serve. Raises what serve_target_shard and resolve_model raise."""
+        assert plan.model is not None
+        files = await files_of(setup.home, plan.model)
+        target, host = setup.config.target, _worker_host(setup)
+        if target.emulated is None:
+            from workers.target.shard import serve_target_shard
+
+            options = shard_options(setup.config, plan, files)
+            server = await serve_target_shard(options, host=host, port=port, progress=self._note)
+            return self._serving(server)
+        profile = load_profile(target.emulated, role="target")
+        from workers.emulated.serve import serve_replay_target
+
+        server = await serve_replay_target(files.folder, profile, host=host, port=port)
+        return self._serving(server)
+
+    def _note(self, done: int, total: int) -> None:
+        self._loaded = done, total
+
+
+class DrafterActor(_Actor):
+    """A drafter of any kind."""
+
+    async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
+        """Load and serve. Raises what serve_drafter and resolve_model raise."""
+        assert plan.kind != "target"
+        files = None if plan.model is None else await files_of(setup.home, plan.model)
+        host = _worker_host(setup)
+        if plan.drafter is None or plan.drafter.emulated is None:
+            from workers.drafting.drafter import serve_drafter
+
+            options = drafter_options(setup.config, plan, files)
+            return self._serving(await serve_drafter(options, host=host, port=port))
+        from workers.emulated.replay_text import Guess
+        from workers.emulated.serve import serve_replay_drafter
+
+        assert files is not None
+        (server,) = await serve_replay_drafter(
+            files.folder,
+            load_profile(plan.drafter.emulated, role="drafter"),
+            [Guess(plan.drafter.acceptance, plan.drafter.hit_rate, seed=plan.bundle)],
+            max_sequences=setup.config.target.max_num_seqs,
+            host=host,
+        )
+        return self._serving(server)
+
+
+class DriverActor(_Actor):
+    """The driver. It serves InferenceService."""
+
+    def __init__(self, log: WorkerLog | None = None) -> None:
+        super().__init__(log)
+        self._driver: Driver | None = None
+        self._lives: Sequence[WorkerLife] = ()
+
+    async def prepare(self, setup: WorkerSetup) -> None:
+        """Do slow imports and checks while workers load. Raises CheckpointError."""
+        import cluster.driver.service  # noqa: F401
+        from workers.engine.load.checkpoint import describe_checkpoint
+
+        files = await files_of(setup.home, setup.config.target.model)
+        await asyncio.to_thread(describe_checkpoint, files.folder)
+
+    async def serve(
+        self,
+        setup: WorkerSetup,
+        target_addresses: Sequence[str],
+        drafters: Mapping[str, str],
+        port: int,
+        *,
+        patience: float,
+    ) -> Serving:
+        """Connect to the workers and serve. Raises what serve_driver raises.
+
+        `patience`: seconds that requests wait for a lost target, if above _PATIENCE_SECONDS.
+        """
+        from cluster.decoding.policies import PolicyName
+        from cluster.driver.driver import DriverOptions
+        from cluster.driver.requests import Speculation
+        from cluster.driver.service import serve_driver
+        from cluster.driver.target_link import MEET_SECONDS, StepTimeout
+        from paceline.rules import Rule, Stopping
+        from workers.process.garbage import spare_what_is_there
+
+        config, chosen = setup.config, setup.config.speculation
+        files = await files_of(setup.home, config.target.model)
+        options = DriverOptions(
+            folder=files.folder,
+            target_addresses=tuple(target_addresses),
+            target_groups=config.target.groups,
+            drafter_addresses=drafters,
+            speculation=Speculation(
+                policy=PolicyName(chosen.policy),
+                window=chosen.window,
+                rule=Rule(chosen.verification),
+                branches=chosen.branches,
+                stopping=Stopping(chosen.stopping),
+                drafter=None if chosen.drafter == "any" else chosen.drafter,
+                merge=chosen.merge,
+            ),
+            wait_ms=chosen.wait_ms,
+            max_num_seqs=config.target.max_num_seqs,
+            prefix_cache=config.target.prefix_cache,
+            max_waiting=config.server.max_waiting,
+            step_timeout=StepTimeout(seconds=config.target.hung_after),
+            target_patience=max(_PATIENCE_SECONDS, patience),
+            connect_seconds=_CONNECT_SECONDS
+            + (MEET_SECONDS if config.target.tensor_parallel > 1 else 0),
+        )
+        _, server = await serve_driver(
+            options, host=config.server.host, port=port, on_made=self._made
+        )
+        spare_what_is_there()
+        serving = self._serving(server)
+        host, _, bound_port = serving.address.rpartition(":")
+        if setup.host is None and host in _EVERYWHERE:  # Name the node of the cluster instead.
+            return replace(serving, address=f"{_worker_host(setup)}:{bound_port}")
+        return serving
+
+    async def connected(self) -> set[str]:
+        """The names of workers with open streams."""
+        return {one.name for one in self._meters() if one.connected}
+
+    async def failing(self, seconds: float) -> dict[str, str]:
+        """Workers that answer but have failed all requests for `seconds`: reasons by name."""
+        return {one.name: one.trouble for one in self._meters() if one.is_failing(seconds)}
+
+    async def drain(self, seconds: float) -> int:
+        """Take no more requests and wait for running ones. Returns how many are left."""
+        return 0 if self._driver is None else await self._driver.drain(seconds)
+
+    async def set_target(self, addresses: Sequence[str]) -> None:
+        """Set the addresses of the shards, group by group, each by rank.
+
+        A driver that is still starting uses them as well.
+        """
+        if self._driver is not None:
+            self._driver.set_target(addresses)
+
+    async def note_target(self, trouble: str) -> None:
+        """Set the reason why the target is not back yet."""
+        if self._driver is not None:
+            self._driver.note_target(trouble)
+
+    async def set_drafters(self, drafters: Mapping[str, str]) -> None:
+        """Set the drafters to use. A driver that is still starting must be told again."""
+        if self._driver is not None:
+            await self._driver.set_drafters(drafters)
+
+    async def note_lives(self, lives: Sequence[WorkerLife]) -> None:
+        """Note the history of all workers' processes, this one's included, for `status`."""
+        self._lives = lives
+        if self._driver is not None:
+            self._driver.note_lives(lives)
+
+    def _made(self, driver: Driver) -> None:
+        self._driver = driver
+        driver.note_lives(self._lives)
+
+    def _meters(self) -> Sequence[WorkerMeter]:
+        return () if self._driver is None else self._driver.meters
+
+
+def _worker_host(setup: WorkerSetup) -> str:
+    if setup.host is not None:
+        return setup.host
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address

@@ -1,0 +1,244 @@
+"""The workers of a deployment as Ray actors: reserves room, creates actors, has them serve.
+
+cluster/placement/revival.py deals with lost workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.placement.actor_calls import outcome_of
+from cluster.placement.actors import DrafterActor, DriverActor, Serving, ShardActor, WorkerSetup
+from cluster.placement.lives import RecentEnds, longest_silence
+from cluster.placement.plan import GroupPlan, Placement, WorkerPlan, bundle_of
+from paceline.errors import UnavailableError
+from paceline.generation import WorkerLife
+
+DRIVER = "driver"
+ROOM_SECONDS = 30.0
+"""How long the cluster may take to reserve what the plan asks for."""
+_PLACE_SECONDS = 5.0
+"""How long Ray may take to find another place for a worker."""
+_NODE_LABEL = "ray.io/node-id"
+_ANSWERS_AT_ONCE = 100
+_PATIENCE_OF_LOADS = 3.0
+"""Requests wait for a lost target as long as this many loads of its slowest shard took, plus the
+time to find a shard that hangs."""
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker, whichever actor it lives in now. The driver has no plan."""
+
+    name: str
+    plan: WorkerPlan | None
+    handle: Any = None
+    serving: Serving | None = None
+    restarts: int = 0
+    restarting: bool = False
+    ends: RecentEnds = field(default_factory=RecentEnds)
+    last_end: str = ""
+    next_try_at: float | None = None
+    """When it is started again, by time.monotonic; None: it serves or is being started."""
+    place: PlacementGroup | None = None
+    """A place of its own, different from the plan's; None: it has the plan's."""
+
+    @property
+    def kind(self) -> str:
+        """The kind as in WorkerStatus."""
+        return DRIVER if self.plan is None else self.plan.kind
+
+    @property
+    def is_shard(self) -> bool:
+        """Whether it is a shard of the target."""
+        return self.kind == "target"
+
+    @property
+    def is_drafter(self) -> bool:
+        """Whether it is a drafter."""
+        return self.plan is not None and not self.is_shard
+
+    @property
+    def address(self) -> str | None:
+        """Where it serves, or served last; None: it never did."""
+        return None if self.serving is None else self.serving.address
+
+    @property
+    def port(self) -> int:
+        """The port where it serves, or served last; 0: it never did."""
+        return 0 if self.serving is None else int(self.serving.address.rpartition(":")[2])
+
+    def end_of_process(self, why: str) -> None:
+        """Its process ended or did not start, for the reason `why`."""
+        self.last_end = why
+        self.ends.add(time.monotonic())
+
+
+class Workforce:
+    """All workers. `load_seconds`: time that the slowest shard took to serve at first."""
+
+    def __init__(self, setup: WorkerSetup, placement: Placement) -> None:
+        self.setup = setup
+        self.workers = [Worker(plan.name, plan) for plan in placement.workers]
+        self.driver = Worker(DRIVER, None)
+        self.load_seconds = 0.0
+        self._placement = placement
+        self._groups: list[PlacementGroup] = []
+
+    @property
+    def all(self) -> list[Worker]:
+        """All workers, the driver last."""
+        return [*self.workers, self.driver]
+
+    @property
+    def shards(self) -> list[Worker]:
+        """The shards of all target groups, group by group, each by rank."""
+        return [worker for worker in self.workers if worker.is_shard]
+
+    def target_addresses(self) -> list[str]:
+        """Addresses of the shards that have served."""
+        return [shard.address for shard in self.shards if shard.address is not None]
+
+    def drafter_addresses(self) -> dict[str, str]:
+        """Addresses of the drafters that have served, by name."""
+        return {
+            worker.name: worker.address
+            for worker in self.workers
+            if worker.is_drafter and worker.address is not None
+        }
+
+    async def reserve(self) -> None:
+        """Reserve what the plan asks for. Raises UnavailableError."""
+        for plan in self._placement.groups:
+            self._groups.append(placement_group(list(plan.bundles), strategy=plan.strategy))
+        for plan, group in zip(self._placement.groups, self._groups, strict=True):
+            if not await asyncio.to_thread(group.wait, ROOM_SECONDS):
+                raise UnavailableError(
+                    f"the cluster did not reserve {list(plan.bundles)} ({plan.strategy}) within "
+                    f"{ROOM_SECONDS:g} s; free are {ray.available_resources()}"
+                )
+
+    def lives(self) -> list[WorkerLife]:
+        """The history of all workers' processes, the driver's last."""
+        now = time.monotonic()
+        return [
+            WorkerLife(
+                name=worker.name,
+                restarts=worker.restarts,
+                last_end=worker.last_end,
+                next_try_seconds=(
+                    None if worker.next_try_at is None else max(0.0, worker.next_try_at - now)
+                ),
+                log=self._log_path(worker.name),
+            )
+            for worker in self.all
+        ]
+
+    def room_of(self, worker: Worker) -> tuple[GroupPlan, PlacementGroup]:
+        """The placement group that has the worker's place, and its plan."""
+        if worker.place is not None:
+            assert worker.plan is not None
+            return GroupPlan((bundle_of(worker.plan),), "STRICT_PACK"), worker.place
+        number = worker.plan.group if worker.plan else 0
+        return self._placement.groups[number], self._groups[number]
+
+    async def try_elsewhere(self, worker: Worker) -> bool:
+        """Give a worker another place, if there is one. Returns whether it has moved.
+
+        The other place is another node, else another GPU of the same node. The old place stays
+        reserved, so that nobody else gets a device that fails. It is taken again if the new one
+        fails too. The driver stays because its address must; drafters without cores stay too.
+        """
+        plan = worker.plan
+        if plan is None or not plan.reserved_cpus:
+            return False
+        used, worker.place = worker.place, None
+        if used is None:
+            worker.place = await self._another_place(plan)
+            return worker.place is not None
+        self.end(worker)
+        remove_placement_group(used)
+        return True
+
+    async def _another_place(self, plan: WorkerPlan) -> PlacementGroup | None:
+        nodes = placement_group_table(self._groups[plan.group])["bundles_to_node_id"]
+        elsewhere = {_NODE_LABEL: f"!{nodes[plan.bundle]}"}
+        # Workers that listen on the loopback must all be on one node.
+        tries: list[list[dict[str, str]] | None] = [[elsewhere]] if self.setup.host is None else []
+        tries += [None] if plan.reserved_gpus else []
+        for labels in tries:
+            group: PlacementGroup = placement_group(
+                [bundle_of(plan)], "STRICT_PACK", bundle_label_selector=labels
+            )
+            if await asyncio.to_thread(group.wait, _PLACE_SECONDS):
+                return group
+            remove_placement_group(group)
+        return None
+
+    def make(self, worker: Worker) -> None:
+        """Give the worker a new actor in its place. An earlier actor is ended."""
+        self.end(worker)
+        plan = worker.plan
+        kind: type = DriverActor
+        if plan is not None:
+            kind = ShardActor if worker.is_shard else DrafterActor
+        moved = worker.place is not None
+        worker.handle = (
+            ray.remote(kind)
+            .options(
+                num_cpus=plan.reserved_cpus if plan else 0,
+                num_gpus=plan.reserved_gpus if plan else 0,
+                max_concurrency=_ANSWERS_AT_ONCE,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    self.room_of(worker)[1],
+                    placement_group_bundle_index=plan.bundle if plan and not moved else 0,
+                ),
+            )
+            .remote(self.setup.log_of(worker.name))
+        )
+
+    async def serve(self, worker: Worker, port: int) -> None:
+        """Have the worker's actor serve. Raises its PacelineError, or WorkerLostError."""
+        if worker.plan is not None:
+            # Core numbers apply to the node that the plan chose.
+            plan = worker.plan if worker.place is None else replace(worker.plan, cores=None)
+            call = worker.handle.serve.remote(self.setup, plan, port)
+        else:
+            call = worker.handle.serve.remote(
+                self.setup,
+                self.target_addresses(),
+                self.drafter_addresses(),
+                port,
+                patience=_PATIENCE_OF_LOADS * self.load_seconds
+                + longest_silence(self.setup.config.target.hung_after),
+            )
+        worker.serving = await outcome_of(call, worker.name, log=self._log_path(worker.name))
+
+    def end(self, worker: Worker) -> None:
+        """End the worker's process, if it has one."""
+        if worker.handle is not None:
+            ray.kill(worker.handle)
+
+    def release(self) -> None:
+        """End all processes and free what they reserved."""
+        for worker in (self.driver, *self.workers):
+            self.end(worker)
+        own = [worker.place for worker in self.workers if worker.place is not None]
+        for group in (*self._groups, *own):
+            remove_placement_group(group)
+
+    def _log_path(self, name: str) -> str:
+        log = self.setup.log_of(name)
+        return "" if log is None else str(log.path)

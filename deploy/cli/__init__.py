@@ -1,0 +1,1 @@
+"""The `paceline` command: a file for each subcommand, and what they print."""

@@ -1,0 +1,150 @@
+"""`paceline bench SUITE`: ratios measured in one run. Each suite is a file of deploy/bench."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from deploy.cli.options import ConfigOption, JsonOption
+from deploy.cli.reach import teller
+from deploy.rows.inputs import DEFAULT_INPUT, BadRow, read_rows
+from deploy.rows.outputs import check_writable, write_json
+from deploy.rows.request_flags import check_at_least_one
+from paceline.errors import InvalidRequestError
+from paceline.generation import GenerateInput
+from workers.models.catalogue import default_home
+
+if TYPE_CHECKING:
+    from deploy.bench.harness import Document, Suite
+
+
+class _BenchCommand(TyperCommand):
+    """Its help ends with the registered suites, which are not imported for anything else."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from deploy.bench.harness import suites
+
+        lines = [self.help or ""]
+        for suite in suites().values():
+            flags = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(suite.flags))
+            lines.append(f"{suite.name}: {suite.about}. It takes {flags}.")
+        self.help = "\n\n".join(lines)
+        super().format_help(ctx, formatter)
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `bench` to the command tree."""
+
+    @app.command(cls=_BenchCommand)
+    def bench(
+        suite: Annotated[str, typer.Argument(help="One of those above.")],
+        config_path: ConfigOption = None,
+        input_path: Annotated[
+            Path, typer.Option("--input", help="JSON lines. Default: our own prompts.")
+        ] = DEFAULT_INPUT,
+        limit: Annotated[int | None, typer.Option(help="First N rows only.")] = None,
+        max_tokens: Annotated[int | None, typer.Option(help="Most tokens a row.")] = None,
+        repeats: Annotated[int | None, typer.Option(help="How often a row is decoded.")] = None,
+        calibrate: Annotated[
+            bool | None,
+            typer.Option(
+                help="Try windows and assistant settings first, at most a minute. Default: yes."
+            ),
+        ] = None,
+        gap_steps: Annotated[
+            int | None,
+            typer.Option(help="Steps over which the gap between passes is taken. Default: 1000."),
+        ] = None,
+        part: Annotated[
+            list[str] | None,
+            typer.Option(help="This part of the suite alone. May be repeated."),
+        ] = None,
+        batch: Annotated[
+            list[int] | None,
+            typer.Option(help="Rows of this batch alone. May be repeated. Default: all."),
+        ] = None,
+        quick: Annotated[
+            bool, typer.Option("--quick", help="A few minutes rather than many.")
+        ] = False,
+        device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: cpu.")] = None,
+        json_path: JsonOption = None,
+    ) -> None:
+        """Measure ratios in one run: ours in turns with each other, and transformers beside us."""
+        from cluster.config.load import load_config
+        from deploy.bench.harness import Asked, describe_machine, suites
+
+        chosen = suites().get(suite)
+        if chosen is None:
+            names = ", ".join(suites())
+            raise InvalidRequestError("suite", f"expected one of {names}, got {suite!r}")
+        flags: dict[str, Any] = {
+            "limit": limit,
+            "max_tokens": max_tokens,
+            "repeats": repeats,
+            "calibrate": calibrate,
+            "gap_steps": gap_steps,
+            "part": part,
+            "batch": batch,
+            "quick": quick,
+            "device": device,
+        }
+        _check(chosen, flags)
+        if json_path is not None:
+            check_writable("json", json_path)
+
+        def save(document: Document) -> None:
+            if json_path is not None:
+                write_json(json_path, document)
+
+        config, machine = load_config(config_path, environ), describe_machine()
+        with tempfile.TemporaryDirectory() as folder, teller(Console(stderr=True)) as tell:
+            asked = Asked(
+                config=config,
+                home=default_home(environ),
+                folder=Path(folder),
+                machine=machine,
+                read_inputs=partial(_read_inputs, input_path),
+                tell=tell,
+                save=save,
+                **flags,
+            )
+            report = chosen.run(asked)
+        report.show(Console())
+        save(report.document)
+        if report.document.get("failed"):
+            raise typer.Exit(1)
+
+
+def _check(suite: Suite, flags: Mapping[str, Any]) -> None:
+    """Raise InvalidRequestError for a flag that the suite does not take, and for a bad value."""
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if value not in (None, False) and name not in suite.flags:
+            raise InvalidRequestError(flag, f"suite {suite.name} does not take it")
+    for name in ("limit", "max_tokens", "repeats", "gap_steps"):
+        check_at_least_one(name.replace("_", "-"), flags[name])
+    _check_all("part", flags["part"], suite.parts)
+    _check_all("batch", flags["batch"], suite.batches)
+
+
+def _check_all(flag: str, values: Sequence[object] | None, known: Collection[object]) -> None:
+    for value in values or ():
+        if value not in known:
+            names = ", ".join(map(str, known))
+            raise InvalidRequestError(flag, f"expected {names}, got {value!r}")
+
+
+def _read_inputs(path: Path, limit: int) -> list[GenerateInput]:
+    inputs: list[GenerateInput] = []
+    for row in read_rows(path, limit=limit):
+        if isinstance(row, BadRow):
+            raise InvalidRequestError("input", row.message)
+        inputs.append(row.input)
+    return inputs

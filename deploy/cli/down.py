@@ -1,0 +1,64 @@
+"""`paceline down`: ends what `paceline up` started, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from deploy.session import ray_head
+from deploy.session.cluster import enter_ray
+from deploy.session.record import alone, read_record, remove_record
+from paceline.errors import UnavailableError
+from paceline.text import counted
+from workers.models.catalogue import default_home
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `down` to the command tree."""
+
+    @app.command("down")
+    def down(
+        drain: Annotated[
+            float,
+            typer.Option(
+                min=0,
+                max=3600,
+                metavar="SECONDS",
+                help="Give running requests this long to end.",
+            ),
+        ] = 0.0,
+    ) -> None:
+        """End the cluster of `paceline up`. No error if there is none or parts of it are dead."""
+        home = default_home(environ)
+        with alone(home, "down"):
+            record = read_record(home)
+            if record is None:
+                typer.echo("nothing is up")
+                return
+            own = record.head is not None
+            if not own or (drain and ray_head.is_listening(record.ray_address)):
+                _end_on(record.ray_address, record.name, own=own, drain=drain)
+            if record.head is not None:
+                ray_head.stop_head(record.head)
+            remove_record(home)
+        typer.echo("down")
+
+
+def _end_on(ray_address: str, name: str, *, own: bool, drain: float) -> None:
+    """End the deployment on a Ray cluster, our own or another, if both still exist."""
+    try:
+        leave = enter_ray(ray_address, own=own)
+    except UnavailableError:
+        typer.echo(f"the Ray cluster at {ray_address} is gone, with everything on it")
+        return
+    from cluster.placement.launch import find_cluster
+
+    handle = find_cluster(name)
+    left = 0 if handle is None else handle.stop(drain)
+    if left:
+        were = "was" if left == 1 else "were"
+        typer.echo(f"{counted(left, 'request')} did not end within {drain:g} s and {were} cut off")
+    if leave is not None:
+        leave()

@@ -1,0 +1,39 @@
+"""`paceline models fetch NAME` and `paceline models list`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deploy.terminal.fetch_progress import show_fetch
+from workers.models.catalogue import CATALOGUE, default_home, is_present, resolve_model
+
+_COLUMNS = "{:<12}{:>8}  {:<8}{}"
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `models` to the command tree. `environ` names the cache folder."""
+    home = default_home(environ)
+    models = typer.Typer(help="Demo models in the cache.", no_args_is_help=True)
+    app.add_typer(models, name="models")
+
+    @models.command("fetch")
+    def fetch(
+        name: Annotated[str, typer.Argument(help="A name from `paceline models list`.")],
+    ) -> None:
+        """Fetch a model into the cache and check what is there. The last line is its folder."""
+        with show_fetch(Console(stderr=True), name) as progress:
+            files = resolve_model(name, home=home, progress=progress, thorough=True)
+        typer.echo(files.folder)
+
+    @models.command("list")
+    def list_models() -> None:
+        """List the models known by name, their size on disk, and whether they are in the cache."""
+        typer.echo(_COLUMNS.format("name", "on disk", "cached", "what it is"))
+        for entry in CATALOGUE.values():
+            size = f"{entry.disk_bytes / 1e6:.0f} MB"
+            cached = "yes" if is_present(entry, home=home) else "no"
+            typer.echo(_COLUMNS.format(entry.name, size, cached, entry.about))

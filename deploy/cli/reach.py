@@ -1,0 +1,67 @@
+"""Finds a server for a command: the named one, the running one, or a private one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from cluster.config.load import Config
+from deploy.terminal.lines import plain
+from workers.models.catalogue import default_home, resolve_model
+
+
+@contextmanager
+def reach_cluster(
+    config: Config, environ: Mapping[str, str], *, console: Console, server: str | None
+) -> Iterator[str]:
+    """Yield HOST:PORT of an InferenceService. deploy/session/cluster.py says which one.
+
+    Progress is shown on `console`.
+    """
+    from deploy.session.cluster import open_cluster
+
+    home = default_home(environ)
+    with teller(console) as tell, ExitStack() as stack:
+        cluster = stack.enter_context(
+            open_cluster(config, home=home, progress=tell, server=server, console=console)
+        )
+        tell.rest()
+        yield cluster.address
+
+
+class Teller:
+    """Shows progress: in one changing line on a terminal, else as one line each."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._status = console.status("")
+
+    def __call__(self, message: str) -> None:
+        """Show a message."""
+        if self._console.is_terminal and not self._console.quiet:
+            self._status.update(message)
+            self._status.start()
+        else:
+            plain(self._console, message)
+
+    def rest(self) -> None:
+        """Remove the changing line until the next message."""
+        self._status.stop()
+
+
+@contextmanager
+def teller(console: Console) -> Iterator[Teller]:
+    """A teller whose line is removed at the end of the block."""
+    tell = Teller(console)
+    try:
+        yield tell
+    finally:
+        tell.rest()
+
+
+def target_folder(config: Config, environ: Mapping[str, str]) -> Path:
+    """The checkpoint whose text is served. Raises CheckpointError, ModelFetchError."""
+    return resolve_model(config.target.model, home=default_home(environ)).folder

@@ -1,0 +1,201 @@
+"""`paceline status`: shows what is up, and how busy it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from deploy.cli.options import check_server
+from deploy.session import ray_head
+from deploy.session.cluster import check_listening, lives_of, present_record
+from deploy.session.record import Command, at_work
+from deploy.terminal.lines import plain, whole_table
+from paceline.errors import UnavailableError
+from paceline.text import counted
+from workers.models.catalogue import default_home
+
+if TYPE_CHECKING:
+    from paceline.generation import ModelDescription, Stats, WorkerLife, WorkerStats
+
+_PATIENCE_SECONDS = 5.0
+_NOTHING_YET: Mapping[Command | None, str] = {
+    None: "nothing is up; start a cluster with `paceline up`",
+    "up": "a cluster is coming up: wait until its `paceline up` has ended",
+    "down": "the cluster is being ended by `paceline down`",
+}
+_HALF_WAY = "the start of a cluster was killed half-way: clean up with `paceline down`"
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `status` to the command tree."""
+
+    @app.command("status")
+    def status(
+        as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+        server: Annotated[
+            str | None,
+            typer.Option(
+                callback=check_server,
+                help="HOST:PORT of an inference server, such as that of a job. Default: the one "
+                "of `paceline up`.",
+            ),
+        ] = None,
+    ) -> None:
+        """Show the cluster of `paceline up`. Exit code 3: nothing is up, or it does not answer."""
+        if server is None:
+            address, ray_address = _of_up(environ)
+        else:
+            address, ray_address = server, None
+            check_listening(server)
+        from paceline.client import Client
+
+        with Client(address, timeout=_PATIENCE_SECONDS) as client:
+            stats, model = client.stats(), client.describe()
+        if as_json:
+            fields = {"address": address, "ray_address": ray_address, "model": model.model}
+            typer.echo(json.dumps(fields | summary(stats) | asdict(stats), indent=2))
+        else:
+            show(address, model, stats)
+
+
+def _of_up(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Addresses of the server and of the Ray cluster of `paceline up`."""
+    home = default_home(environ)
+    # Ask this first: a command that ends in between has written its record by then.
+    at_work_now = at_work(home)
+    record = present_record(home)
+    if record is None or record.address is None:
+        raise UnavailableError(
+            _NOTHING_YET[at_work_now] if record is None or at_work_now else _HALF_WAY
+        )
+    if not ray_head.is_listening(record.address):
+        lives = "".join(f"; {told_life(life)}" for life in lives_of(record) if life.last_end)
+        raise UnavailableError(
+            f"the server at {record.address} does not answer{lives}; logs: {record.logs}; if no "
+            "worker is restarted, clean up with `paceline down`"
+        )
+    return record.address, record.ray_address
+
+
+def summary(stats: Stats) -> dict[str, float | None]:
+    """Figures derived from the counters; None: there is nothing to count yet."""
+    return {
+        "acceptance_length": stats.acceptance_length,
+        "accepted_share": stats.accepted / stats.drafted if stats.drafted else None,
+        "acceptance": stats.speculation.acceptance,
+        "used_share": stats.speculation.used_share,
+        "hit_rate": stats.speculation.hit_rate,
+    }
+
+
+def _of_steps(stats: Stats, milliseconds: float) -> str:
+    return f"{milliseconds:.2f} ms" if stats.steps else "none"
+
+
+def show(address: str, model: ModelDescription, stats: Stats) -> None:
+    """Print a line and a table on stdout."""
+    console = Console(highlight=False)
+    figures = summary(stats)
+    length = figures["acceptance_length"]
+    plain(
+        console,
+        f"{model.model} at {address}, up {stats.uptime_seconds:.0f} s: "
+        f"{stats.sequences_running} running, {stats.sequences_waiting} waiting, "
+        f"{stats.requests_finished} finished; {stats.committed_tokens} tokens in {stats.steps} "
+        f"steps, acceptance length {'none' if length is None else f'{length:.2f}'}, "
+        f"accepted {_percent(figures['accepted_share'])}, "
+        f"gap {_of_steps(stats, stats.gap_ms_p50)}, "
+        f"driver {_of_steps(stats, stats.driver_ms_p50)} a step; "
+        f"prefilled {stats.prefilled_tokens} tokens, {stats.prefix_hit_tokens} were there already, "
+        f"{stats.preemptions} preemptions",
+    )
+    plain(console, _speculation_line(stats))
+    if stats.speculation.choices:
+        plain(console, _auto_line(stats))
+    table = Table(box=None, pad_edge=False)
+    for title in ("worker", "kind", "address", "pid", "state"):
+        table.add_column(title)
+    late = any(worker.overruns for worker in stats.workers)
+    for title in ("busy", "passes", "tokens", "reconnects", "malformed", *(["overruns"] * late)):
+        table.add_column(title, justify="right")
+    for worker in stats.workers:
+        busy = worker.busy_seconds / stats.uptime_seconds if stats.uptime_seconds else 0.0
+        table.add_row(
+            worker.name,
+            worker.kind,
+            worker.address,
+            str(worker.pid),
+            _state(worker),
+            f"{busy:.0%}",
+            str(worker.passes),
+            str(worker.tokens),
+            str(worker.reconnects),
+            "" if worker.kind == "target" else str(worker.malformed),
+            *([str(worker.overruns)] * late),
+        )
+    whole_table(console, table)
+    for worker in stats.workers:
+        if worker.trouble:
+            plain(console, f"{worker.name}: {worker.trouble}")
+    for life in stats.lives:
+        if life.restarts or life.last_end:
+            plain(console, told_life(life))
+    folders = {str(Path(life.log).parent) for life in stats.lives if life.log}
+    for folder in sorted(folders):
+        plain(console, f"logs: {folder}, on each worker's host")
+
+
+def told_life(life: WorkerLife) -> str:
+    """The history of a worker's processes, in words."""
+    next_try = life.next_try_seconds
+    restarts = f"restarted {counted(life.restarts, 'time')}"
+    parts = [f"{life.name}: {restarts}, last because: {life.last_end or 'unknown'}"]
+    if next_try is not None:
+        parts.append(f"next try in {next_try:.0f} s")
+    if life.log:
+        parts.append(f"log {life.log}")
+    return "; ".join(parts)
+
+
+def _state(worker: WorkerStats) -> str:
+    """The worker's state. A worker without a stream may be lost or only slow to answer."""
+    if worker.suspect:
+        return "suspect"
+    return "connected" if worker.connected else f"no answer for {worker.away_seconds:.0f} s"
+
+
+def _speculation_line(stats: Stats) -> str:
+    """How drafting went, in words."""
+    drafting = stats.speculation
+    by_position = " ".join(f"{share:.0%}" for share in drafting.acceptance_at) or "none"
+    efficiency = "none" if drafting.efficiency is None else f"{drafting.efficiency:.2f}"
+    return (
+        f"drafting: acceptance by position {by_position}; used {_percent(drafting.used_share)} of "
+        f"{drafting.proposed} proposed tokens, wasted {drafting.wasted_steps} of {stats.verdicts} "
+        f"verdicts, branches hit {_percent(drafting.hit_rate)}; with work at hand target idle "
+        f"{_percent(drafting.target_idle)}, drafters idle {_percent(drafting.drafter_idle)}; "
+        f"efficiency {efficiency}"
+    )
+
+
+def _auto_line(stats: Stats) -> str:
+    """What policy `auto` chose, and its estimates, in words."""
+    drafting = stats.speculation
+    total = sum(drafting.choices.values())
+    often_first = sorted(drafting.choices.items(), key=lambda choice: (-choice[1], choice[0]))
+    chosen = ", ".join(f"{name} {count / total:.0%}" for name, count in often_first)
+    believed = ", ".join(
+        f"{name} {value:.3g}" for name, value in sorted(drafting.estimates.items())
+    )
+    return f"auto: {chosen} of {total} verdicts; estimates: {believed or 'none'}"
+
+
+def _percent(share: float | None) -> str:
+    return "none" if share is None else f"{share:.0%}"

@@ -1,0 +1,173 @@
+"""`paceline up`: starts a cluster that stays."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.config.load import Config, load_config
+from deploy.cli.reach import teller
+from deploy.session import ray_head
+from deploy.session.cluster import (
+    Progress,
+    check_models,
+    enter_ray,
+    leave_ray,
+    own_cores,
+    running_ray,
+    start_own_head,
+)
+from deploy.session.head_guard import Guard
+from deploy.session.record import ClusterRecord, alone, read_record, remove_record, write_record
+from deploy.session.signals import ignore_signals, signals_held
+from deploy.terminal.lines import plain
+from paceline.errors import UnavailableError
+from workers.models.catalogue import default_home
+from workers.process.logs import new_run
+
+CONTROLLER_NAME = "paceline"
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `up` to the command tree."""
+
+    @app.command("up")
+    def up(
+        config: Annotated[
+            Path | None, typer.Argument(help="TOML file; without it, the local demo.")
+        ] = None,
+    ) -> None:
+        """Start a cluster and its server; `paceline down` ends it. The last line is its address."""
+        settings = load_config(config, environ)
+        home = default_home(environ)
+        console = Console(stderr=True)
+        began = time.monotonic()
+        with alone(home, "up"):
+            refuse_second(home)
+            refuse_taken_port(settings)
+            check_models(settings, home=home)
+            with teller(console) as tell:
+                record = start(settings, environ, home=home, progress=tell)
+        plain(
+            console,
+            f"up after {time.monotonic() - began:.1f} s: gRPC at {record.address}, "
+            f"Ray at {record.ray_address}, logs in {record.logs}",
+        )
+        typer.echo(record.address)
+
+
+def start(
+    config: Config, environ: Mapping[str, str], *, home: Path, progress: Progress
+) -> ClusterRecord:
+    """Start a cluster and record it. On a failure or a signal, end what was started."""
+    running = running_ray(environ, progress)
+    head = ray_head.plan_head() if running is None else None  # Nothing is started yet.
+    record = ClusterRecord(
+        name=CONTROLLER_NAME,
+        address=None,
+        deployment=config.deployment(),
+        ray_address=head.address if head else running or "",
+        head=head,
+        logs=str(new_run(home)),
+    )
+    guard: Guard | None = None
+    is_up = False
+    try:
+        # Written before anything starts, so `down` can end it whatever becomes of this process.
+        write_record(home, record)
+        if head is not None:
+            guard = Guard(head)
+            head = start_own_head(head, config, progress)
+            record = replace(record, head=head)
+            write_record(home, record)
+        enter_ray(record.ray_address, own=head is not None)
+        if running is not None:
+            progress(f"Ray: using the cluster at {running}")
+        from cluster.placement.launch import start_cluster
+
+        handle = start_cluster(
+            config,
+            home=home,
+            logs=Path(record.logs),
+            progress=progress,
+            detached=True,
+            name=CONTROLLER_NAME,
+            cores=own_cores() if head else None,
+        )
+        try:
+            ignore_signals()
+            record = replace(record, address=handle.address)
+            write_record(home, record)
+        except BaseException:
+            handle.stop()
+            raise
+        if guard is not None:
+            guard.keep()
+        is_up = True
+    finally:
+        with signals_held():
+            leave_ray()
+            if not is_up:
+                if head is not None:
+                    ray_head.stop_head(head)
+                remove_record(home)
+            if guard is not None:
+                guard.close()
+    return record
+
+
+def refuse_second(home: Path) -> None:
+    """Raise UnavailableError if a cluster of `up` runs. Clean up after one that is dead."""
+    record = read_record(home)
+    if record is None:
+        return
+    head = record.head
+    runs = ray_head.is_listening(record.ray_address) and (
+        head is None or not head.processes or ray_head.is_running(head)
+    )
+    if runs:
+        where = f"at {record.address}" if record.address else "half-way"
+        raise UnavailableError(
+            f"a cluster is up already {where}: end it with `paceline down`, "
+            "or look at it with `paceline status`"
+        )
+    if head is not None:
+        ray_head.stop_head(head)
+    remove_record(home)
+
+
+def refuse_taken_port(config: Config) -> None:
+    """Raise UnavailableError if the server's host is not usable or its port is taken."""
+    server = config.server
+    try:
+        family = socket.getaddrinfo(server.host, None, type=socket.SOCK_STREAM)[0][0]
+    except (OSError, UnicodeError) as error:
+        raise _refused_host(server.host, error) from None
+    if server.grpc_port == 0:
+        return
+    try:
+        with socket.create_server((server.host, server.grpc_port), family=family):
+            return
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise _refused_host(server.host, error) from None
+        raise UnavailableError(
+            f"cannot listen on {server.host}:{server.grpc_port} ({error.strerror}): set "
+            "server.grpc_port to another port (0: any free one), or end what holds it"
+        ) from None
+
+
+def _refused_host(host: str, error: Exception) -> UnavailableError:
+    said = error.strerror if isinstance(error, OSError) else str(error)
+    return UnavailableError(
+        f"cannot listen on {host!r} ({said}): set server.host to an address of this host, to "
+        '"127.0.0.1" (only callers on this host), or to "0.0.0.0" (callers from anywhere)'
+    )

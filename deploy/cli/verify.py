@@ -1,0 +1,217 @@
+"""`paceline verify`: checks for the text of plain decoding, and of Hugging Face transformers."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from cluster.config.model import Config
+from cluster.decoding.policies import PolicyName
+from cluster.driver.fitting import check_branches, check_policy_fits
+from deploy.cli.options import (
+    BranchesOption,
+    ConfigOption,
+    DrafterOption,
+    JsonOption,
+    LimitOption,
+    MaxTokensOption,
+    MergeOption,
+    QuietOption,
+    SeedOption,
+    ServerOption,
+    StoppingOption,
+    TopKOption,
+    TopPOption,
+    VerificationOption,
+)
+from deploy.cli.reach import reach_cluster, target_folder
+from deploy.rows.comparison import Matrix, variants_of
+from deploy.rows.inputs import DEFAULT_INPUT, read_rows
+from deploy.rows.outputs import check_writable, write_json
+from deploy.rows.request_flags import (
+    RequestFlags,
+    check_at_least_one,
+    check_drafters,
+    check_policy,
+    check_sampling,
+    check_text,
+    check_window,
+    parse_list,
+)
+from deploy.rows.row_progress import announce, row_progress
+from paceline.rules import Rule
+from paceline.text import counted
+from workers.models.catalogue import STAND_IN, default_home, resolve_model
+from workers.verification.rules import FACTS
+
+
+def parse_matrix(
+    policy: str, window: str | None, concurrency: str, temperature: str | None
+) -> Matrix:
+    """The runs that the comma-separated flags ask for. Raises InvalidRequestError."""
+    policies = parse_list("policy", policy, str, "policies, such as lockstep,chain")
+    concurrencies = parse_list("concurrency", concurrency, int, "whole numbers, such as 1,4")
+    windows: Sequence[int | None] = [None]
+    if window is not None:
+        windows = parse_list("window", window, int, "whole numbers, such as 1,2,4,8")
+    temperatures: Sequence[float | None] = [None]
+    if temperature is not None:
+        temperatures = parse_list("temperature", temperature, float, "numbers, such as 0,0.7")
+    for name in policies:
+        check_policy(name)
+    for size in windows:
+        check_window(size)
+    for number in concurrencies:
+        check_at_least_one("concurrency", number)
+    for value in temperatures:
+        check_sampling(temperature=value, top_k=None, top_p=None)
+    return Matrix(temperatures, variants_of(policies, windows, concurrencies))
+
+
+def check_matrix(
+    matrix: Matrix,
+    flags: RequestFlags,
+    config: Config,
+    branches: int | None,
+) -> None:
+    """Raise InvalidRequestError if the rule does not fit what is to be run with it.
+
+    `branches`: as asked for; None: those of the configuration, which yield to smaller windows.
+    """
+    for temperature in matrix.temperatures:
+        if temperature is not None:
+            check_text(flags.verification, temperature)
+    for variant in matrix.variants:
+        policy = PolicyName(variant.policy)
+        check_policy_fits(policy, Rule(flags.verification), branches or 1)
+    if branches is None:
+        return
+    for variant in matrix.variants:
+        if variant.policy != "off":
+            window = variant.window or config.speculation.window
+            check_branches(Rule(flags.verification), branches, window)
+
+
+def usual_branches(rule: str, config: Config) -> int:
+    """The branches of the configuration, or 1 if the rule takes only chains."""
+    known = rule in {one.value for one in Rule}  # An unknown rule is refused later.
+    return 1 if known and FACTS[Rule(rule)].chain_only else config.speculation.branches
+
+
+def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
+    """Add `verify` to the command tree."""
+
+    @app.command()
+    def verify(
+        input_paths: Annotated[
+            list[Path] | None,
+            typer.Option("--input", help="JSON lines; may be repeated. Default: our own prompts."),
+        ] = None,
+        config_path: ConfigOption = None,
+        max_tokens: MaxTokensOption = 256,
+        temperature: Annotated[
+            str | None, typer.Option(help="One or several, such as 0,0.7.")
+        ] = None,
+        top_k: TopKOption = None,
+        top_p: TopPOption = None,
+        seed: SeedOption = 0,
+        policy: Annotated[
+            str, typer.Option(help="One or several, such as lockstep,chain.")
+        ] = "chain",
+        verification: VerificationOption = None,
+        window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,
+        branches: BranchesOption = None,
+        stopping: StoppingOption = None,
+        drafter: DrafterOption = None,
+        merge: MergeOption = None,
+        concurrency: Annotated[str, typer.Option(help="One or several, such as 1,4.")] = "1",
+        limit: LimitOption = None,
+        server: ServerOption = None,
+        json_path: JsonOption = None,
+        quiet: QuietOption = False,
+    ) -> None:
+        """Check that the text equals plain decoding's bit for bit, and transformers' if greedy.
+
+        Exit code 1: a divergence, or a row that failed. Where transformers' logits of the two
+        tokens differ by less than 1e-4 there is a tie, which is reported and counted but is no
+        divergence. The same holds where trees were verified (--branches) and plain decoding's own
+        logits are that close; the rest of that row is not compared then. Exit code 2: rules other
+        than coupled promise the text only at temperature 0.
+        """
+        from cluster.config.load import load_config
+
+        config = load_config(config_path, environ)
+        matrix = parse_matrix(policy, window, concurrency, temperature)
+        rule = verification or config.speculation.verification
+        flags = RequestFlags(
+            max_tokens=max_tokens,
+            temperature=None,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            policy=None,
+            verification=rule,
+            window=None,
+            branches=usual_branches(rule, config) if branches is None else branches,
+            stopping=stopping,
+            drafter=drafter,
+            merge=merge,
+        )
+        check_matrix(matrix, flags, config, branches)
+        if server is None:
+            check_drafters(flags, config, [one.policy for one in matrix.variants])
+        check_at_least_one("limit", limit)
+        if json_path is not None:
+            check_writable("json", json_path)
+        files = [(path, read_rows(path, limit=limit)) for path in input_paths or [DEFAULT_INPUT]]
+        console = Console(stderr=True, quiet=quiet)
+        with reach_cluster(config, environ, console=console, server=server) as address:
+            from deploy.cli.verify_report import print_report, report_json
+            from deploy.rows.margins import MarginMeter
+            from deploy.rows.peers import TransformersPeer
+            from deploy.rows.verifier import Verifier
+
+            replays = config.target.model == STAND_IN
+
+            def make_peer() -> TransformersPeer:
+                return TransformersPeer(target_folder(config, environ))
+
+            def make_meter() -> MarginMeter:
+                model = resolve_model(config.target.model, home=default_home(environ))
+                return MarginMeter(model, threads=len(os.sched_getaffinity(0)))
+
+            runs = len(matrix.temperatures) * (1 + len(matrix.variants))
+            announce(
+                console,
+                f"verifying: {counted(sum(len(rows) for _, rows in files), 'row')} in "
+                f"{counted(runs, 'run')} on the server at {address}",
+            )
+            if replays:
+                announce(
+                    console,
+                    "verifying: the target is emulated, so there is no text of transformers",
+                )
+            began = time.monotonic()
+            with row_progress(console) as progress:
+                verifier = Verifier(
+                    address,
+                    matrix,
+                    flags,
+                    progress=progress,
+                    make_peer=None if replays else make_peer,
+                    make_meter=None if replays else make_meter,
+                )
+                reports = [verifier.verify_file(path, rows) for path, rows in files]
+        announce(console, f"verified after {time.monotonic() - began:.1f} s")
+        print_report(Console(), Console(stderr=True), reports)
+        if config.target.emulated is not None and server is None:
+            typer.echo(f"EMULATED: times are those of {config.target.emulated}")
+        if json_path is not None:
+            write_json(json_path, report_json(reports, model=config.target.model))
+        raise typer.Exit(0 if all(report.ok for report in reports) else 1)

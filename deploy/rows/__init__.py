@@ -1,0 +1,1 @@
+"""Files of prompts as requests: reading, running, comparing, writing."""

@@ -1,0 +1,103 @@
+"""Sends the rows of an input file to a server, some at a time. Answers come in the file's order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+
+from deploy.rows.inputs import BadRow, InputRow
+from deploy.rows.request_flags import RequestFlags
+from paceline.client import AsyncClient
+from paceline.errors import InvalidRequestError, OverloadedError
+from paceline.generation import Completion
+from paceline.options import GenerateOptions
+
+_RETRY_SECONDS = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Pauses before a request that found the queue full is sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a row has no answer. `message` begins with its file and line."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The result of a row. `index` counts the rows of its file from 0."""
+
+    index: int
+    row: InputRow | BadRow
+    outcome: Completion | Failure
+
+
+def options_of(flags: RequestFlags, index: int) -> GenerateOptions:
+    """The request options of row `index`."""
+    return GenerateOptions(
+        temperature=flags.temperature,
+        top_k=flags.top_k,
+        top_p=flags.top_p,
+        seed=flags.seed_of(index),
+        max_tokens=flags.max_tokens,
+        policy=flags.policy,
+        rule=flags.verification,
+        window=flags.window,
+        branches=flags.branches,
+        stopping=flags.stopping,
+        drafter=flags.drafter,
+        merge=flags.merge,
+    )
+
+
+async def answers_in_order(
+    address: str,
+    rows: Sequence[InputRow | BadRow],
+    flags: RequestFlags,
+    *,
+    concurrency: int,
+    on_done: Callable[[], None] = lambda: None,
+) -> AsyncIterator[Answer]:
+    """Send every good row, `concurrency` at a time, and yield the answers in the rows' order.
+
+    A row that is malformed or refused gives a Failure, and the others go on. `on_done` is called
+    for each finished row, in any order. Raises UnavailableError if the server is gone. If the
+    caller stops early, requests in flight are cancelled.
+    """
+    turns = asyncio.Semaphore(concurrency)
+    async with AsyncClient(address) as client:
+
+        async def ask(index: int, row: InputRow | BadRow) -> Answer:
+            if isinstance(row, BadRow):
+                outcome: Completion | Failure = Failure(row.message)
+            else:
+                async with turns:
+                    outcome = await _ask(client, row, options_of(flags, index))
+            on_done()
+            return Answer(index, row, outcome)
+
+        tasks = [asyncio.create_task(ask(index, row)) for index, row in enumerate(rows)]
+        try:
+            for task in tasks:
+                yield await task
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _ask(
+    client: AsyncClient, row: InputRow, options: GenerateOptions
+) -> Completion | Failure:
+    for pause in _RETRY_SECONDS:
+        try:
+            return await client.generate(row.input, options)
+        except OverloadedError:
+            await asyncio.sleep(pause)
+        except InvalidRequestError as error:
+            return Failure(row.tell(str(error)))
+    try:
+        return await client.generate(row.input, options)
+    except (OverloadedError, InvalidRequestError) as error:
+        return Failure(row.tell(str(error)))

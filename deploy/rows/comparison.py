@@ -1,0 +1,140 @@
+"""Compares the token ids of two runs over the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from deploy.rows.batch import Answer, Failure
+
+TIE_MARGIN = 1e-4
+"""Two tokens whose logits differ by less are a tie. Kernels differ by up to 2e-4 in a logit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run the rows. `window`: None is the server's default."""
+
+    policy: str
+    window: int | None
+    concurrency: int
+
+    def __str__(self) -> str:
+        window = "" if self.window is None else f" window {self.window}"
+        return f"{self.policy}{window} x{self.concurrency}"
+
+
+REFERENCE = Variant("off", None, 1)
+"""Plain decoding, one row after the other. Every other run is compared with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The runs over each file: every temperature with every variant, the reference first."""
+
+    temperatures: Sequence[float | None]
+    variants: Sequence[Variant]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first position where a row's tokens differ. A token is None if that text had ended.
+
+    `margin`: by how much plain decoding prefers its own token there, in logits; None: not measured.
+    It is measured for trees, whose rows are computed in another order than those of chains.
+    """
+
+    row: int
+    position: int
+    expected: int | None
+    got: int | None
+    margin: float | None = None
+
+    @property
+    def tie(self) -> bool:
+        """Whether rounding alone explains the difference."""
+        return self.margin is not None and abs(self.margin) < TIE_MARGIN
+
+
+def first_difference(row: int, expected: Sequence[int], got: Sequence[int]) -> Divergence | None:
+    """The first position where two lists of token ids differ; None: they are equal."""
+    for position in range(max(len(expected), len(got))):
+        expected_token = expected[position] if position < len(expected) else None
+        got_token = got[position] if position < len(got) else None
+        if expected_token != got_token:
+            return Divergence(row, position, expected_token, got_token)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The answers of one variant, and how long they took."""
+
+    variant: Variant
+    answers: Sequence[Answer]
+    seconds: float
+
+    @property
+    def tokens(self) -> int:
+        """Output tokens of all rows."""
+        return sum(
+            len(answer.outcome.token_ids)
+            for answer in self.answers
+            if not isinstance(answer.outcome, Failure)
+        )
+
+    @property
+    def steps(self) -> int:
+        """Verdicts of all rows."""
+        return sum(
+            answer.outcome.stats.steps
+            for answer in self.answers
+            if not isinstance(answer.outcome, Failure)
+        )
+
+    @property
+    def failures(self) -> list[int]:
+        """Indices of the rows without an answer."""
+        return [answer.index for answer in self.answers if isinstance(answer.outcome, Failure)]
+
+
+def divergences(expected: Run, got: Run) -> list[Divergence]:
+    """The first difference of each row whose token ids differ. Rows that failed are left out."""
+    found: list[Divergence] = []
+    for one, other in zip(expected.answers, got.answers, strict=True):
+        if isinstance(one.outcome, Failure) or isinstance(other.outcome, Failure):
+            continue
+        difference = first_difference(one.index, one.outcome.token_ids, other.outcome.token_ids)
+        if difference is not None:
+            found.append(difference)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A run compared with plain decoding of the same rows and seeds."""
+
+    run: Run
+    temperature: float | None
+    divergences: Sequence[Divergence]
+
+    @property
+    def ties(self) -> int:
+        """Number of divergences that rounding explains."""
+        return sum(found.tie for found in self.divergences)
+
+
+def variants_of(
+    policies: Sequence[str],
+    windows: Sequence[int | None],
+    concurrencies: Sequence[int],
+) -> list[Variant]:
+    """Every combination except the reference. `off` has no window."""
+    found: list[Variant] = []
+    for policy in policies:
+        for window in windows:
+            for concurrency in concurrencies:
+                variant = Variant(policy, None if policy == "off" else window, concurrency)
+                if variant != REFERENCE and variant not in found:
+                    found.append(variant)
+    return found

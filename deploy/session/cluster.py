@@ -1,0 +1,304 @@
+"""Finds the cluster of a command: a named one, a running one, or a private one for the command."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from cluster.config.model import Config
+from cluster.placement.plan import Node, plan_placement
+from deploy.session import ray_head
+from deploy.session.head_guard import guarded
+from deploy.session.record import ClusterRecord, read_record
+from deploy.session.signals import ending_on_signals, signals_held
+from deploy.session.worker_checks import check_workers
+from deploy.terminal.fetch_progress import show_fetch
+from deploy.terminal.lines import plain
+from paceline.client import Client
+from paceline.errors import UnavailableError
+from workers.models.catalogue import CATALOGUE, is_present, resolve_model
+from workers.process.logs import new_run
+
+if TYPE_CHECKING:
+    from cluster.placement.launch import ClusterHandle
+    from paceline.generation import WorkerLife
+
+Progress = Callable[[str], None]
+FOUND_BY_RAY = Path("/tmp/ray/ray_current_cluster")
+_LONGEST_ADDRESS = 256
+"""Characters of that file that are read."""
+
+
+@contextmanager
+def open_cluster(
+    config: Config,
+    *,
+    home: Path,
+    progress: Progress,
+    server: str | None,
+    console: Console | None = None,
+) -> Iterator[ClusterHandle]:
+    """A cluster that serves `config` while the block runs.
+
+    It is `server` ("host:port") if given, else the cluster of `paceline up` with the same
+    deployment, else a private one. A private cluster runs on the running Ray cluster or on a head
+    of ours. It ends with the block, on an error, and on SIGINT and SIGTERM. Fetches of models are
+    shown on `console` (None: stderr). Raises the PacelineError that says why there is no cluster.
+    """
+    address = server or running_address(config, home)
+    if address is not None:
+        check_listening(address)
+        from cluster.placement.launch import ClusterHandle
+
+        yield ClusterHandle(address)
+        return
+    _tell_of_another(config, home)
+    check_models(config, home=home, console=console)
+    private = config.model_copy(
+        update={"server": config.server.model_copy(update={"host": "127.0.0.1", "grpc_port": 0})}
+    )
+    with ending_on_signals(), join_ray(private, progress=progress) as own_head:
+        from cluster.placement.launch import start_cluster
+
+        handle = start_cluster(
+            private,
+            home=home,
+            logs=new_run(home),
+            progress=progress,
+            detached=False,
+            name=None,
+            cores=own_cores() if own_head else None,
+        )
+        try:
+            yield handle
+        finally:
+            if own_head is None:
+                handle.stop()
+
+
+def check_listening(address: str) -> None:
+    """Raise UnavailableError with the cause if no server can be reached at "host:port"."""
+    with Client(address) as client:
+        client.connect()
+
+
+def running_address(config: Config, home: Path) -> str | None:
+    """Address of the cluster of `paceline up`, if it runs and has the same deployment."""
+    record = read_record(home)
+    if record is None or record.deployment != config.deployment():
+        return None
+    return _where_it_listens(record)
+
+
+def _where_it_listens(record: ClusterRecord) -> str | None:
+    address = _of_today(record).address
+    return address if address is not None and ray_head.is_listening(address) else None
+
+
+def _tell_of_another(config: Config, home: Path) -> None:
+    """Say on stderr, even if quiet, that a running cluster is not used, and why.
+
+    The cluster that is used instead may serve another model.
+    """
+    record = read_record(home)
+    address = None if record is None else _where_it_listens(record)
+    if record is None or address is None:
+        return
+    differing = ", ".join(_differences(record.deployment, config.deployment()))
+    plain(
+        Console(stderr=True),
+        f"note: the cluster of `paceline up` at {address} is not used: its configuration differs "
+        f"({differing}). A private cluster is started; to use the running one add --server "
+        f"{address}, or give the configuration that it was started with (--config)",
+    )
+
+
+def _differences(running: Mapping[str, Any], asked: Mapping[str, Any]) -> list[str]:
+    """The keys in which two deployments differ, with both values."""
+    pairs = [("target", running["target"], asked["target"])]
+    there, here = running["drafters"], asked["drafters"]
+    if len(there) == len(here):
+        pairs += [
+            (f"drafters[{number}]", *both)
+            for number, both in enumerate(zip(there, here, strict=True))
+        ]
+    found = [
+        f"{table}.{key}: {one.get(key)!r} there, {other.get(key)!r} here"
+        for table, one, other in pairs
+        for key in {**one, **other}
+        if one.get(key) != other.get(key)
+    ]
+    if len(there) != len(here):
+        found.append(f"drafters: {len(there)} there, {len(here)} here")
+    return found
+
+
+def present_record(home: Path) -> ClusterRecord | None:
+    """The record of `up`, with the present address, since a driver may have moved to another node.
+
+    The controller is asked if nothing listens at the recorded address. A head of ours has one node,
+    on which a driver returns at its old address.
+    """
+    record = read_record(home)
+    return None if record is None else _of_today(record)
+
+
+def _of_today(record: ClusterRecord) -> ClusterRecord:
+    if record.address is None or record.head is not None or ray_head.is_listening(record.address):
+        return record
+    return replace(record, address=_told_by_controller(record) or record.address)
+
+
+def lives_of(record: ClusterRecord) -> list[WorkerLife]:
+    """The history of the workers' processes, from the controller; empty if that is gone."""
+    with _controller_of(record) as handle:
+        try:
+            return [] if handle is None else handle.lives()
+        except UnavailableError:
+            return []
+
+
+def _told_by_controller(record: ClusterRecord) -> str | None:
+    with _controller_of(record) as handle:
+        return None if handle is None else handle.address or None
+
+
+@contextmanager
+def _controller_of(record: ClusterRecord) -> Iterator[ClusterHandle | None]:
+    """The deployment on its Ray cluster; None: the deployment or the Ray cluster is gone."""
+    if record.head is not None and not ray_head.is_listening(record.ray_address):
+        yield None
+        return
+    try:
+        leave = enter_ray(record.ray_address, own=record.head is not None)
+    except UnavailableError:
+        yield None
+        return
+    from cluster.placement.launch import find_cluster
+
+    try:
+        yield find_cluster(record.name)
+    finally:
+        if leave is not None:
+            leave()
+
+
+@contextmanager
+def join_ray(config: Config, *, progress: Progress) -> Iterator[ray_head.RayHead | None]:
+    """Join the running Ray cluster (yields None) or a head of ours, which ends with the block."""
+    running = running_ray(os.environ, progress)
+    stack = ExitStack()
+    try:
+        head = None
+        if running is None:
+            head = ray_head.plan_head()
+            stack.enter_context(guarded(head))
+            head = start_own_head(head, config, progress)
+            stack.callback(ray_head.stop_head, head)
+        if leave := enter_ray(head.address if head else running or "", own=head is not None):
+            stack.callback(leave)
+        if running is not None:
+            progress(f"Ray: using the cluster at {running}")
+        yield head
+    finally:
+        with signals_held():
+            stack.close()
+
+
+def start_own_head(head: ray_head.RayHead, config: Config, progress: Progress) -> ray_head.RayHead:
+    """Start a planned head with all CPUs that this process may use, or more if workers need more.
+
+    It gets this host's GPUs too, unless the configuration excludes them.
+    """
+    num_cores = len(own_cores())
+    gpus = 0
+    if config.target.resources == "gpu":  # "auto" takes what the head finds.
+        import torch  # check_models has imported it, which looked at what these GPUs are to load
+
+        gpus = torch.cuda.device_count()
+    plan = plan_placement(config, [Node("local", num_cores, gpus)], enforce=False)
+    progress("Ray: starting a local cluster")
+    if plan.reserved_cpus > num_cores:
+        progress(f"Ray: the workers share {num_cores} cores, and ask for {plan.reserved_cpus}")
+    return ray_head.start_head(
+        head, num_cpus=max(num_cores, plan.reserved_cpus), gpus=config.target.resources != "cpu"
+    )
+
+
+def enter_ray(address: str, *, own: bool) -> Callable[[], None] | None:
+    """Join Ray at `address`. Returns a function that leaves it; None: it was joined already."""
+    if own:
+        ray_head.prepare_to_join()
+    elif ":" in address and "//" not in address and not ray_head.is_listening(address):
+        raise UnavailableError(f"no Ray cluster at {address} (RAY_ADDRESS); start it or unset it")
+    from cluster.placement import launch
+
+    return launch.disconnect if launch.connect(address) else None
+
+
+def leave_ray() -> None:
+    """Leave the Ray cluster that this process may have joined."""
+    if "ray" in sys.modules:
+        from cluster.placement.launch import disconnect
+
+        disconnect()
+
+
+def running_ray(environ: Mapping[str, str], progress: Progress | None = None) -> str | None:
+    """RAY_ADDRESS, else the address of a Ray cluster that `ray start` left running on this host.
+
+    Ray writes that address to a file in a folder that all users share. A process that joins a Ray
+    cluster runs the code that the cluster sends. So the file is trusted only if this user or root
+    owns it and nobody else can write it.
+    """
+    if environ.get("RAY_ADDRESS"):
+        return environ["RAY_ADDRESS"]
+    try:
+        number = os.open(FOUND_BY_RAY, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(number, errors="replace") as stream:
+            about = os.fstat(number)
+            found = stream.read(_LONGEST_ADDRESS).strip()
+    except OSError:
+        return None
+    if not ray_head.is_listening(found):
+        return None
+    is_ours = stat.S_ISREG(about.st_mode) and about.st_uid in (0, os.getuid())
+    if is_ours and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return found
+    if progress is not None:
+        progress(
+            f"Ray: {FOUND_BY_RAY} names a cluster at {found}, but other users could have written "
+            "it, so it is not used; set RAY_ADDRESS to use that cluster"
+        )
+    return None
+
+
+def check_models(config: Config, *, home: Path, console: Console | None = None) -> None:
+    """Fetch missing models and inspect checkpoints that are not ours, before anything starts.
+
+    Fetches are shown on `console` (None: stderr). Raises CheckpointError, ConfigError,
+    ModelFetchError or VocabularyMismatchError.
+    """
+    names = [config.target.model, *(one.model for one in config.drafters if one.model)]
+    for name in names:
+        if name not in CATALOGUE:
+            resolve_model(name, home=home)  # Report a missing folder before fetching anything.
+    for name in dict.fromkeys(names):
+        if name in CATALOGUE and not is_present(CATALOGUE[name], home=home):
+            with show_fetch(console or Console(stderr=True), name) as show:
+                resolve_model(name, home=home, progress=show)
+    files = {name: resolve_model(name, home=home) for name in names}
+    check_workers(config, files, ray_runs=running_ray(os.environ) is not None)
+
+
+def own_cores() -> tuple[int, ...]:
+    """The cores that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)))

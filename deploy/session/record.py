@@ -1,0 +1,132 @@
+"""$PACELINE_HOME/run/cluster.json records what `paceline up` started, for the other commands."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from deploy.session.ray_head import RayHead
+from paceline.errors import UnavailableError
+
+Command = Literal["up", "down"]
+
+_MOMENT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterRecord:
+    """A deployment of `up`.
+
+    `address`: of InferenceService; None while it starts. `deployment`: Config.deployment of its
+    configuration. `head`: our own Ray head; None: the Ray cluster at `ray_address` is not ours.
+    `name`: of the controller there. `logs`: the folder of its logs, on each of its hosts.
+    """
+
+    name: str
+    address: str | None
+    deployment: Mapping[str, Any]
+    ray_address: str
+    head: RayHead | None
+    logs: str
+
+
+def read_record(home: Path) -> ClusterRecord | None:
+    """The record; None: there is none. Raises UnavailableError if it cannot be read."""
+    path = _path(home)
+    try:
+        fields = json.loads(path.read_text())
+        head = fields.pop("head")
+        return ClusterRecord(**fields, head=None if head is None else RayHead(**head))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UnavailableError(
+            f"{path} is not a record of this version ({error}); if no cluster runs, remove it"
+        ) from None
+
+
+def write_record(home: Path, record: ClusterRecord) -> None:
+    """Write the record, whole or not at all. Raises UnavailableError, as on a full disk."""
+    path = _path(home)
+    partial = path.with_suffix(".partial")
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(asdict(record), indent=2) + "\n")
+        partial.chmod(0o600)
+        os.replace(partial, path)
+
+
+def remove_record(home: Path) -> None:
+    """Remove the record. No error if there is none."""
+    _path(home).unlink(missing_ok=True)
+
+
+@contextmanager
+def alone(home: Path, command: Command) -> Iterator[None]:
+    """Hold the lock of `up` and `down`. Raises UnavailableError if another process holds it."""
+    path = _lock_path(home)
+    with _told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("a+")
+    with stream:
+        if not _locked(stream, fcntl.LOCK_EX):
+            raise UnavailableError(
+                f"another `paceline {_written(stream)}` is at work; wait until it is done"
+            )
+        stream.truncate(0)
+        stream.write(command)
+        stream.flush()
+        yield
+
+
+def at_work(home: Path) -> Command | None:
+    """Which of `up` and `down` holds the lock now; None: neither."""
+    try:
+        with _lock_path(home).open() as stream:
+            return None if _locked(stream, fcntl.LOCK_SH) else _written(stream)
+    except OSError:
+        return None
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Raise UnavailableError if `path` cannot be written, for example on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise UnavailableError(
+            f"cannot write {path} ({error.strerror}): make room there, or set PACELINE_HOME to "
+            "another folder"
+        ) from None
+
+
+def _locked(stream: IO[str], kind: int) -> bool:
+    """Whether the lock was free. Tries twice, because `at_work` holds it for a moment."""
+    for pause in (_MOMENT, 0.0):
+        try:
+            fcntl.flock(stream, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(pause)
+    return False
+
+
+def _written(stream: IO[str]) -> Command:
+    """The command that the holder wrote; `up` if it has not written yet."""
+    stream.seek(0)
+    return "down" if stream.read() == "down" else "up"
+
+
+def _path(home: Path) -> Path:
+    return home / "run" / "cluster.json"
+
+
+def _lock_path(home: Path) -> Path:
+    return _path(home).with_suffix(".lock")

@@ -1,0 +1,91 @@
+"""Reports before Ray starts what workers would refuse to load. Imports torch only if needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from cluster.config.model import Config
+from paceline.errors import ConfigError, VocabularyMismatchError
+from workers.models.catalogue import CATALOGUE, ModelFiles
+
+
+def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: bool) -> None:
+    """Inspect the checkpoints. `files`: by the model names of `config`.
+
+    `ray_runs`: workers will run on an existing Ray cluster, which may have GPUs; on a head of ours
+    they compute on CPUs. Raises CheckpointError, ConfigError naming the model, or
+    VocabularyMismatchError.
+    """
+    if not _may_be_refused(config, files):
+        return
+    from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
+
+    target = config.target
+    info = inspect_checkpoint(files[target.model].folder)
+    longest = None if target.max_model_len == "auto" else target.max_model_len
+    choose_length(longest, info.max_model_len)
+    if target.emulated is None:  # else nothing is computed
+        _check_engines(config, files, longest, ray_runs=ray_runs)
+    for name in _drafter_models(config):
+        digest = inspect_checkpoint(files[name].folder).vocabulary_digest
+        if digest != info.vocabulary_digest:
+            raise VocabularyMismatchError(
+                f"drafter {name!r} does not have the vocabulary of target {target.model!r}; "
+                "choose a drafter with the target's tokenizer, or kind ngram or recycling"
+            )
+
+
+def _may_be_refused(config: Config, files: Mapping[str, ModelFiles]) -> bool:
+    """Whether inspection is needed. Our own models fit, unless the options are unusual."""
+    target = config.target
+    usual = (
+        target.tensor_parallel == 1
+        and target.max_model_len == target.kv_memory == "auto"
+        and target.resources != "gpu"
+    )
+    return not usual or any(name not in CATALOGUE for name in files)
+
+
+def _drafter_models(config: Config) -> list[str]:
+    return list(dict.fromkeys(one.model for one in config.drafters if one.model))
+
+
+def _check_engines(
+    config: Config, files: Mapping[str, ModelFiles], longest: int | None, *, ray_runs: bool
+) -> None:
+    from workers.engine.ahead import check_ahead
+
+    target = config.target
+    kv_memory = None if target.kv_memory == "auto" else target.kv_memory
+    device: Literal["cpu", "cuda"] = "cpu"
+    if target.resources == "gpu":
+        device = "cuda"
+    elif target.resources == "auto" and ray_runs:
+        # Only Ray knows whether the target gets GPUs. Its engine checks the rest.
+        from workers.engine.model import part_config
+        from workers.engine.parallel.sharding import Place
+
+        part_config(files[target.model].folder, Place(0, target.tensor_parallel))
+        return
+    check_ahead(
+        files[target.model].folder,
+        device=device,
+        weights=files[target.model].weights,
+        kv_memory_bytes=kv_memory,
+        dtype=target.dtype,
+        max_model_len=longest,
+        degree=target.tensor_parallel,
+    )
+    if device == "cuda":
+        return  # A drafter may be left with a CPU.
+    for name in _drafter_models(config):
+        try:
+            check_ahead(
+                files[name].folder,
+                device=device,
+                weights=files[name].weights,
+                kv_memory_bytes=kv_memory,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"drafter {name!r}: {error}") from error

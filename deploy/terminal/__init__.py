@@ -1,0 +1,1 @@
+"""Lines, tables, progress bars and usage errors for people."""

@@ -1,0 +1,126 @@
+"""What one request may hold: the page of limits tells the constants, and each is enforced."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline import GenerateOptions, InvalidRequestError, Message, PromptTooLongError, rules
+from paceline.channel import MAX_REQUEST_BYTES
+from paceline.generation import GenerateInput
+from paceline.v1 import inference_pb2
+from paceline.wire import request_from_wire, request_to_wire
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "limits.md"
+_ROW = re.compile(r"^\|(?P<fields>[^|]+)\| (?P<limit>[\d,]+) \|.*`(?P<constant>[\w.]+)` \|$", re.M)
+
+
+def _rows() -> list[re.Match[str]]:
+    return list(_ROW.finditer(PAGE.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("row", _rows(), ids=lambda row: row["constant"])
+def test_the_page_tells_the_constants(row: re.Match[str]) -> None:
+    module, _, name = row["constant"].rpartition(".")
+    assert getattr(importlib.import_module(module), name) == int(row["limit"].replace(",", ""))
+
+
+def test_no_limit_of_a_request_is_left_out() -> None:
+    told = {row["constant"] for row in _rows()}
+    known = {f"paceline.rules.{name}" for name in vars(rules) if name.startswith("MAX_")}
+    # Of a drafter's proposal, which no request names.
+    assert known - told == {"paceline.rules.MAX_PROPOSED"}
+
+
+Ask = Callable[[int], tuple[GenerateInput, GenerateOptions]]
+
+
+def _option(name: str, value: Callable[[int], Any]) -> Ask:
+    return lambda count: ("hello", replace(GenerateOptions(), **{name: value(count)}))
+
+
+LIMITS: dict[str, tuple[str, int, Ask]] = {
+    "prompt": ("prompt", rules.MAX_PROMPT_BYTES, lambda n: ("a" * n, GenerateOptions())),
+    "messages, text": (
+        "messages",
+        rules.MAX_PROMPT_BYTES,
+        lambda n: ([Message("user", "é" * (n // 2 - 2) + "a" * (n % 2))], GenerateOptions()),
+    ),
+    "messages": (
+        "messages",
+        rules.MAX_MESSAGES,
+        lambda n: ([Message("user", "a")] * n, GenerateOptions()),
+    ),
+    "prompt_token_ids": (
+        "prompt_token_ids",
+        rules.MAX_SEQUENCE_TOKENS,
+        lambda n: ([2**32 - 1] * n, GenerateOptions()),
+    ),
+    "logit_bias": (
+        "logit_bias",
+        rules.MAX_LOGIT_BIAS,
+        _option("logit_bias", lambda n: {2**32 - 1 - key: 1.0 for key in range(n)}),
+    ),
+    "stop": ("stop", rules.MAX_STOP_STRINGS, _option("stop", lambda n: ["x"] * n)),
+    "stop, length": ("stop", rules.MAX_STOP_LENGTH, _option("stop", lambda n: ["x", "x" * n])),
+    "stop_token_ids": (
+        "stop_token_ids",
+        rules.MAX_STOP_TOKENS,
+        _option("stop_token_ids", lambda n: [7] * n),
+    ),
+    "window": ("window", rules.MAX_WINDOW, _option("window", lambda n: n)),
+    "branches": ("branches", rules.MAX_BRANCHES, _option("branches", lambda n: n)),
+    **{
+        name: (name, rules.MAX_NAME_LENGTH, _option(name, lambda n: "n" * n))
+        for name in ("request_id", "tenant", "drafter")
+    },
+}
+"""By name: the field, how much of it is taken, and a request that holds so much of it."""
+
+
+@pytest.mark.parametrize(("field", "limit", "ask"), LIMITS.values(), ids=LIMITS)
+def test_what_is_beyond_a_limit_is_refused_at_both_ends(
+    monkeypatch: pytest.MonkeyPatch, field: str, limit: int, ask: Ask
+) -> None:
+    request_from_wire(request_to_wire(*ask(limit)))  # is taken
+    with pytest.raises(InvalidRequestError) as at_the_client:
+        request_to_wire(*ask(limit + 1))
+    # Another client may send what ours would not.
+    monkeypatch.setattr("paceline.wire._check_limits", lambda request: None)
+    sent = request_to_wire(*ask(limit + 1)).SerializeToString()
+    monkeypatch.undo()
+    with pytest.raises(InvalidRequestError) as at_the_server:
+        request_from_wire(inference_pb2.GenerateRequest.FromString(sent))
+    for caught in (at_the_client, at_the_server):
+        assert caught.value.field == field
+        assert f"{limit:,}" in str(caught.value)
+        assert f"{limit + 1:,}" in str(caught.value)
+    long = field in ("prompt", "prompt_token_ids") or (limit == rules.MAX_PROMPT_BYTES)
+    assert isinstance(at_the_server.value, PromptTooLongError) == long
+
+
+def test_the_largest_request_fits_into_a_message() -> None:
+    options = GenerateOptions(
+        logit_bias={2**32 - 1 - key: 1.0 for key in range(rules.MAX_LOGIT_BIAS)},
+        stop=["\N{GRINNING FACE}" * rules.MAX_STOP_LENGTH] * rules.MAX_STOP_STRINGS,
+        stop_token_ids=[2**32 - 1] * rules.MAX_STOP_TOKENS,
+        **dict.fromkeys(
+            ("request_id", "tenant", "drafter"), "\N{GRINNING FACE}" * rules.MAX_NAME_LENGTH
+        ),
+        seed=2**64 - 1,
+        max_tokens=2**32 - 1,
+    )
+    prompts: list[GenerateInput] = [
+        [2**32 - 1] * rules.MAX_SEQUENCE_TOKENS,
+        "a" * rules.MAX_PROMPT_BYTES,
+        [Message("user", "a" * (rules.MAX_PROMPT_BYTES // rules.MAX_MESSAGES - 4))]
+        * rules.MAX_MESSAGES,
+    ]
+    for prompt in prompts:
+        assert request_to_wire(prompt, options).ByteSize() < MAX_REQUEST_BYTES

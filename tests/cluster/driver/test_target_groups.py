@@ -1,0 +1,230 @@
+"""A target of two groups over gRPC: requests share them, one request is verified by both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cluster.driver.driver import DriverOptions
+from cluster.driver.service import serve_driver
+from paceline import AsyncClient, GenerateOptions
+from paceline.errors import CheckpointError, InvalidRequestError, UnavailableError
+from tests.cluster.interruptions import OPTIONS, PROMPT, interrupted, plain_answer, port_of
+from tests.cluster.system import (
+    HOST,
+    Checkpoints,
+    System,
+    eventually,
+    make_checkpoints,
+    running_system,
+    start_target,
+)
+from tests.held_ports import held_port
+from tests.tiny import make_tiny_checkpoint
+from workers.emulated.profiles import load_profile
+from workers.emulated.replay_target import ReplayEngine
+from workers.emulated.replay_text import ReplayText
+from workers.emulated.stand_in import make_stand_in
+from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.process.server import RunningServer, start_server
+from workers.target.servicer import TargetShard
+from workers.target.shard import TargetShardOptions, serve_target_shard
+
+BOTH = {"replica-0.shard-0", "replica-1.shard-0"}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return make_checkpoints(tmp_path_factory.mktemp("groups"))
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_stand_in(tmp_path_factory.mktemp("stand-in"))
+
+
+@asynccontextmanager
+async def two_groups(
+    checkpoints: Checkpoints, *, target_rtt_ms: float = 0.0
+) -> AsyncIterator[tuple[System, RunningServer]]:
+    """The system, and the second group's only shard. `target_rtt_ms`: of the way to the first."""
+    second = await start_target(checkpoints.target)
+    try:
+        async with running_system(
+            checkpoints,
+            drafters={"d": checkpoints.drafter},
+            more_targets=(second.address,),
+            target_groups=2,
+            target_rtt_ms=target_rtt_ms,
+        ) as system:
+            yield system, second
+    finally:
+        await second.stop()
+
+
+def passes(system: System) -> list[int]:
+    """Steps of each group."""
+    return [one.passes for one in system.driver.stats().workers if one.kind == "target"]
+
+
+async def test_requests_share_the_groups(checkpoints: Checkpoints) -> None:
+    """Each takes long enough for the next to come meanwhile."""
+    async with two_groups(checkpoints, target_rtt_ms=10.0) as (system, _):
+        assert system.connected() == {*BOTH, "d"}
+        seeds = range(6)
+        options = [replace(OPTIONS, seed=seed, max_tokens=40) for seed in seeds]
+        plain = [
+            await system.client.generate(PROMPT, replace(one, policy="off")) for one in options
+        ]
+        before = passes(system)
+        answers = await asyncio.gather(*[system.client.generate(PROMPT, one) for one in options])
+        assert [one.token_ids for one in answers] == [one.token_ids for one in plain]
+        assert all(after > earlier for after, earlier in zip(passes(system), before, strict=True))
+        await system.settle()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_one_request_is_verified_by_both(
+    checkpoints: Checkpoints, temperature: float
+) -> None:
+    """One of them far away, so that the other often tells first what both verify."""
+    async with two_groups(checkpoints, target_rtt_ms=10.0) as (system, _):
+        options = replace(OPTIONS, temperature=temperature, max_tokens=240)
+        plain = await system.client.generate(PROMPT, replace(options, policy="off"))
+        before = passes(system)
+        answer = await system.client.generate(PROMPT, replace(options, policy="replicas"))
+        assert answer.token_ids == plain.token_ids
+        steps = [after - earlier for after, earlier in zip(passes(system), before, strict=True)]
+        assert min(steps) > 3, "a prefill and some windows each"
+        await system.settle()
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_a_group_that_ends_half_way_and_comes_back(
+    checkpoints: Checkpoints, first: bool
+) -> None:
+    async with two_groups(checkpoints) as (system, second):
+        plain = await plain_answer(system)
+        lost, name = (system.target, "replica-0.shard-0") if first else (second, sorted(BOTH)[1])
+        restarted = []
+
+        async def back() -> None:
+            restarted.append(await start_target(checkpoints.target, port=port_of(lost.address)))
+            await eventually(lambda: name in system.connected())
+
+        try:
+            options = replace(OPTIONS, policy="replicas")
+            answer, _ = await interrupted(system, options, lost.stop, back)
+            assert answer.token_ids == plain.token_ids
+            again = await system.client.generate(PROMPT, options)
+            assert again.token_ids == plain.token_ids
+            await system.settle()
+        finally:
+            for server in restarted:
+                await server.stop()
+
+
+@pytest.mark.parametrize(("name", "seed"), [("other", 0), ("target", 1)])
+async def test_groups_of_different_checkpoints(
+    checkpoints: Checkpoints, tmp_path: Path, name: str, seed: int
+) -> None:
+    """By name, or by their weights alone: two trainings of one model, in folders of one name."""
+    other = make_tiny_checkpoint(tmp_path / name, seed=seed)
+    shards = [await start_target(folder) for folder in (checkpoints.target, other)]
+    addresses = tuple(shard.address for shard in shards)
+    options = DriverOptions(folder=checkpoints.target, target_addresses=addresses, target_groups=2)
+    try:
+        with pytest.raises(CheckpointError, match="start all groups with the same checkpoint"):
+            await serve_driver(options, host=HOST)
+    finally:
+        for shard in shards:
+            await shard.stop()
+
+
+async def test_a_group_that_is_not_there(checkpoints: Checkpoints) -> None:
+    shard = await start_target(checkpoints.target)
+    options = DriverOptions(
+        folder=checkpoints.target,
+        target_addresses=(shard.address, f"{HOST}:1"),
+        target_groups=2,
+        connect_seconds=5.0,
+    )
+    try:
+        with pytest.raises(UnavailableError, match=rf"{HOST}:1 could not be reached"):
+            await serve_driver(options, host=HOST)
+    finally:
+        await shard.stop()
+
+
+async def test_one_group_alone_has_no_replicas(checkpoints: Checkpoints) -> None:
+    async with running_system(checkpoints) as system:
+        with pytest.raises(InvalidRequestError, match=r"at least 2 target groups.* has 1"):
+            await system.client.generate(PROMPT, replace(OPTIONS, policy="replicas"))
+
+
+async def test_groups_that_hold_their_kv_in_another_dtype(checkpoints: Checkpoints) -> None:
+    """Each has another text by itself, so a request must not move from one to the other."""
+    shards = [
+        await serve_target_shard(
+            TargetShardOptions(
+                folder=checkpoints.target, weights=weights, kv_memory_bytes=4 * 1024 * 1024
+            ),
+            host=HOST,
+        )
+        for weights in ("float32", "float16")
+    ]
+    await _are_refused(checkpoints.target, shards, "dtype (float16|float32) instead of")
+
+
+async def test_groups_with_blocks_of_another_size(stand_in: Path) -> None:
+    shards = [await _serve_replay(stand_in, block_size=size) for size in (16, 32)]
+    await _are_refused(stand_in, shards, "block_size (16|32) instead of")
+
+
+async def test_a_target_that_comes_back_with_blocks_of_another_size(stand_in: Path) -> None:
+    """Two requests that agree in one block as it was, and not in one as it is now."""
+    shared = list(range(100, 116))
+    prompts = [shared + list(range(first, first + 40)) for first in (200, 300)]
+    with held_port() as port:
+        shard = await _serve_replay(stand_in, block_size=16, port=port)
+        options = DriverOptions(folder=stand_in, target_addresses=(shard.address,))
+        driver, server = await serve_driver(options, host=HOST)
+        try:
+            async with AsyncClient(server.address) as client:
+                asked = GenerateOptions(max_tokens=200, seed=3, ignore_eos=True, policy="off")
+                plain = [(await client.generate(one, asked)).token_ids for one in prompts]
+                answers = [asyncio.create_task(client.generate(one, asked)) for one in prompts]
+                steps = driver.stats().steps
+                await eventually(lambda: driver.stats().steps > steps + 20)
+                await shard.stop()
+                shard = await _serve_replay(stand_in, block_size=32, port=port)
+                assert [(await answer).token_ids for answer in answers] == plain
+        finally:
+            await server.stop()
+            await shard.stop()
+
+
+async def _are_refused(folder: Path, shards: list[RunningServer], why: str) -> None:
+    addresses = tuple(shard.address for shard in shards)
+    options = DriverOptions(folder=folder, target_addresses=addresses, target_groups=2)
+    try:
+        with pytest.raises(CheckpointError, match=why):
+            await serve_driver(options, host=HOST)
+    finally:
+        for shard in shards:
+            await shard.stop()
+
+
+async def _serve_replay(folder: Path, *, block_size: int, port: int = 0) -> RunningServer:
+    """An emulated target: a real shard that keeps token ids where others keep keys and values."""
+    info = inspect_checkpoint(folder)
+    profile = load_profile("70b-4xh100").scaled(0.2)
+    engine = ReplayEngine(info, profile, ReplayText(info.vocab_size), block_size=block_size)
+    shard = TargetShard(clock=engine.clock)
+    shard.begin(engine, engine.verdicts)
+    return await start_server(shard.add_to, host=HOST, port=port)

@@ -1,0 +1,172 @@
+"""`paceline bench rules`: its rows, goals and report, and the whole suite on tiny models."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cluster.config.load import Config
+from deploy.bench.harness import TokensAndSteps, jackknife_error, length_of
+from deploy.bench.rules import (
+    PART_NAMES,
+    RequestContender,
+    RuleRow,
+    goals,
+    print_rules,
+    rules_deployments,
+    rules_json,
+    time_rules,
+    train_free_contenders,
+)
+from paceline.client import Client
+from paceline.options import GenerateOptions
+from tests.deploy.bench.benches import run_bench
+from tests.deploy.cli.test_generate import ROWS, write_rows
+from tests.deploy.conftest import Call, Served
+from workers.verification.rules import Rule
+
+
+def speed_row(name: str, speedup: float, **details: object) -> RuleRow:
+    more = {"tokens_per_second": 10 * speedup, "spread": 0.1, "same_text": True, **details}
+    return RuleRow("train-free", name, "coupled", "chain", 0.0, 100.0, 1.5, speedup, more)
+
+
+def time_row(rule: str, ms: float, window: int) -> RuleRow:
+    details = {"vocab_size": 49_152, "window": window, "batch": 1}
+    return RuleRow("time", f"{rule} {window}", rule, "chain", 1.0, ms, details=details)
+
+
+def length_row(rule: str, by_prompt: Sequence[TokensAndSteps]) -> RuleRow:
+    error = jackknife_error(by_prompt, length_of)
+    return RuleRow(
+        "acceptance",
+        f"{rule} 0.7",
+        rule,
+        "2 wide",
+        0.7,
+        acceptance_length=length_of(by_prompt),
+        details={"by_prompt": by_prompt, "standard_error": error},
+    )
+
+
+ROWS_OF_A_RUN = (
+    time_row("coupled", 1.5, 8),
+    time_row("coupled", 9.0, 64),
+    time_row("kseq", 6.0, 8),
+    length_row("coupled", [(40, 10), (20, 10)]),
+    length_row("kseq", [(20, 10), (20, 10)]),
+    length_row("mcsd", [(30, 10), (20, 10)]),
+    speed_row("off", 1.0, policy="off"),
+    speed_row("recycling chain 4", 1.1, drafter="recycling"),
+    speed_row("recycling 2 wide 8", 1.4, drafter="recycling"),
+    speed_row("ngram chain 4", 3.0, drafter="ngram"),
+)
+
+
+def test_goals_are_ratios_of_the_rows_that_are_there() -> None:
+    found = {goal.name: goal.ratio for goal in goals(ROWS_OF_A_RUN)}
+    assert found == {
+        "3 ms / coupled chain of 8": pytest.approx(2.0),
+        "length, 2 wide, T=0.7: coupled / kseq": pytest.approx(1.5),
+        "recycling 2 wide 8 / off": pytest.approx(1.4),
+    }
+    assert goals(ROWS_OF_A_RUN[:0]) == []
+
+
+def test_an_error_is_of_the_prompts() -> None:
+    (goal,) = [goal for goal in goals(ROWS_OF_A_RUN) if "kseq" in goal.name]
+    # Without the first prompt the ratio is 1, without the second 2: their spread, halved.
+    assert goal.error == pytest.approx(0.5)
+    assert jackknife_error([(4, 2), (8, 4)], length_of) == 0.0
+    assert jackknife_error([(4, 2)], length_of) is None
+
+
+def test_the_report_is_narrow_and_has_every_row() -> None:
+    stream = io.StringIO()
+    print_rules(Console(file=stream, width=80), ROWS_OF_A_RUN)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("recycling 2 wide 8" in line and "1.40" in line for line in lines)
+    assert "length, 2 wide, T=0.7: coupled / kseq = 1.50 +- 0.50 (aim 1)" in lines
+    report = rules_json(ROWS_OF_A_RUN, {"cores": 2})
+    assert (report["suite"], report["emulated"]) == ("rules", False)
+    rows = report["rows"]
+    assert isinstance(rows, list)
+    assert [row["name"] for row in rows] == [row.name for row in ROWS_OF_A_RUN]
+    assert rows[0]["ms"] == 1.5
+
+
+def test_a_part_starts_only_what_it_needs() -> None:
+    assert rules_deployments(Config(), ("time",)) == {}
+    assert set(rules_deployments(Config(), ("acceptance",))) == {"drafted"}
+    both = rules_deployments(Config(), PART_NAMES)
+    assert [one.kind for one in both["drafted"].drafters] == ["model"]
+    assert [one.kind for one in both["plain"].drafters] == ["ngram", "recycling"]
+    assert both["drafted"].target.threads == 1
+    assert both["plain"].target.threads == 2
+    assert both["drafted"].speculation.wait_ms == 60_000, "a busy host changes no acceptance"
+
+
+def test_no_tenant_sees_a_prompt_twice(served: Served) -> None:
+    """A drafter that learns would know the answer by heart."""
+    with Client(served.address) as client:
+        options = GenerateOptions(temperature=0.0, policy="off")
+        contender = RequestContender("off", client, options)
+        first = contender.decode([5, 6, 7], 3)
+        again = contender.decode([5, 6, 7], 3)
+    assert first.token_ids == again.token_ids
+    assert contender.seen == {(5, 6, 7): 2}
+
+
+def test_rows_are_named_apart(served: Served) -> None:
+    with Client(served.address) as client:
+        contenders = train_free_contenders(client)
+    assert contenders[0].name == "off"
+    assert len({one.name for one in contenders}) == len(contenders)
+
+
+def test_every_rule_is_timed_on_chains_and_trees() -> None:
+    """A row each, told as it is done; draws of the drafter's own distribution are accepted."""
+    told: list[str] = []
+    rows = time_rules(told.append, repeats=1, vocab_sizes=(200,), windows=(1, 8), batches=(1, 2))
+    assert [f"time: {row.name}" for row in rows] == told
+    # Chains of two windows and trees of one, two batches each; rejection has no trees.
+    assert len(rows) == 2 * (2 * len(Rule) + len(Rule) - 1)
+    for row in rows:
+        details = row.details
+        assert 0 < details["best_ms"] <= row.ms <= details["worst_ms"]  # type: ignore[operator]
+        if (row.rule, row.candidates) == ("coupled", "chain"):
+            assert details["accepted"] == details["window"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("rules", "--part", "nothing"), "part"),
+        (("rules", "--limit", "0"), "limit"),
+        (("rules", "--json", "/nowhere/out.json"), "json"),
+    ],
+)
+def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str) -> None:
+    done = call("bench", *arguments)
+    assert done.code == 2
+    assert named in done.stderr
+
+
+@pytest.mark.ray
+@pytest.mark.long
+def test_rules_measures_every_part(served: Served, tmp_path: Path) -> None:
+    parts = ("acceptance", "train-free")
+    source = write_rows(tmp_path / "in.jsonl", ROWS[:1])
+    flags = [*("--max-tokens", "8", "--quick"), *(f for part in parts for f in ("--part", part))]
+    rows, _ = run_bench("rules", served.config, tmp_path, "--input", source, *flags)
+    assert {row["part"] for row in rows} == set(parts)
+    assert {row["rule"] for row in rows if row["part"] == "acceptance"} == {
+        *("coupled", "rejection", "kseq", "recursive", "mcsd")
+    }
+    assert all(row["speedup"] == 1 for row in rows if row["name"] == "off")
+    assert all(row["same_text"] for row in rows if row["part"] != "acceptance")

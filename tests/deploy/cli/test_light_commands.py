@@ -1,0 +1,45 @@
+"""What is typed often starts at once: it leaves torch, ray and transformers alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parents[3]
+_RUN = """
+import sys
+from deploy.cli.__main__ import main
+try:
+    main()
+except SystemExit as end:
+    code = end.code
+print("LOADED", code, *sorted({"torch", "ray", "transformers"} & set(sys.modules)))
+"""
+_NOBODY = "127.0.0.1:9"
+_SMALL = "--requests 4 --prompt-tokens 8 --output-tokens 4 --policies fanout --ratios 1:1"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("--help", 0),
+        ("plan --help", 0),
+        (f"plan {_SMALL}", 0),
+        ("trace --help", 0),
+        (f"trace --server {_NOBODY} --output none.json", 3),
+        (f"generate --server {_NOBODY} --input deploy/prompts/default.jsonl --output none", 3),
+    ],
+)
+def test_no_heavy_package_is_imported(line: str, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _RUN, *line.split()],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-1] == f"LOADED {code}", done.stderr

@@ -1,0 +1,102 @@
+"""Signals while a command runs: it ends, in time and with its exit code, and leaves nothing."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.deploy.conftest import becomes_true
+from tests.deploy.shell import ROOT, Shell, tiny_config
+
+_STUBBORN = """
+import sys
+from deploy.session import signals
+signals.LONGEST_UNWINDING = 1.0
+with signals.ending_on_signals():
+    print("ready", flush=True)
+    while True:
+        try:
+            {body}
+        except BaseException:
+            pass
+"""
+_BODIES = {
+    "what swallows every exception": "import time; time.sleep(600)",
+    "what does not come back to Python": (
+        "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 1 << 31)"
+    ),
+}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("body", _BODIES)
+def test_no_library_can_keep_a_command_from_ending(body: str, number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", _STUBBORN.format(body=_BODIES[body])],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 128 + number
+
+
+# What `up` says before each part of its work; None: nothing yet.
+_MOMENTS = [
+    (signal.SIGTERM, None, 0.1),
+    (signal.SIGINT, None, 0.1),
+    (signal.SIGTERM, None, 2.0),
+    (signal.SIGTERM, "Ray: starting", 0.5),
+    (signal.SIGINT, "Ray: starting", 4.0),
+    (signal.SIGTERM, "Ray: starting", 8.0),
+    (signal.SIGTERM, "shard-0: loading", 0.2),
+    (signal.SIGINT, "shard-0: loading", 4.0),
+    (signal.SIGKILL, "Ray: starting", 1.0),
+    (signal.SIGKILL, "shard-0: loading", 1.0),
+]
+
+
+@pytest.mark.ray
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
+    shell: Shell, tmp_path: Path
+) -> None:
+    """At random moments, each within so many seconds of what `up` says."""
+    config = tiny_config(tmp_path)
+    luck = random.Random(15)
+    for number, said, longest in _MOMENTS:
+        with subprocess.Popen(
+            [sys.executable, "-m", "deploy.cli", "up", str(config)],
+            cwd=ROOT,
+            env=shell.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as up:
+            assert up.stderr is not None
+            told = [] if said is None else [next(line for line in up.stderr if said in line)]
+            time.sleep(luck.uniform(0.0, longest))
+            up.send_signal(number)
+            rest, told_last = up.communicate(timeout=240)
+        case = f"{number.name} within {longest} s of {said}: {told}{told_last}"
+        # Before the command's first line Python itself ends, as the system would end it.
+        assert up.returncode in (128 + number, -number), case
+        assert rest == "", case
+        assert becomes_true(lambda: not shell.processes()), case
+        assert list(shell.temporary.glob("paceline-*")) == [], case
+        if number != signal.SIGKILL:  # whose record the next `up` forgets
+            shell.assert_nothing_is_left()
+
+    up = shell.run("up", str(config))
+    assert up.returncode == 0, up.stderr
+    assert shell.run("down").returncode == 0
+    shell.assert_nothing_is_left()

@@ -1,0 +1,243 @@
+"""The gRPC servicer of drafting.proto around a desk of open sequences.
+
+One event loop does everything. Each stream has a task that reads its messages and one that writes
+its answers; a single task drafts for all streams. A pass blocks the loop. After it the loop runs
+until all messages that have arrived are handled, so that an outcome ends useless work early.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from paceline.errors import InternalError, PacelineError
+from paceline.v1 import drafting_pb2, drafting_pb2_grpc
+from paceline.wire import rule_to_wire
+from workers.drafting.desk import DraftingDesk, DraftingSession
+from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
+from workers.drafting.wire import apply_request, to_responses
+from workers.process.clock import WorkerClock
+from workers.process.server import status_code
+
+SERVICE_NAME = drafting_pb2.DESCRIPTOR.services_by_name["DraftingService"].full_name
+CATCH_UP_SECONDS = 0.01
+"""Maximum seconds spent on messages between two passes, so that an endless flow cannot stop
+drafting.
+"""
+HAND_OVER_SECONDS = 0.001
+"""Maximum seconds between two passes to hand answers to gRPC, which cannot take any during a pass.
+An answer that is still in the outbox then leaves one pass later.
+"""
+
+MOST_FAILURES = 3
+"""Number of failed passes in a row after which the process gives up. Such a drafter has lost its
+device, or holds something that makes every pass fail.
+"""
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A stream's answers in order, and the task that reads the stream.
+
+    An error in `outbox` aborts the stream; None ends it.
+    """
+
+    outbox: asyncio.Queue[drafting_pb2.DraftResponse | PacelineError | None] = field(
+        default_factory=asyncio.Queue
+    )
+    reader: asyncio.Task[None] | None = None
+
+
+class Drafter(drafting_pb2_grpc.DraftingServiceServicer):
+    """The servicer. It answers UNAVAILABLE until `begin`."""
+
+    def __init__(
+        self,
+        clock: WorkerClock | None = None,
+    ) -> None:
+        self._desk: DraftingDesk | None = None
+        self._clock = clock or WorkerClock()
+        self.on_broken: Callable[[str], None] | None = None
+        """Called with the reason when this process cannot work any more and should end."""
+        self._failures = 0
+        self._streams: dict[DraftingSession, _Stream] = {}
+        self._woken = asyncio.Event()
+        # The number of handled messages, now and when messages were last counted between passes.
+        self._handled = self._seen = 0
+        self._drafting: asyncio.Task[None] | None = None
+
+    def add_to(self, server: grpc.aio.Server) -> tuple[str]:
+        """Add this servicer to a server. Returns the names of its services."""
+        drafting_pb2_grpc.add_DraftingServiceServicer_to_server(self, server)
+        return (SERVICE_NAME,)
+
+    def begin(self, desk: DraftingDesk) -> None:
+        """Start drafting."""
+        self._desk = desk
+        self._drafting = asyncio.create_task(self._draft(desk))
+
+    async def end(self) -> None:
+        """Stop drafting."""
+        if self._drafting is not None:
+            self._drafting.cancel()
+            await asyncio.gather(self._drafting, return_exceptions=True)
+
+    async def DescribeDrafter(
+        self, request: drafting_pb2.DescribeDrafterRequest, context: _Context
+    ) -> drafting_pb2.DescribeDrafterResponse:
+        info = (await self._loaded(context)).info
+        return drafting_pb2.DescribeDrafterResponse(
+            kind=info.kind,
+            model=info.model,
+            vocab_size=info.vocab_size,
+            vocabulary_digest=info.vocabulary_digest,
+            max_position=info.max_position,
+            pid=os.getpid(),
+            rules=sorted(rule_to_wire(rule) for rule in info.rules),
+            wants_top_tokens=info.wants_top_tokens,
+        )
+
+    # It writes to the context rather than yield. A generator that is cancelled at a yield is closed
+    # only when it is garbage-collected, and until then its sequences would hold their memory.
+    async def Draft(  # type: ignore[override]
+        self, request_iterator: AsyncIterator[drafting_pb2.DraftRequest], context: _Context
+    ) -> None:
+        desk = await self._loaded(context)
+        session = desk.open_session()
+        stream = self._streams[session] = _Stream()
+        stream.reader = asyncio.create_task(self._read(request_iterator, session, stream))
+        try:
+            while (answer := await stream.outbox.get()) is not None:
+                if isinstance(answer, PacelineError):
+                    await context.abort(status_code(answer), str(answer))
+                await context.write(answer)
+        finally:
+            stream.reader.cancel()
+            del self._streams[session]
+            desk.close_session(session)
+
+    async def _loaded(self, context: _Context) -> DraftingDesk:
+        if self._desk is None:
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, "the drafter is still being loaded; try again"
+            )
+        assert self._desk is not None
+        return self._desk
+
+    async def _read(
+        self,
+        requests: AsyncIterator[drafting_pb2.DraftRequest],
+        session: DraftingSession,
+        stream: _Stream,
+    ) -> None:
+        """Handle a stream's messages until it ends. Then end its writer too, with the reason."""
+        outbox = stream.outbox
+        try:
+            async for request in requests:
+                for declined in apply_request(session, request):
+                    outbox.put_nowait(drafting_pb2.DraftResponse(declined=declined))
+                session.handled(self._clock.now())
+                self._handled += 1
+                self._woken.set()
+        except PacelineError as error:
+            outbox.put_nowait(error)
+        except Exception as error:
+            _log.exception("handling a driver's message failed; its stream is ended")
+            outbox.put_nowait(InternalError(f"handling a message failed: {error!r}"))
+        else:
+            outbox.put_nowait(None)
+
+    async def _draft(self, desk: DraftingDesk) -> None:
+        """Run passes. A failure ends all streams; after MOST_FAILURES in a row, give up."""
+        reason = ""
+        while self._failures < MOST_FAILURES:
+            try:
+                await self._draft_until_it_fails(desk)
+            except Exception as error:
+                self._failures += 1
+                _log.exception("drafting failed; all streams are ended")
+                self._end_streams(desk, InternalError(f"drafting failed: {error!r}"))
+                reason = f"{MOST_FAILURES} drafting passes in a row failed, the last with {error!r}"
+        _log.critical("%s; this drafter cannot work any more", reason)
+        if self.on_broken is not None:
+            self.on_broken(reason)
+
+    def _end_streams(self, desk: DraftingDesk, error: PacelineError) -> None:
+        """Forget all sequences, stop reading, and send each stream the error."""
+        self._woken.clear()
+        for session, stream in self._streams.items():
+            if stream.reader is not None:
+                stream.reader.cancel()
+            stream.outbox.put_nowait(error)
+            try:
+                desk.close_session(session)
+            except Exception:
+                _log.exception("a sequence could not be closed properly")
+
+    async def _draft_until_it_fails(self, desk: DraftingDesk) -> None:
+        while True:
+            await self._woken.wait()
+            self._woken.clear()
+            await self._catch_up(desk)
+            while desk.has_work:
+                if (until := desk.hold_until(self._clock.now())) is not None:
+                    await self._rest(until)
+                else:
+                    self._run_pass(desk)
+                    self._failures = 0
+                await self._catch_up(desk)
+
+    async def _rest(self, until: float) -> None:
+        """Return when a message came, or at time `until` of the worker's clock."""
+        self._woken.clear()
+        seconds = max(0.0, until - self._clock.now())
+        alarm = asyncio.get_running_loop().call_later(seconds, self._woken.set)
+        await self._woken.wait()
+        alarm.cancel()
+
+    def _run_pass(self, desk: DraftingDesk) -> None:
+        begin = self._clock.now()
+        news = desk.run_pass()
+        pass_seconds = self._clock.now() - begin
+        desk.pass_took(1000 * pass_seconds)
+        for item in news:
+            for answer in to_responses(
+                item, pass_seconds, overrun_seconds=self._clock.overrun_seconds
+            ):
+                self._streams[item.session].outbox.put_nowait(answer)
+
+    async def _catch_up(self, desk: DraftingDesk) -> None:
+        """Let answers go out, and let messages that have arrived be handled.
+
+        Two turns of the loop start the writes and resume the readers. A stream that is still busy
+        with its last answer takes a few more. If messages were handled since the last time, more
+        may be waiting inside gRPC: continue until none came for a moment, but at most
+        CATCH_UP_SECONDS.
+        """
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        hand_over_until = time.perf_counter() + HAND_OVER_SECONDS
+        while self._has_answers and time.perf_counter() < hand_over_until:
+            await asyncio.sleep(0)
+        quiet = QUIET_SECONDS if desk.num_open <= 1 else QUIET_SECONDS_OF_MANY
+        end = time.perf_counter() + CATCH_UP_SECONDS
+        while self._handled != self._seen and time.perf_counter() < end:
+            self._seen = self._handled
+            quiet_at = time.perf_counter() + quiet
+            while self._handled == self._seen and time.perf_counter() < quiet_at:
+                await asyncio.sleep(0)
+
+    @property
+    def _has_answers(self) -> bool:
+        """Whether an answer waits to be written."""
+        return any(not stream.outbox.empty() for stream in self._streams.values())

@@ -1,0 +1,3 @@
+"""Reading a checkpoint's folder: its configuration, its tensors, its quantization, and whether
+there is room.
+"""

@@ -1,0 +1,228 @@
+"""Inspects a checkpoint folder before anything is loaded, and refuses it in plain words.
+
+Only safetensors and a fast tokenizer are accepted; no code and no pickle from a checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from paceline.errors import CheckpointError, ConfigError
+from paceline.sampling import SamplingParams
+from paceline.text import one_line
+from workers.engine.load.quantisation import check_quantisation, is_quantised, plain_config
+from workers.engine.load.stored_tensors import StoredTensors
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """What the rest of the system must know of a checkpoint."""
+
+    name: str
+    """The folder's name."""
+    vocab_size: int
+    """Length of a row of logits."""
+    vocabulary_digest: bytes
+    """SHA-256 over the tokenizer's (token, id) pairs. A drafter's must equal its target's."""
+    max_model_len: int
+    """The number of positions that the model was made for, prompt and output together."""
+    end_token_ids: tuple[int, ...]
+    default_sampling: SamplingParams
+    """From generation_config.json: greedy unless it sets do_sample."""
+    dtype: str
+    """The dtype of the stored weights, such as "float32"."""
+    digest: bytes
+    """SHA-256 over config.json, the names and shapes of all tensors, and the sizes and samples of
+    their files. It must be equal for all ranks and groups.
+    """
+
+
+def inspect_checkpoint(folder: Path) -> CheckpointInfo:
+    """Check the folder's files, without reading weights. Raises CheckpointError."""
+    config, stored = read_config(folder), StoredTensors(folder)
+    _check_attention(folder, config)
+    _check_tensors(folder, config, stored)
+    return _described(folder, config, stored)
+
+
+def describe_checkpoint(folder: Path) -> CheckpointInfo:
+    """The same for callers that do not compute with the model: whether weights fit is not checked.
+
+    It imports no model code, which would take seconds. Raises CheckpointError.
+    """
+    return _described(folder, read_config(folder), StoredTensors(folder))
+
+
+def _described(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> CheckpointInfo:
+    generation = _read_json(folder / "generation_config.json", required=False)
+    end_tokens = generation.get("eos_token_id", getattr(config, "eos_token_id", None))
+    if end_tokens is None:
+        end_tokens = []
+    vocab_size = int(config.vocab_size)
+    return CheckpointInfo(
+        name=folder.name,
+        vocab_size=vocab_size,
+        vocabulary_digest=_digest_vocabulary(folder, vocab_size),
+        max_model_len=int(config.max_position_embeddings),
+        end_token_ids=tuple(end_tokens) if isinstance(end_tokens, list) else (int(end_tokens),),
+        default_sampling=_default_sampling(generation),
+        dtype=str(config.dtype or torch.float32).removeprefix("torch."),
+        digest=hashlib.sha256(
+            (folder / "config.json").read_bytes() + stored.summary().encode()
+        ).digest(),
+    )
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The checkpoint's configuration. Raises CheckpointError."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"no checkpoint folder at {folder}: give a folder with config.json, safetensors and "
+            "tokenizer.json, or a name that `paceline models list` shows"
+        )
+    raw = _read_json(folder / "config.json", required=True)
+    check_quantisation(folder, raw)
+    if "auto_map" in raw:
+        raise CheckpointError(
+            f"{folder / 'config.json'} asks to run code from the checkpoint (auto_map), which "
+            "Paceline never does: use a checkpoint of an architecture that transformers has"
+        )
+    try:
+        return plain_config(folder)
+    except Exception as error:  # transformers raises many kinds
+        raise CheckpointError(
+            f"{folder / 'config.json'} is not usable: {one_line(error)}"
+        ) from error
+
+
+def choose_length(asked: int | None, own: int) -> int:
+    """Maximum number of tokens of a sequence: `asked`, or the checkpoint's `own` number if None.
+
+    Raises ConfigError if `asked` is above `own`.
+    """
+    if asked is None:
+        return own
+    if not 0 < asked <= own:
+        raise ConfigError(
+            f"target.max_model_len must be from 1 to the checkpoint's {own}, got {asked}"
+        )
+    return asked
+
+
+def sliding_window_of(config: PreTrainedConfig) -> int | None:
+    """The number of positions that a token of a sliding-window layer sees, its own included.
+
+    None if there is no such layer, or if no sequence of the model can outgrow the window.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return None
+    if "sliding_attention" not in kinds or window >= config.max_position_embeddings:
+        return None
+    return int(window)
+
+
+def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
+    """Refuse layers that our attention cannot compute."""
+    known = {"full_attention", "sliding_attention"}
+    kinds = set(getattr(config, "layer_types", None) or ()) - known
+    if kinds:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: layers of kind {', '.join(sorted(kinds))} are not "
+            f"supported: expected {' or '.join(sorted(known))} in every layer"
+        )
+
+
+def _check_tensors(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> None:
+    """Compare the names and shapes in the files with those of the model.
+
+    Quantized weights have names and shapes of their own, which transformers checks at load.
+    """
+    if is_quantised(config):
+        return
+    for name, shape in whole_shapes(folder, config, stored).items():
+        stored.check(name, shape)
+
+
+def whole_shapes(
+    folder: Path, config: PreTrainedConfig, stored: StoredTensors
+) -> dict[str, tuple[int, ...]]:
+    """The shape of every parameter of the model, without those tied to another one."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises many kinds
+        raise CheckpointError(
+            f"{folder / 'config.json'}: not a causal language model that can be built: "
+            f"{one_line(error)}"
+        ) from error
+    tied = set(getattr(model, "all_tied_weights_keys", {}) or {})
+    return {
+        name: tuple(tensor.shape)
+        for name, tensor in model.state_dict().items()
+        if name not in tied or stored.has(name)
+    }
+
+
+def _digest_vocabulary(folder: Path, vocab_size: int) -> bytes:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} has no tokenizer.json: save the fast tokenizer beside the weights"
+        )
+    try:
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise CheckpointError(f"{path} is not a usable tokenizer: {one_line(error)}") from error
+    highest = max(vocabulary.values(), default=-1)
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"{path} has token id {highest}, but config.json gives a vocabulary of {vocab_size}"
+        )
+    digest = hashlib.sha256()
+    for token, token_id in sorted(vocabulary.items()):
+        encoded = token.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded + token_id.to_bytes(4, "little"))
+    return digest.digest()
+
+
+def _default_sampling(generation: Mapping[str, Any]) -> SamplingParams:
+    penalty = float(generation.get("repetition_penalty") or 1.0)
+    if not generation.get("do_sample"):
+        return SamplingParams(temperature=0.0, repetition_penalty=penalty)
+
+    def value(name: str, default: float) -> float:
+        given = generation.get(name)
+        return default if given is None else float(given)
+
+    return SamplingParams(
+        temperature=value("temperature", 1.0),
+        top_k=int(value("top_k", 0)),
+        top_p=value("top_p", 1.0),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=penalty,
+    )
+
+
+def _read_json(path: Path, *, required: bool) -> dict[str, Any]:
+    if not path.is_file():
+        if required:
+            raise CheckpointError(f"{path} is missing: this is not a checkpoint folder")
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {one_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, expected a JSON object")
+    return content

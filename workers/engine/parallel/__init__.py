@@ -1,0 +1,1 @@
+"""A model cut into ranks, and how the ranks add up."""

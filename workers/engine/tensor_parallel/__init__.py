@@ -1,1 +1,0 @@
-"""Tensor parallelism: which part of a model a rank holds, and how ranks combine their results."""

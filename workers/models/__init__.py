@@ -1,0 +1,1 @@
+"""Models by name: where their checkpoints are, and how they are fetched."""

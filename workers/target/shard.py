@@ -1,0 +1,165 @@
+"""A shard of the target as a process: what it loads and where, and how its servicer starts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+
+from paceline.errors import ConfigError
+from workers.engine.device import DEVICES, Device
+from workers.engine.load.weight_form import WEIGHT_FORMS, Dtype, WeightForm
+from workers.engine.loading import load_engine
+from workers.engine.open import AnyEngine, device_of
+from workers.engine.parallel.group import Deadlines, Group
+from workers.engine.parallel.rank_parts import Progress
+from workers.engine.parallel.sharding import Place
+from workers.process.cores import pin_cores
+from workers.process.kernels import use_kernels
+from workers.process.server import RunningServer, start_server
+from workers.process.standalone import (
+    parse_choice,
+    parse_cores,
+    run_standalone,
+)
+from workers.target.servicer import TargetShard
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetShardOptions:
+    """What a shard loads, and where it computes.
+
+    `weights`: the form on a CPU if `dtype` is "auto". `kv_memory_bytes`: for KV blocks; None: by
+    the device (open_engine). `max_model_len` None: the checkpoint's. `cores` None: the system
+    chooses the cores. `device`: "cpu", "cuda" or "auto". `batch_invariant` and `kernels` (whether
+    our own kernels run) are for a GPU. `place` and `deadlines` are for a tensor-parallel shard.
+    """
+
+    folder: Path
+    weights: WeightForm = "float32"
+    threads: int = 1
+    kv_memory_bytes: int | None = 256 * 1024 * 1024
+    max_model_len: int | None = None
+    cores: tuple[int, ...] | None = None
+    device: Device = "cpu"
+    dtype: Dtype = "auto"
+    batch_invariant: bool = True
+    kernels: bool = False
+    place: Place = field(default_factory=Place)
+    deadlines: Deadlines = field(default_factory=Deadlines)
+
+
+async def serve_target_shard(
+    options: TargetShardOptions, *, host: str, port: int = 0, progress: Progress | None = None
+) -> RunningServer:
+    """Listen, load the checkpoint in a thread, then report SERVING.
+
+    `progress` is called in that thread with what is loaded; None: progress is logged. Raises
+    UnavailableError if the port cannot be bound (before anything is loaded), ConfigError for cores
+    that are not available, a rank out of range, or more shards than heads, CheckpointError if the
+    checkpoint cannot be used.
+    """
+    if options.cores is not None:
+        pin_cores(options.cores)
+    shard, group = TargetShard(threads=options.threads), _group_of(options, host)
+
+    async def load() -> None:
+        shard.begin(await load_target(options, group=group, progress=progress))
+
+    server = await start_server(shard.add_to, host=host, port=port, serving=False)
+    shard.on_broken = server.report_broken
+    shard.on_serving = lambda serving: server.report(serving=serving)
+    await server.serve_once(load)
+    return server
+
+
+async def load_target(
+    options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
+) -> AnyEngine:
+    """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
+    if options.kernels:
+        use_kernels(True)
+    return await load_engine(
+        options.folder,
+        weights=options.weights,
+        threads=options.threads,
+        kv_memory_bytes=options.kv_memory_bytes,
+        max_model_len=options.max_model_len,
+        device=options.device,
+        dtype=options.dtype,
+        batch_invariant=options.batch_invariant,
+        group=group,
+        progress=progress or _LoggedProgress(options.place),
+    )
+
+
+def _group_of(options: TargetShardOptions, host: str) -> Group | None:
+    place = options.place
+    if not 0 <= place.rank < place.degree:
+        raise ConfigError(f"rank: expected 0 to {place.degree - 1}, got {place.rank}")
+    if place.degree == 1:
+        return None
+    device = device_of(options.device)
+    return Group(place, host=host, device=device, deadlines=options.deadlines)
+
+
+class _LoggedProgress:
+    """Logs how much of a shard's share is loaded, at each tenth."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._tenths = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        tenths = 10 * done // max(total, 1)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            _log.info(
+                "shard %d of %d: %d of %d MiB loaded",
+                self._place.rank,
+                self._place.degree,
+                done >> 20,
+                total >> 20,
+            )
+
+
+def main(
+    folder: Path,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    weights: str = "float32",
+    threads: int = 1,
+    kv_memory_mib: int = 256,
+    max_model_len: int | None = None,
+    cores: str | None = None,
+    device: str = "cpu",
+    rank: int = 0,
+    degree: int = 1,
+    collective_seconds: float = 30.0,
+) -> None:
+    """Serve a target shard from this process, without Ray: for tests and for diagnosing faults.
+
+    FOLDER is a checkpoint. Port 0 takes a free one; the address is printed once the shard serves.
+    DEVICE is cpu, cuda or auto. For several shards of one target, DEGREE is their number and RANK
+    counts from 0; COLLECTIVE_SECONDS is how long a shard waits for the others in a step.
+    """
+    options = TargetShardOptions(
+        folder=folder,
+        weights=parse_choice("weights", weights, WEIGHT_FORMS),
+        threads=threads,
+        kv_memory_bytes=kv_memory_mib * 1024 * 1024,
+        max_model_len=max_model_len,
+        cores=parse_cores(cores),
+        device=parse_choice("device", device, DEVICES),
+        place=Place(rank, degree),
+        deadlines=Deadlines(collective=collective_seconds),
+    )
+    run_standalone(lambda: serve_target_shard(options, host=host, port=port))
+
+
+if __name__ == "__main__":
+    typer.run(main)
