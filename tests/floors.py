@@ -3,8 +3,8 @@
 A module imports its own floor and those below (paceline < workers < cluster < deploy). A room is a
 folder of a floor; within the floor it imports only the rooms that ARROWS names, so no two rooms
 depend on each other (docs/architecture.md draws them). Some folders do without some
-libraries. Imports inside functions and under TYPE_CHECKING count, and so do `__import__("name")` and
-`importlib.import_module("name")`; `f"package.{name}"` there counts as a module of that package.
+libraries. Imports inside functions and under TYPE_CHECKING count. `__import__("name")` and
+`importlib.import_module("name")` count too; `f"package.{name}"` is a module of that package.
 """
 
 from __future__ import annotations
