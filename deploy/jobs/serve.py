@@ -81,4 +81,4 @@ def _log(line: str) -> None:
 if __name__ == "__main__":
     job = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     job.command()(serve)
-    sys.exit(run_app(lambda: job, "serve_job"))
+    sys.exit(run_app(lambda: job, "deploy.jobs.serve"))
