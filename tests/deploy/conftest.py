@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-import deploy.cli
+from deploy.cli.__main__ import main
 from tests.deploy.shell import ROOT, Shell
 
 
@@ -83,7 +83,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         monkeypatch.setattr(sys, "argv", ["paceline", *map(str, arguments)])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
-            deploy.cli.main()
+            main()
         shown = capsys.readouterr()
         code = ended.value.code
         assert code is None or isinstance(code, int)
