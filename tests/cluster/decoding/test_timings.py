@@ -84,7 +84,7 @@ def test_draft_times_by_batch() -> None:
     assert times.restart_ms(branches=True) == pytest.approx(9.0)
     assert times.restart_ms() == pytest.approx(4.75)
     times.add_pass(batch=1, tokens=1, ms=100.0)
-    assert times.pass_ms(1) < 3.0, "a host that was held up"
+    assert times.pass_ms(1) < 4.0, "it counts as twice the usual"
 
 
 def test_what_a_candidate_adds_to_a_step_and_how_many_tokens_come() -> None:
