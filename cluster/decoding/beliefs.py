@@ -51,7 +51,7 @@ class Beliefs:
         found = self.steps.estimates()
         for name, times in self._drafters.items():
             if times.known:
-                found[f"{name}.pass_ms"] = times.pass_ms()
+                found[f"{name}.pass_ms"] = times.pass_ms(self.sequences)
                 found[f"{name}.round_trip_ms"] = times.round_trip_ms
         for name, acceptance in self._acceptances.items():
             found[f"{name}.acceptance"] = acceptance.mean
@@ -130,7 +130,7 @@ class Beliefs:
     def _forks_of(self, pilot: Pilot, cohort: Cohort) -> int:
         """Positions of the sequence's chain that may fork."""
         times = self._drafters.get(cohort.like.drafter)
-        pass_ms = times.pass_ms(branches=True) if times else 0.0
+        pass_ms = times.pass_ms(self.sequences, branches=True) if times else 0.0
         bounded = pass_ms and not pilot.choice.is_tree
         pace = self.steps.last.ms / pass_ms if bounded else 0.0
         crowd = max(1, cohort.members)
@@ -179,10 +179,11 @@ class Beliefs:
         times = self._drafters.get(like.drafter)
         if not self.steps.known or times is None or not times.known:
             return None
+        members, _ = self._shares(cohort)
         return Conditions(
             chances=cohort.acceptance.chances(max(1, like.limit // like.branches)),
             step_ms=self._step_ms(cohort, hopeful=False),
-            pass_ms=times.pass_ms() + times.pause_ms,
+            pass_ms=times.pass_ms(members) + times.pause_ms,
             tokens_a_pass=times.tokens_a_pass.value,
             restart_ms=times.restart_ms(),
         )
@@ -229,7 +230,8 @@ class Beliefs:
             told = TOLD_A_CANDIDATE * cohort.like.branches if choice.is_tree else 0.0
             return replace(conditions, messages_a_candidate=told)
         times = self._drafters[cohort.like.drafter]
-        pass_ms = times.pass_ms(branches=True) + times.pause_ms
+        members, _ = self._shares(cohort)
+        pass_ms = times.pass_ms(members, branches=True) + times.pause_ms
         ahead = conditions.step_ms(0, 0) / pass_ms
         window = cohort.plan.window if cohort.plan else cohort.like.limit
         return replace(
@@ -290,6 +292,6 @@ class Beliefs:
             "sequences_alike": float(members),
             **self.steps.estimates(),
             "step_ms": conditions.step_ms(0, 0),
-            "pass_ms": times.pass_ms(branches=branches),
+            "pass_ms": times.pass_ms(members, branches=branches),
             "round_trip_ms": times.round_trip_ms,
         }
