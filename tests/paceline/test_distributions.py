@@ -89,7 +89,7 @@ def test_the_client_needs_grpc_and_protobuf_and_the_server_needs_the_client(
     assert metadata(wheels["paceline_server"])["Version"] == [version]
     assert str(required(wheels["paceline_server"])["paceline"].specifier) == f"=={version}"
     project = tomllib.loads((ROOT / "paceline-server" / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"paceline": "deploy.cli:main"}
+    assert project["scripts"] == {"paceline": "deploy.cli.__main__:main"}
 
 
 def link(name: str, folder: Path) -> None:
