@@ -14,6 +14,7 @@ from paceline.prefix_hash import hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from paceline.wire import spec_to_wire
+from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import (
     DEADLINE,
     DraftStream,
@@ -28,6 +29,11 @@ from workers.target.shard import TargetShardOptions, serve_target_shard
 PROMPT = [5, 6, 7, 8, 5, 6, 9]
 SPEC = SequenceSpec(SamplingParams(temperature=1.0), seed=3, prompt_length=len(PROMPT))
 BLOCK_BYTES = 2 * 2 * 2 * 128 * 8 * 4  # layers, keys and values, heads, positions, size, float32
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
 
 
 def batch_of(*requests: drafting_pb2.DraftRequest) -> drafting_pb2.DraftRequest:
