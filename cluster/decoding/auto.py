@@ -75,7 +75,7 @@ class Controller:
         self._is_late = False
         self._may_decide = False
         self._changes_left = 0
-        # Sequences that were tried in the last step, and those counted so far in this one.
+        # How many sequences were tried in the last step, and in this step until now.
         self._tried = self._tried_now = 0
         self._latest: Plan | None = None
         self._is_first = False  # `_latest` is the first plan, and nobody has asked for it yet.

@@ -15,7 +15,7 @@ from cluster.decoding.windows import RANK_CHANCES
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """Means over the verdicts on a window of so many `candidates`.
+    """Means over the verdicts on a window of `candidates` candidates.
 
     `tokens`: committed, the verdict's own included. `goes_on`: the chance that all of a path is
     right and the drafter's next token after it as well; `depth`: of that path. `is_open`: the

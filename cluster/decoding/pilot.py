@@ -51,7 +51,7 @@ class Acceptance:
     __slots__ = ("_accepted", "_prior", "_prior_weight", "_tried", "candidates")
 
     DECAY = 0.97
-    """Of what was seen, so much is kept from one verdict of a sequence to its next."""
+    """The factor by which earlier counts shrink with each verdict of a sequence."""
 
     FADED = 0.2
 
@@ -66,7 +66,7 @@ class Acceptance:
     def add(self, rights: Sequence[bool], *, sequences: int = 1) -> None:
         """A verdict tried these positions from the first on; whether each candidate was right.
 
-        It is of one of so many sequences, whose verdicts are all added.
+        `sequences`: the number of sequences whose verdicts are all added here.
         """
         self.candidates += len(rights)
         kept = 1 - (1 - self.DECAY) / sequences

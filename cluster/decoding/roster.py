@@ -14,7 +14,7 @@ _SLOW_CHANGE = 0.9
 """The weight of the mean duration of a drafter's passes when another pass is added."""
 
 MALFORMED_LIMIT = 3
-"""So many malformed proposals make a drafter suspect."""
+"""The number of malformed proposals that makes a drafter suspect."""
 
 UNANSWERED_OUTCOMES, UNANSWERED_SECONDS = 4, 10.0
 """A drafter that answers none of this many outcomes for this many seconds is taken for dead. A live

@@ -49,7 +49,7 @@ SHARED_TOKENS = 800
 OWN_TOKENS = 24
 PREFIX_PROMPTS, QUICK_PREFIX_PROMPTS = 100, 8
 _TEXT_PROMPTS, _TEXT_TOKENS = 4, 16
-"""So many prompts are continued by so many tokens, to compare texts beyond the first token."""
+"""The number of prompts whose texts are compared, and the number of tokens of each text."""
 LONG_PROMPT_TOKENS = 1500
 LONG_PROMPTS, QUICK_LONG_PROMPTS = 3, 1
 _OWN_PROMPT = 20
@@ -166,7 +166,7 @@ class _Progress:
         tell(f"serving: {name}, {requests} requests")
 
     def more(self, requests: int) -> None:
-        """So many more are done."""
+        """Report that `requests` more requests are done."""
         before, self._done = self._done, self._done + requests
         if self._done * _REPORTS // self._requests > before * _REPORTS // self._requests:
             self._tell(f"serving: {self._name}, {self._done} of {self._requests} requests")
@@ -504,7 +504,7 @@ class _Delay:
                     self.usual.append(later - earlier)
 
     async def _until(self, tokens: int) -> None:
-        """Wait until every sequence has so many tokens, or one has all that it may have."""
+        """Wait until every sequence has `tokens` tokens, or one has all that it may have."""
         self._awaited = tokens
         self._there.clear()
         self._look()

@@ -464,7 +464,7 @@ def model_bytes(folder: Path, weights: WeightForm) -> ModelBytes:
 
 
 def peak_memory(pid: int) -> int:
-    """The most bytes that a process has had resident so far."""
+    """The peak of a process's resident memory, in bytes."""
     return _status_bytes(Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
 
 

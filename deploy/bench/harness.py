@@ -37,7 +37,7 @@ class Asked:
     """What the command line asks of a suite; None: the suite's own default.
 
     `read_inputs` reads the first N rows of the input. `folder` is for logs and ends with the run.
-    `tell` says what goes on. `save` writes the document so far, if a file is asked for.
+    `tell` says what goes on. `save` writes a document, finished or not, if asked.
     """
 
     config: Config

@@ -136,8 +136,9 @@ class CellResult:
 
 @dataclass(slots=True)
 class Measured:
-    """What a run of the bench has so far. `rounds`: those that count, which is the first, and
-    others once they are whole.
+    """The cells that a run has measured, and the number of `rounds` that count.
+
+    The first round counts from its begin, and a later one once it is complete.
     """
 
     cells: list[CellResult]
@@ -177,7 +178,7 @@ class LookaheadResult:
 
 
 Save = Callable[[LookaheadResult], None]
-"""Takes what has been measured so far."""
+"""Saves a result that may still grow."""
 
 
 def result_of(

@@ -18,7 +18,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,13 +34,8 @@ KILL_SECONDS = 15.0
 not answer (state D) ends only once that answers."""
 _LOOK_SECONDS = 0.1
 _TOKEN = "PACELINE_RAY_HEAD"
-_OF_HEAD_AND_JOINERS = {
-    # Ray takes "127.0.0.1" for "this host's own address" unless this is set.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # If this user has a token from an earlier `ray.init()`, a head would ask for it, and a process
-    # that joins by address would not give it.
-    "RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "disabled"),
-}
+# Ray takes "127.0.0.1" for "this host's own address" unless it is told not to.
+_LOOPBACK_ONLY = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 _LOOPBACK = "127.0.0.1"
 _OBJECT_STORE_BYTES = 80_000_000
 SYSTEM_CONFIG = {
@@ -59,8 +54,8 @@ class RayHead:
     """A head, planned or running. `address`: as in RAY_ADDRESS.
 
     `processes`: pid and start time (seconds since 1970) of each process that it had when it began
-    to accept connections, the first process first. Empty: it never got so far, or its starter died
-    before recording them.
+    to accept connections, the first process first. Empty: it never accepted any, or its starter
+    died before recording them.
     """
 
     address: str
@@ -151,8 +146,15 @@ def is_listening(address: str) -> bool:
 
 
 def prepare_to_join() -> None:
-    """Call this before importing Ray in a process that joins a head of ours."""
-    os.environ.update(_OF_HEAD_AND_JOINERS)
+    """To be called before Ray is imported in a process that joins a head of ours."""
+    _set_for_head_and_joiners(os.environ)
+
+
+def _set_for_head_and_joiners(environment: MutableMapping[str, str]) -> None:
+    environment[_LOOPBACK_ONLY] = "0"
+    # A user who once called `ray.init()` has a token. A head that finds one asks for it, and a
+    # process that joins by address does not give it.
+    environment.setdefault("RAY_AUTH_MODE", "disabled")
 
 
 def free_ports(count: int) -> list[int]:
@@ -191,7 +193,7 @@ def _environment(token: str) -> dict[str, str]:
     """The caller's environment, with this Python first on PATH and our packages importable."""
     environment = dict(os.environ)
     environment.pop("RAY_ADDRESS", None)
-    environment.update(_OF_HEAD_AND_JOINERS)
+    _set_for_head_and_joiners(environment)
     environment[_TOKEN] = token
     environment["RAY_USAGE_STATS_ENABLED"] = "0"
     environment["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"

@@ -93,18 +93,16 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
     """Load a proposer of kind "model" in a thread. Raises ConfigError and CheckpointError."""
     from workers.drafting.kinds.model import ModelProposer
     from workers.engine.loading import load_engine
-    from workers.process.kernels import use_kernels
 
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
-    if options.kernels:
-        use_kernels(True)
     engine = await load_engine(
         options.folder,
         weights=options.weights,
         threads=options.threads,
         kv_memory_bytes=options.kv_memory_bytes,
         device=options.device,
+        kernels=options.kernels,
     )
     return ModelProposer(engine, prefix_cache=options.prefix_cache)
 

@@ -13,6 +13,7 @@ from workers.engine.open import AnyEngine, device_of, open_engine
 from workers.engine.parallel.group import Group
 from workers.engine.parallel.rank_parts import Progress
 from workers.process.garbage import spare_what_is_there
+from workers.process.kernels import use_kernels
 from workers.process.own_thread import in_own_thread
 from workers.verification.row_params import make_ready
 
@@ -27,10 +28,16 @@ async def load_engine(
     device: Device = "cpu",
     dtype: Dtype = "auto",
     batch_invariant: bool = True,
+    kernels: bool = False,
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> AnyEngine:
-    """Load in a thread. Arguments and errors are those of open_engine."""
+    """Load in a thread. Arguments and errors are those of open_engine.
+
+    `kernels`: our own kernels run on a GPU, in this engine and all later ones of the process.
+    """
+    if kernels:
+        use_kernels(True)
     load = partial(
         open_engine,
         folder,

@@ -17,7 +17,6 @@ from workers.engine.parallel.group import Deadlines, Group
 from workers.engine.parallel.rank_parts import Progress
 from workers.engine.parallel.sharding import Place
 from workers.process.cores import pin_cores
-from workers.process.kernels import use_kernels
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import (
     parse_choice,
@@ -81,8 +80,6 @@ async def load_target(
     options: TargetShardOptions, *, group: Group | None = None, progress: Progress | None = None
 ) -> AnyEngine:
     """Load the engine of a shard in a thread. Raises ConfigError and CheckpointError."""
-    if options.kernels:
-        use_kernels(True)
     return await load_engine(
         options.folder,
         weights=options.weights,
@@ -92,6 +89,7 @@ async def load_target(
         device=options.device,
         dtype=options.dtype,
         batch_invariant=options.batch_invariant,
+        kernels=options.kernels,
         group=group,
         progress=progress or _LoggedProgress(options.place),
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline import Client, Completion, GenerateOptions
+from tests.small_disk import small_disk_at
 
 ROOT = Path(__file__).resolve().parents[3]
 BYSTANDERS = 4
@@ -46,17 +47,8 @@ asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2])))
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with room for 256 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs root and mount: {mounted.stderr.decode()}")
-    try:
+    with small_disk_at(tmp_path / "disk", kibibytes=256) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_stops_no_request(small_disk: Path, tmp_path: Path) -> None:

@@ -188,6 +188,9 @@ def test_a_process_that_ends_says_why(tmp_path: Path) -> None:
         (("decode", "--limit", "0"), "limit"),
         (("decode", "--input", "/nowhere.jsonl"), "input"),
         (("decode", "--json", "/nowhere/out.json"), "json"),
+        (("rules", "--part", "nothing"), "part"),
+        (("rules", "--limit", "0"), "limit"),
+        (("rules", "--json", "/nowhere/out.json"), "json"),
     ],
 )
 def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str) -> None:

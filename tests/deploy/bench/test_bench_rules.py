@@ -26,7 +26,7 @@ from paceline.client import Client
 from paceline.options import GenerateOptions
 from tests.deploy.bench.benches import run_bench
 from tests.deploy.cli.test_generate import ROWS, write_rows
-from tests.deploy.conftest import Call, Served
+from tests.deploy.conftest import Served
 from workers.verification.rules import Rule
 
 
@@ -141,20 +141,6 @@ def test_every_rule_is_timed_on_chains_and_trees() -> None:
         assert 0 < details["best_ms"] <= row.ms <= details["worst_ms"]  # type: ignore[operator]
         if (row.rule, row.candidates) == ("coupled", "chain"):
             assert details["accepted"] == details["window"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("rules", "--part", "nothing"), "part"),
-        (("rules", "--limit", "0"), "limit"),
-        (("rules", "--json", "/nowhere/out.json"), "json"),
-    ],
-)
-def test_bad_flags_are_exit_2(call: Call, arguments: tuple[str, ...], named: str) -> None:
-    done = call("bench", *arguments)
-    assert done.code == 2
-    assert named in done.stderr
 
 
 @pytest.mark.ray

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.small_disk import small_disk_at
 from workers.process import logs
 from workers.process.logs import BoundedFile, WorkerLog, new_run
 
@@ -79,17 +80,8 @@ def test_its_files_are_bounded(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own with room for 64 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs root and mount: {mounted.stderr.decode()}")
-    try:
+    with small_disk_at(tmp_path / "disk", kibibytes=64) as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_lines_that_a_full_disk_does_not_take_are_counted(
