@@ -83,7 +83,7 @@ def make_pair(folder: Path, sizes: Sizes, acceptance: float, device: str) -> flo
         torch.set_default_dtype(before)
     for parameter in (*target.parameters(), *draft.parameters()):
         parameter.requires_grad_(False)
-    # Larger than as initialised, or all logits would be nearly the same.
+    # Larger than as initialized, or all logits would be nearly the same.
     target.lm_head.weight.mul_(4)
     draft.load_state_dict(
         {name: value for name, value in target.state_dict().items() if name in draft.state_dict()}

@@ -94,7 +94,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.fixture(scope="session")
 def demo_folder() -> Path:
     """The demo checkpoint in the user's cache, fetched once if it is absent."""
-    from workers.models.catalogue import default_home, resolve_model
+    from workers.models.catalog import default_home, resolve_model
 
     return resolve_model("demo", home=default_home(os.environ)).folder
 

@@ -24,7 +24,7 @@ from cluster.config.model import (
 )
 from paceline.errors import ConfigError
 from paceline.text import did_you_mean
-from workers.models.catalogue import spelled_out
+from workers.models.catalog import spelled_out
 
 __all__ = [
     "Config",

@@ -90,7 +90,7 @@ def take_answer(
     """
     batching = group.batching
     state.totals.steps += 1
-    state.utilisation.stepped(event.step_seconds)
+    state.utilization.stepped(event.step_seconds)
     answer = Answer(event, step, batching, state.totals.counts.committed)
     verdicts = iter(event.verdicts)
     suspects = state.waiting.suspects
@@ -285,4 +285,4 @@ def _count(state: DecodingState, now: float, sequence: Sequence, verdict: Counte
     if sequence.first_token_at is None:
         sequence.first_token_at = now
         sequence.first_tokens = verdict.committed
-        sequence.since_first_token = state.utilisation.mark(now)
+        sequence.since_first_token = state.utilization.mark(now)

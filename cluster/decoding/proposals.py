@@ -17,7 +17,7 @@ def take_proposals(state: DecodingState, event: Proposed, out: Outbox) -> None:
     """Place the proposals of a pass. The drafter is blamed if they contradict earlier ones."""
     drafter, pass_seconds = event.drafter, event.believable_seconds
     known = state.drafters.known(drafter)
-    state.utilisation.drafted(drafter, pass_seconds)
+    state.utilization.drafted(drafter, pass_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
     state.drafters.heard(event.now, drafter, pass_seconds, drafted=drafted)
     state.auto.drafted(event)

@@ -87,7 +87,7 @@ class Scheduler:
         self._steps: list[RunStep] = []
         self._now = 0.0
         self.totals = self._state.totals
-        self.utilisation = self._state.utilisation
+        self.utilization = self._state.utilization
 
     @property
     def num_waiting(self) -> int:
@@ -111,7 +111,7 @@ class Scheduler:
 
     def speculation(self) -> SpeculationStats:
         """Statistics of speculation over all requests."""
-        shares = self.utilisation.of_all(self._state.drafters.names)
+        shares = self.utilization.of_all(self._state.drafters.names)
         return replace(
             self.totals.counts.speculation(),
             target_idle=shares.target_idle,
@@ -195,7 +195,7 @@ class Scheduler:
                 if sequence.policy.grants_by_step:
                     self._state.drafters.grant(sequence, out.drafters)
         self._steps = []
-        self.utilisation.observe(self._now, at_work=self._state.at_work)
+        self.utilization.observe(self._now, at_work=self._state.at_work)
         return [*out.drafters, *out.callers]
 
     def _settle(self) -> None:

@@ -13,7 +13,7 @@ from cluster.decoding.instructions import SequenceStats, Slice
 from cluster.decoding.lookahead import LookaheadPolicy
 from cluster.decoding.pilot import Pilot
 from cluster.decoding.policies import PolicyName, policy_named
-from cluster.decoding.timings import Mark, Shares, Utilisation
+from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
 from paceline.rules import Rule
 from workers.engine.shared_blocks import BlockKeys
@@ -200,12 +200,12 @@ class Sequence:
         self.kv = HeldKv()
         self.tree.unpin()
 
-    def stats(self, now: float, utilisation: Utilisation) -> SequenceStats:
+    def stats(self, now: float, utilization: Utilization) -> SequenceStats:
         """Its statistics as of `now`, when it ends."""
         first, counts = self.first_token_at, self.counts
         shares = Shares()
         if self.since_first_token is not None:
-            shares = utilisation.of_request(
+            shares = utilization.of_request(
                 self.since_first_token,
                 now,
                 drafters=self.drafted_by,

@@ -11,7 +11,7 @@ from cluster.decoding.drafters import Drafters
 from cluster.decoding.group import Group
 from cluster.decoding.instructions import Finish, FinishReason, Instruction, Refuse
 from cluster.decoding.sequence import Replica, Sequence
-from cluster.decoding.timings import StepCosts, Utilisation
+from cluster.decoding.timings import StepCosts, Utilization
 from cluster.decoding.totals import Totals
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import PacelineError
@@ -37,7 +37,7 @@ class DecodingState:
         self.drafters = Drafters(self.costs)
         self.auto = Controller(observes=serves_auto)
         self.totals = Totals()
-        self.utilisation = Utilisation(num_groups=len(self.groups))
+        self.utilization = Utilization(num_groups=len(self.groups))
 
     @property
     def running(self) -> Collection[Sequence]:
@@ -213,5 +213,5 @@ class DecodingState:
         self.drafters.release(sequence, out.drafters)
         self.totals.finished += 1
         out.callers.append(
-            Finish(sequence.sequence_id, reason, sequence.stats(now, self.utilisation))
+            Finish(sequence.sequence_id, reason, sequence.stats(now, self.utilization))
         )

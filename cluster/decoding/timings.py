@@ -5,7 +5,7 @@ Workers tell how long a pass took; all else is read off the driver's clock. What
 - `StepCosts`: the pace of drafters (policies.py), and what drafters need to stop by cost.
 - `DriverShare`: how many branches drafters may grow (policies.py, MOST_CHAINS).
 - `StepModel`, `DraftTimes`: the forecasts of `auto` (beliefs.py).
-- `Utilisation`: nothing; it is reported.
+- `Utilization`: nothing; it is reported.
 
 What a prompt adds to a step is in prefill.py. How fast one drafter is beside another is in
 roster.py.
@@ -466,7 +466,7 @@ class Shares:
 
 
 @dataclass(slots=True)
-class Utilisation:
+class Utilization:
     """Work of all devices since the scheduler began; `target` is that of all its groups."""
 
     num_groups: int = 1

@@ -15,13 +15,13 @@ from cluster.placement.plan import WorkerPlan
 
 if TYPE_CHECKING:
     from workers.drafting.drafter import DrafterOptions
-    from workers.models.catalogue import ModelFiles
+    from workers.models.catalog import ModelFiles
     from workers.target.shard import TargetShardOptions
 
 
 async def files_of(home: Path, model: str) -> ModelFiles:
     """A model's files on this host. Raises what resolve_model raises."""
-    from workers.models.catalogue import resolve_model
+    from workers.models.catalog import resolve_model
 
     return await asyncio.to_thread(resolve_model, model, home=home)
 

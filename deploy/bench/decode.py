@@ -37,7 +37,7 @@ from deploy.rows.measure import Sample, measure
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
-from workers.models.catalogue import resolve_model
+from workers.models.catalog import resolve_model
 
 LIMIT, MAX_TOKENS, REPEATS, GAP_STEPS = 8, 64, 3, 1000
 """Rows of the input, tokens a row, rounds, and steps over which gaps are taken, by default."""
@@ -232,7 +232,7 @@ def own_contenders(clients: Mapping[str, Client]) -> list[OwnContender]:
 
 
 def encode_prompts(client: Client, inputs: Sequence[GenerateInput]) -> list[tuple[int, ...]]:
-    """The prompts' token ids, which every row is given, so that nobody's time holds tokenising."""
+    """The prompts' token ids, which every row is given, so that nobody's time holds tokenizing."""
     one_token = GenerateOptions(max_tokens=1, temperature=0.0, policy="off")
     return [client.generate(one, one_token).prompt_token_ids for one in inputs]
 

@@ -29,7 +29,7 @@ from deploy.bench.harness import (
 )
 from paceline.errors import InvalidRequestError
 from workers.engine.load.weight_form import WeightForm, form_on_cpu
-from workers.models.catalogue import ModelFiles, resolve_model
+from workers.models.catalog import ModelFiles, resolve_model
 
 OFF = "off"
 BATCHES = (1, 4, 16)

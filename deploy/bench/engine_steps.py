@@ -48,7 +48,7 @@ from workers.engine.kv_sizes import kv_sizes_of
 from workers.engine.load.weight_form import BITS_OF_A_WEIGHT, WeightForm
 from workers.engine.model import part_config
 from workers.engine.parallel.sharding import Place
-from workers.models.catalogue import ModelFiles
+from workers.models.catalog import ModelFiles
 
 CONTEXT = 256
 """Tokens of every sequence before the step."""

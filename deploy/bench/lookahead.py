@@ -56,7 +56,7 @@ from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.recording import Recording
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.emulated.stand_in import VOCAB_SIZE, make_stand_in
-from workers.models.catalogue import resolve_model
+from workers.models.catalog import resolve_model
 
 TARGET_PROFILE = "70b-4xh100"
 DRAFTER_PROFILE = "1b-h100"

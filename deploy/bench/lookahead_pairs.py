@@ -28,7 +28,7 @@ from paceline.generation import Chunk, CompletionBuilder, Stats
 from paceline.options import GenerateOptions
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess, ReplayText
-from workers.models.catalogue import ModelFiles
+from workers.models.catalog import ModelFiles
 
 LOOPBACK_RTT_MS = 0.1
 """Links up to this long are loopback itself, whose gRPC round trip is longer than that anyway; in

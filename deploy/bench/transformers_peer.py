@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.processes import LineProcess, answer_lines
-from workers.models.catalogue import ModelFiles
+from workers.models.catalog import ModelFiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from deploy.rows.outputs import check_writable, write_json
 from deploy.rows.request_flags import check_at_least_one
 from paceline.errors import InvalidRequestError
 from paceline.generation import GenerateInput
-from workers.models.catalogue import default_home
+from workers.models.catalog import default_home
 
 if TYPE_CHECKING:
     from deploy.bench.harness import Document, Suite

@@ -12,7 +12,7 @@ from deploy.session.cluster import enter_ray
 from deploy.session.record import alone, read_record, remove_record
 from paceline.errors import UnavailableError
 from paceline.text import counted
-from workers.models.catalogue import default_home
+from workers.models.catalog import default_home
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from deploy.terminal.fetch_progress import show_fetch
-from workers.models.catalogue import CATALOGUE, default_home, is_present, resolve_model
+from workers.models.catalog import CATALOG, default_home, is_present, resolve_model
 
 _COLUMNS = "{:<12}{:>8}  {:<8}{}"
 
@@ -33,7 +33,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
     def list_models() -> None:
         """List the models known by name, their size on disk, and whether they are in the cache."""
         typer.echo(_COLUMNS.format("name", "on disk", "cached", "what it is"))
-        for entry in CATALOGUE.values():
+        for entry in CATALOG.values():
             size = f"{entry.disk_bytes / 1e6:.0f} MB"
             cached = "yes" if is_present(entry, home=home) else "no"
             typer.echo(_COLUMNS.format(entry.name, size, cached, entry.about))

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from cluster.config.load import Config
 from deploy.terminal.lines import plain
-from workers.models.catalogue import default_home, resolve_model
+from workers.models.catalog import default_home, resolve_model
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from deploy.session.record import Command, at_work
 from deploy.terminal.lines import plain, whole_table
 from paceline.errors import UnavailableError
 from paceline.text import counted
-from workers.models.catalogue import default_home
+from workers.models.catalog import default_home
 
 if TYPE_CHECKING:
     from paceline.generation import ModelDescription, Stats, WorkerLife, WorkerStats

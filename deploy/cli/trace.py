@@ -26,7 +26,7 @@ from deploy.rows.outputs import check_writable, write_json
 from deploy.rows.request_flags import RequestFlags, check_at_least_one, check_drafters
 from paceline.errors import InvalidRequestError, UnavailableError
 from paceline.text import counted
-from workers.models.catalogue import default_home
+from workers.models.catalog import default_home
 
 if TYPE_CHECKING:
     from deploy.cli.trace_file import TraceFile

@@ -30,7 +30,7 @@ from deploy.session.record import ClusterRecord, alone, read_record, remove_reco
 from deploy.session.signals import ignore_signals, signals_held
 from deploy.terminal.lines import plain
 from paceline.errors import UnavailableError
-from workers.models.catalogue import default_home
+from workers.models.catalog import default_home
 from workers.process.logs import new_run
 
 CONTROLLER_NAME = "paceline"

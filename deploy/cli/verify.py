@@ -47,7 +47,7 @@ from deploy.rows.request_flags import (
 from deploy.rows.row_progress import announce, row_progress
 from paceline.rules import Rule
 from paceline.text import counted
-from workers.models.catalogue import STAND_IN, default_home, resolve_model
+from workers.models.catalog import STAND_IN, default_home, resolve_model
 from workers.verification.rules import FACTS
 
 

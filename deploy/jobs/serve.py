@@ -21,7 +21,7 @@ from deploy.session.cluster import check_models, enter_ray, running_ray
 from deploy.session.signals import ending_on_signals, signals_held
 from deploy.terminal.usage import run_app
 from paceline.errors import UnavailableError, WorkerLostError
-from workers.models.catalogue import default_home
+from workers.models.catalog import default_home
 from workers.process.logs import new_run
 
 _LOOK_SECONDS = 2.0

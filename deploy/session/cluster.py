@@ -24,7 +24,7 @@ from deploy.terminal.fetch_progress import show_fetch
 from deploy.terminal.lines import plain
 from paceline.client import Client
 from paceline.errors import UnavailableError
-from workers.models.catalogue import CATALOGUE, is_present, resolve_model
+from workers.models.catalog import CATALOG, is_present, resolve_model
 from workers.process.logs import new_run
 
 if TYPE_CHECKING:
@@ -289,10 +289,10 @@ def check_models(config: Config, *, home: Path, console: Console | None = None) 
     """
     names = [config.target.model, *(one.model for one in config.drafters if one.model)]
     for name in names:
-        if name not in CATALOGUE:
+        if name not in CATALOG:
             resolve_model(name, home=home)  # Report a missing folder before fetching anything.
     for name in dict.fromkeys(names):
-        if name in CATALOGUE and not is_present(CATALOGUE[name], home=home):
+        if name in CATALOG and not is_present(CATALOG[name], home=home):
             with show_fetch(console or Console(stderr=True), name) as show:
                 resolve_model(name, home=home, progress=show)
     files = {name: resolve_model(name, home=home) for name in names}

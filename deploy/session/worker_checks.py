@@ -7,7 +7,7 @@ from typing import Literal
 
 from cluster.config.model import Config
 from paceline.errors import ConfigError, VocabularyMismatchError
-from workers.models.catalogue import CATALOGUE, ModelFiles
+from workers.models.catalog import CATALOG, ModelFiles
 
 
 def check_workers(config: Config, files: Mapping[str, ModelFiles], *, ray_runs: bool) -> None:
@@ -44,7 +44,7 @@ def _may_be_refused(config: Config, files: Mapping[str, ModelFiles]) -> bool:
         and target.max_model_len == target.kv_memory == "auto"
         and target.resources != "gpu"
     )
-    return not usual or any(name not in CATALOGUE for name in files)
+    return not usual or any(name not in CATALOG for name in files)
 
 
 def _drafter_models(config: Config) -> list[str]:

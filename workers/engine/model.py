@@ -23,7 +23,7 @@ from workers.engine.fusing import ProjectionPart, join_projections, replace_norm
 from workers.engine.invariance import replace_activations
 from workers.engine.load.checkpoint import read_config, whole_shapes
 from workers.engine.load.host_memory import check_room
-from workers.engine.load.quantisation import DequantisedTensors, is_quantised, without_quantisation
+from workers.engine.load.quantization import DequantizedTensors, is_quantized, without_quantization
 from workers.engine.load.stored_tensors import StoredTensors
 from workers.engine.load.weight_form import BITS_OF_A_WEIGHT, WeightForm
 from workers.engine.parallel.cuts import vocabulary_part
@@ -73,8 +73,8 @@ def empty_part(
     """
     config = read_config(folder)
     stored = StoredTensors(folder)
-    if is_quantised(config):
-        config, stored = without_quantisation(config), DequantisedTensors(folder, dtype)
+    if is_quantized(config):
+        config, stored = without_quantization(config), DequantizedTensors(folder, dtype)
     shapes = whole_shapes(folder, config, stored)
     place = Place() if group is None else group.place
     sharding = Sharding(config, _base_prefix(config), place)

@@ -72,22 +72,22 @@ def adjusted_logits(
             bias = np.fromiter(sampling.logit_bias.values(), dtype=np.float64)
             _put(adjusted_V, ids, adjusted_V[ids] + bias.astype(np.float32))
         if sampling.has_penalties:
-            _penalise(adjusted_V, sampling, prefix)
+            _penalize(adjusted_V, sampling, prefix)
     if too_short:
         end_ids = np.array(spec.end_token_ids, dtype=np.int64)
         adjusted_V[end_ids[end_ids < adjusted_V.size]] = -np.inf
     return adjusted_V
 
 
-def _penalise(logits_V: NDArray[np.float32], sampling: SamplingParams, prefix: Prefix) -> None:
+def _penalize(logits_V: NDArray[np.float32], sampling: SamplingParams, prefix: Prefix) -> None:
     """Apply penalties in place: those of the text, then again for tokens on the row's own path."""
     counts = prefix.counts
     on_path = np.array(list(dict.fromkeys(prefix.path)), dtype=np.int64)
     before = logits_V[on_path]
-    _penalise_at(logits_V, counts.ids_N, counts.outputs_N, sampling)
+    _penalize_at(logits_V, counts.ids_N, counts.outputs_N, sampling)
     if on_path.size:
         logits_V[on_path] = before
-        _penalise_at(logits_V, on_path, outputs_on_path(prefix, on_path.tolist()), sampling)
+        _penalize_at(logits_V, on_path, outputs_on_path(prefix, on_path.tolist()), sampling)
 
 
 def outputs_on_path(prefix: Prefix, token_ids: Sequence[int]) -> NDArray[np.int64]:
@@ -101,7 +101,7 @@ def outputs_on_path(prefix: Prefix, token_ids: Sequence[int]) -> NDArray[np.int6
     return np.array(outputs, dtype=np.int64)
 
 
-def _penalise_at(
+def _penalize_at(
     logits_V: NDArray[np.float32],
     ids_N: NDArray[np.int64],
     outputs_N: NDArray[np.int64],

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.verification.draft_probs import DraftDistribution
-from workers.verification.rejection import acceptance_of, normalised
+from workers.verification.rejection import acceptance_of, normalized
 
 _BISECTIONS = 30
 _TOLERANCE = 1e-6
@@ -100,4 +100,4 @@ class KSeqNode:
         given_M = mass_M * (some_accepted(one, self.num_draws) / one)
         left_V = self.target_probs_V.copy()
         left_V[ids_M] = np.maximum(left_V[ids_M] - given_M, 0.0)
-        return normalised(left_V, otherwise_V=self.target_probs_V)
+        return normalized(left_V, otherwise_V=self.target_probs_V)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.verification.rejection import normalised
+from workers.verification.rejection import normalized
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class OneHotNode:
         """The node after this child was refused."""
         left_V = self.target_probs_V.copy()
         left_V[token_id] = 0.0
-        return OneHotNode(normalised(left_V, otherwise_V=self.target_probs_V))
+        return OneHotNode(normalized(left_V, otherwise_V=self.target_probs_V))
 
     def residual_V(self) -> NDArray[np.float64]:
         """The distribution of the token when no child is left to test."""

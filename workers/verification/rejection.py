@@ -34,10 +34,10 @@ def residual_of(
     left_V = target_probs_V.copy()
     ids_M = draft.token_ids_M
     left_V[ids_M] = np.maximum(left_V[ids_M] - draft.probs_M, 0.0)
-    return normalised(left_V, otherwise_V=target_probs_V)
+    return normalized(left_V, otherwise_V=target_probs_V)
 
 
-def normalised(
+def normalized(
     weights_V: NDArray[np.float64], *, otherwise_V: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """The weights divided by their sum, in place; `otherwise_V` if the sum is 0."""

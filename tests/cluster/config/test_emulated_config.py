@@ -1,4 +1,4 @@
-"""A configuration with emulated workers: what it accepts, and that it serves, labelled."""
+"""A configuration with emulated workers: what it accepts, and that it serves, labeled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.placement.plan import Node, plan_placement
 from paceline import AsyncClient
 from paceline.generation import Message
 from tests.cluster.config.test_config import complaint_of, config_of
-from workers.models.catalogue import STAND_IN, resolve_model
+from workers.models.catalog import STAND_IN, resolve_model
 
 EMULATED = """
 [target]

@@ -82,7 +82,7 @@ def test_idle_shares_and_efficiency_are_those_from_the_first_token_to_the_last()
     ideal = ideal_tokens_per_step(2 / 3, step_seconds=0.9, draft_seconds=0.2)
     assert ideal == pytest.approx(3.0), "bound by acceptance, not by five passes a step"
     assert drafting.efficiency == pytest.approx(5 * 0.9 / 3.0 / ideal)
-    assert scheduler.utilisation.at_work_seconds == pytest.approx(4.0)
+    assert scheduler.utilization.at_work_seconds == pytest.approx(4.0)
     shares = scheduler.speculation()
     assert shares.target_idle == pytest.approx(1 - 3.6 / 4)
     assert shares.drafter_idle == pytest.approx(1 - 0.7 / 4)

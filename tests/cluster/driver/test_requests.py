@@ -103,7 +103,7 @@ def test_bad_inputs(resolver: RequestResolver, field: str, generate_input: Gener
 
 
 @pytest.mark.parametrize("wrap", [str, lambda text: [Message("user", text)]])
-def test_a_prompt_that_is_not_worth_tokenising(
+def test_a_prompt_that_is_not_worth_tokenizing(
     resolver: RequestResolver, wrap: Callable[[str], GenerateInput]
 ) -> None:
     with pytest.raises(PromptTooLongError, match="10000000 characters"):

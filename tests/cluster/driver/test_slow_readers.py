@@ -243,7 +243,7 @@ async def test_who_floods_a_stream_and_reads_no_refusal_is_heard_no_more(
         call.cancel()
 
 
-async def test_what_waits_to_be_tokenised_counts_as_waiting(checkpoints: Checkpoints) -> None:
+async def test_what_waits_to_be_tokenized_counts_as_waiting(checkpoints: Checkpoints) -> None:
     """And a caller who goes away frees its place at once."""
     long = "The quick brown fox jumps over the lazy dog. " * 50_000
     async with (
@@ -258,7 +258,7 @@ async def test_what_waits_to_be_tokenised_counts_as_waiting(checkpoints: Checkpo
             await driver.submit(PROMPT, LONG)
         asked[1].cancel()
         await asyncio.wait([asked[1]])
-        assert not asked[0].done(), "the first was still to be tokenised"
+        assert not asked[0].done(), "the first was still to be tokenized"
         (await driver.submit(PROMPT, LONG)).cancel()
         asked[0].cancel()
         assert _is_right(await bystander)

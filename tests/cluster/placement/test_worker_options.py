@@ -7,7 +7,7 @@ from pathlib import Path
 from cluster.placement.plan import Node, plan_placement
 from cluster.placement.worker_options import drafter_options, shard_options
 from tests.cluster.config.test_config import config_of
-from workers.models.catalogue import ModelFiles
+from workers.models.catalog import ModelFiles
 
 TEXT = """
 [target]

@@ -27,7 +27,7 @@ from paceline.errors import UnavailableError
 from tests.deploy.bench.benches import run_bench
 from tests.deploy.cli.test_generate import ROWS, write_rows
 from tests.deploy.conftest import Call, Served
-from workers.models.catalogue import ModelFiles
+from workers.models.catalog import ModelFiles
 
 ROW_NAMES = ("off", "off-1", "lockstep", "chain", "chain-ngram", "hf", "hf-assisted")
 

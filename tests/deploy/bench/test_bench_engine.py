@@ -55,7 +55,7 @@ from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.block_pool import blocks_for
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
-from workers.models.catalogue import ModelFiles, resolve_model
+from workers.models.catalog import ModelFiles, resolve_model
 
 EVERY_ROW = {
     *("name", "speedup", "engine", "batch", "window", "degree", "dtype", "threads"),

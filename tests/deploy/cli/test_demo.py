@@ -18,8 +18,8 @@ ESCAPE = "\x1b"
 
 def printed(chunks: list[Chunk], *, terminal: bool, width: int = 80) -> str:
     stream = io.StringIO()
-    colours = "standard" if terminal else None
-    console = Console(file=stream, force_terminal=terminal, width=width, color_system=colours)
+    colors = "standard" if terminal else None
+    console = Console(file=stream, force_terminal=terminal, width=width, color_system=colors)
     printer = TokenPrinter(console)
     for chunk in chunks:
         printer.add(chunk)
@@ -57,7 +57,7 @@ def test_an_empty_prompt_is_refused(call: Call) -> None:
     assert "prompt" in done.stderr
 
 
-def test_accepted_drafts_have_a_colour_of_their_own_on_a_terminal_only() -> None:
+def test_accepted_drafts_have_a_color_of_their_own_on_a_terminal_only() -> None:
     chunks = [chunk(("The", "target"), (" sea", "draft")), chunk((" is", "draft"), (".", "target"))]
     assert printed(chunks, terminal=False) == "The sea is.\n"
     shown = printed(chunks, terminal=True)

@@ -70,7 +70,7 @@ def test_rows_come_back_in_order_with_their_ids(
     assert set(rows[2]) == FIELDS
     assert done.stdout.startswith("4 rows, ")
     assert "acceptance length" in done.stdout
-    # Row i is the request with seed 5 + i, whatever its neighbours.
+    # Row i is the request with seed 5 + i, whatever its neighbors.
     with Client(served.address) as client:
         alone = client.generate(
             [Message("user", "Write a poem.")],

@@ -13,7 +13,7 @@ from tests.deploy.conftest import Call
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.open import open_engine
-from workers.models.catalogue import ModelFiles
+from workers.models.catalog import ModelFiles
 
 REFUSED = {
     "tensor_parallel = 7": "tensor_parallel is 7, but the model has 6 attention heads",

@@ -15,7 +15,7 @@ from paceline import Client, GenerateOptions
 from paceline.sampling import SequenceSpec
 from tests.deploy.cli.test_generate import ROWS, write_rows
 from tests.deploy.conftest import Call, Served
-from workers.models.catalogue import ModelFiles
+from workers.models.catalog import ModelFiles
 
 PROMPT = "The quick brown fox"
 

@@ -137,4 +137,4 @@ def test_the_default_prompts_are_varied_and_well_formed() -> None:
     assert len({row.id for row in good}) == len(good)
     assert {row.kind for row in good} == {"prompt", "question", "messages", "turns"}
     raw = [json.loads(line) for line in DEFAULT_INPUT.read_text().splitlines()]
-    assert {row["category"] for row in raw} >= {"chat", "code", "maths", "summary", "language"}
+    assert {row["category"] for row in raw} >= {"chat", "code", "math", "summary", "language"}

@@ -151,7 +151,7 @@ def test_any_batch(
 @pytest.mark.parametrize(
     ("tables", "num_runs"),
     [
-        pytest.param(([4, 2, 7], [3, 6, 5]), 1, id="neighbours of each other, in no order"),
+        pytest.param(([4, 2, 7], [3, 6, 5]), 1, id="neighbors of each other, in no order"),
         pytest.param(([4, 2, 7], [8, 0, 5]), 4, id="apart"),
         pytest.param(([4, 5, 6], [4, 5, 7]), 2, id="a shared prefix"),
         pytest.param(([4], [5, 6, 7]), 1, id="of one chunk and of three"),
@@ -164,7 +164,7 @@ def test_where_blocks_lie(
     tables: tuple[list[int], list[int]],
     num_runs: int,
 ) -> None:
-    """Blocks that are neighbours are seen in one call, whosever they are; bits stay."""
+    """Blocks that are neighbors are seen in one call, whosever they are; bits stay."""
     lengths = [min(LENGTH, 128 * len(table)) for table in tables]
     for table, length in zip(tables, lengths, strict=True):
         engine.step([Slice(table, 0, token_ids[: length - 1], 0)])

@@ -19,11 +19,11 @@ from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.cpu.half_linear import HalfLinear
 from workers.engine.cpu.linears import PackedLinear, convert_weights, replace_linears
-from workers.engine.cpu.quantised_linears import (
+from workers.engine.cpu.quantized_linears import (
     Int4Linear,
     Int8Linear,
-    quantise_channels,
-    quantise_groups,
+    quantize_channels,
+    quantize_groups,
 )
 from workers.engine.load.weight_form import WeightForm
 
@@ -126,17 +126,17 @@ def test_weights_that_have_4_bits_keep_their_steps() -> None:
     scale_MG1 = torch.rand(8, 2, 1, generator=generator) / 10
     minimum_MG1 = torch.rand(8, 2, 1, generator=generator) - 0.5
     weight_MN = (steps_MN.unflatten(1, (2, 32)) * scale_MG1 + minimum_MG1).flatten(1)
-    found_MN, scale_MG, minimum_MG = quantise_groups(weight_MN)
+    found_MN, scale_MG, minimum_MG = quantize_groups(weight_MN)
     assert torch.equal(found_MN.long(), steps_MN)
     # Both are rounded to bfloat16, 8 bits; the range carries the minimum's rounding too.
     assert torch.allclose(scale_MG.float(), scale_MG1[..., 0], rtol=2**-8, atol=2**-9 / 15)
     assert torch.allclose(minimum_MG.float(), minimum_MG1[..., 0], rtol=2**-8)
 
 
-def test_quantised_weights_are_within_half_a_step() -> None:
+def test_quantized_weights_are_within_half_a_step() -> None:
     weight_MN = make_linear(bias=False).weight
     weight_MN[3] = 0
-    steps_MN, scale_M = quantise_channels(weight_MN)
+    steps_MN, scale_M = quantize_channels(weight_MN)
     assert steps_MN.dtype == torch.int8
     restored_MN = steps_MN.float() * scale_M.float()[:, None]
     # Half a step, and what rounding the scale to bfloat16 (2^-9) clips from the largest weight.

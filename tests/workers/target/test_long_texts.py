@@ -26,7 +26,7 @@ BLOCK = 128
 LIMITS = EngineLimits(VOCAB, max_model_len=2 * LONG, block_size=BLOCK, num_blocks=2 * LONG // BLOCK)
 FEW_BYTES = 64 * 1024
 """More than a step of one sequence allocates; the text of the long one takes 256 KiB."""
-PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.2)
+PENALIZED = SamplingParams(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.2)
 WINDOW = 8
 
 
@@ -56,7 +56,7 @@ def verdicts(length: int, sampling: SamplingParams) -> Iterator[Verdict]:
 
 def least_seconds(length: int) -> float:
     """Processor time of a step with penalties, the least of many: others disturb some of them."""
-    taken, steps = [], verdicts(length, PENALISED)
+    taken, steps = [], verdicts(length, PENALIZED)
     next(steps)
     for _ in range(40):
         begin = time.process_time()
@@ -70,7 +70,7 @@ def test_penalties_of_a_long_text_take_what_those_of_a_short_one_take() -> None:
     assert least_seconds(LONG) < 5 * least_seconds(SHORT)
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), PENALISED])
+@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), PENALIZED])
 def test_a_step_copies_no_text(sampling: SamplingParams) -> None:
     steps = verdicts(LONG, sampling)
     for _ in range(3):

@@ -48,7 +48,7 @@ def _swapped(rule: Rule) -> NodeOf:
 
 
 @dataclass(frozen=True)
-class _NotRenormalised:
+class _NotRenormalized:
     """Broken: what is left after a refusal keeps its smaller sum."""
 
     left_V: NDArray[np.float64]
@@ -58,13 +58,13 @@ class _NotRenormalised:
         draft_prob = 1.0 if self.draft is None else self.draft.prob_of(token_id)
         return min(1.0, float(self.left_V[token_id]) / draft_prob)
 
-    def refused(self, token_id: int) -> _NotRenormalised:
+    def refused(self, token_id: int) -> _NotRenormalized:
         if self.draft is None:
             left_V = self.left_V.copy()
             left_V[token_id] = 0
-            return _NotRenormalised(left_V, None)
+            return _NotRenormalized(left_V, None)
         left_V = np.maximum(self.left_V - _dense(self.draft, self.left_V.size), 0)
-        return _NotRenormalised(left_V, self.draft.without(token_id))
+        return _NotRenormalized(left_V, self.draft.without(token_id))
 
     def residual_V(self) -> NDArray[np.float64]:
         return self.left_V
@@ -163,17 +163,17 @@ BROKEN: dict[str, Callable[[TinyModels], NDArray[np.float64]]] = {
     "mcsd, without replacement": lambda m: committed_law(
         m, _two_children(m), 1, rule_node(Rule.MCSD)
     ),
-    "recursive, not renormalised": lambda m: committed_law(
+    "recursive, not renormalized": lambda m: committed_law(
         m,
         _two_children(m),
         1,
-        lambda p, q, node, _: _NotRenormalised(p, q.of_node[node].exact()),
+        lambda p, q, node, _: _NotRenormalized(p, q.of_node[node].exact()),
     ),
-    "one-hot, not renormalised": lambda m: committed_law(
+    "one-hot, not renormalized": lambda m: committed_law(
         m,
         [(CandidateTree((0, 1), (0, 0)), 1.0)],
         1,
-        lambda p, q, node, _: _NotRenormalised(p, None),
+        lambda p, q, node, _: _NotRenormalized(p, None),
     ),
     "rejection, the stop test drops its token": lambda m: committed_law(
         m, _stopped(m, sends_the_last=False), 3, rule_node(Rule.REJECTION)

@@ -3,7 +3,7 @@
 float32, bfloat16  PackedLinear: packed once for oneDNN's kernels, over twice as fast as nn.Linear
                    for few rows. With two rows or more, a row's bits do not depend on other rows.
 float16            half of the memory with float32 arithmetic (half_linear.py).
-int8, int4         fewer bits for drafters, bfloat16 activations (quantised_linears.py).
+int8, int4         fewer bits for drafters, bfloat16 activations (quantized_linears.py).
 
 Shapes: T rows, N input features, M output features.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ConfigError
 from workers.engine.cpu.half_linear import HalfLinear
-from workers.engine.cpu.quantised_linears import Int4Linear, Int8Linear, fits_int4
+from workers.engine.cpu.quantized_linears import Int4Linear, Int8Linear, fits_int4
 from workers.engine.load.weight_form import WeightForm
 
 MIN_ROWS: dict[WeightForm, int] = {

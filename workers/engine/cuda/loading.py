@@ -13,7 +13,7 @@ from transformers.utils import logging as transformers_logging
 from paceline.errors import CheckpointError, ConfigError
 from workers.engine import attention
 from workers.engine.load.checkpoint import CheckpointInfo, read_config, sliding_window_of
-from workers.engine.load.quantisation import plain_config
+from workers.engine.load.quantization import plain_config
 from workers.engine.load.weight_form import Dtype
 from workers.engine.model import empty_part, join_ranks
 from workers.engine.parallel.group import Group

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from paceline.errors import CheckpointError, ConfigError
 from paceline.sampling import SamplingParams
 from paceline.text import one_line
-from workers.engine.load.quantisation import check_quantisation, is_quantised, plain_config
+from workers.engine.load.quantization import check_quantization, is_quantized, plain_config
 from workers.engine.load.stored_tensors import StoredTensors
 
 
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
             "tokenizer.json, or a name that `paceline models list` shows"
         )
     raw = _read_json(folder / "config.json", required=True)
-    check_quantisation(folder, raw)
+    check_quantization(folder, raw)
     if "auto_map" in raw:
         raise CheckpointError(
             f"{folder / 'config.json'} asks to run code from the checkpoint (auto_map), which "
@@ -148,7 +148,7 @@ def _check_tensors(folder: Path, config: PreTrainedConfig, stored: StoredTensors
 
     Quantized weights have names and shapes of their own, which transformers checks at load.
     """
-    if is_quantised(config):
+    if is_quantized(config):
         return
     for name, shape in whole_shapes(folder, config, stored).items():
         stored.check(name, shape)

@@ -51,7 +51,7 @@ def near(logits: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def test_rows_are_those_of_transformers(engine: CudaEngine, expected: torch.Tensor) -> None:
-    """At once, in parts over pages that are no neighbours, in windows, and beside another."""
+    """At once, in parts over pages that are no neighbors, in windows, and beside another."""
     table, other = [5, 2], [7, 0]
     assert near(engine.step([Slice(table, 0, TOKEN_IDS, LENGTH)]), expected)
     assert engine.step([Slice(other, 0, TOKEN_IDS[:100], 0)]).shape == (0, VOCAB)

@@ -133,7 +133,7 @@ SLICES = [Slice([2, 0], 250, [1] * 9, 0), Slice([1], 0, [1], 1), Slice([3], 4, [
 def test_keys_values_and_outputs_have_torchs_bits(
     num_queries: int, num_keys: int, head_size: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Into pages that are no neighbours, and nowhere else."""
+    """Into pages that are no neighbors, and nowhere else."""
     layer = AttentionLayer(1, num_queries, num_keys, head_size, scaling=0.3)
     rows = draw(12, layer.num_heads * head_size, device=device, dtype=dtype)
     cos, sin = rotary_factors(12, head_size, device, dtype)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: transformers' own logits at every degree, or a refusal that says why."""
+"""Quantized checkpoints: transformers' own logits at every degree, or a refusal that says why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.workers.engine.cuda.engines import make_engine
 from tests.workers.engine.tensor_parallel.ranks import Ranks
 from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.load.checkpoint import inspect_checkpoint
-from workers.engine.load.quantisation import READABLE, REFUSED
+from workers.engine.load.quantization import READABLE, REFUSED
 from workers.engine.parallel.group import Group
 
 BLOCK = 16
@@ -27,10 +27,10 @@ KV_BYTES = 1 << 21
 SIZES: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8}
 
 
-def config_with(folder: Path, quantisation: object) -> None:
+def config_with(folder: Path, quantization: object) -> None:
     path = folder / "config.json"
     path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantisation})
+        json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization})
     )
 
 

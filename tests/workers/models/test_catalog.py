@@ -16,9 +16,9 @@ import pytest
 
 from paceline.errors import CheckpointError, ModelFetchError
 from tests.tiny_wheel import TEMPLATE, build_wheel
-from workers.models.catalogue import (
-    CATALOGUE,
-    CatalogueEntry,
+from workers.models.catalog import (
+    CATALOG,
+    CatalogEntry,
     ModelFiles,
     default_home,
     resolve_model,
@@ -42,8 +42,8 @@ def fetched(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def catalogue_of(source: Source) -> dict[str, CatalogueEntry]:
-    entry = CatalogueEntry("tiny", "tiny", "float32", source, 1, "a tiny model")
+def catalog_of(source: Source) -> dict[str, CatalogEntry]:
+    entry = CatalogEntry("tiny", "tiny", "float32", source, 1, "a tiny model")
     draft = dataclasses.replace(entry, name="tiny-draft", weights="int8")
     return {"tiny": entry, "tiny-draft": draft}
 
@@ -82,9 +82,9 @@ def test_a_fetched_folder_is_a_checkpoint_for_transformers(fetched: Path) -> Non
 def test_a_name_is_fetched_once_and_names_may_share_a_folder(fetched: Path, source: Source) -> None:
     home = fetched.parent.parent
     stages: list[FetchProgress] = []
-    catalogue = catalogue_of(source)
-    files = resolve_model("tiny", home=home, catalogue=catalogue, progress=stages.append)
-    draft = resolve_model("tiny-draft", home=home, catalogue=catalogue, progress=stages.append)
+    catalog = catalog_of(source)
+    files = resolve_model("tiny", home=home, catalog=catalog, progress=stages.append)
+    draft = resolve_model("tiny-draft", home=home, catalog=catalog, progress=stages.append)
     assert files == ModelFiles(fetched, "float32")
     assert draft == ModelFiles(fetched, "int8")
     assert stages == []
@@ -94,7 +94,7 @@ def test_a_damaged_file_is_noticed_and_fetched_again(
     fetched: Path, source: Source, tmp_path: Path
 ) -> None:
     folder = tmp_path / "models" / "tiny"
-    catalogue = catalogue_of(source)
+    catalog = catalog_of(source)
     shutil.copytree(fetched, folder)
     weights = folder / "model.safetensors"
     whole = weights.read_bytes()
@@ -104,9 +104,9 @@ def test_a_damaged_file_is_noticed_and_fetched_again(
     noted = json.loads((folder / NAME).read_text())["files"]["model.safetensors"]["mtime_ns"]
     os.utime(weights, ns=(noted, noted))
     assert is_intact(folder, sha256=source.sha256)
-    resolve_model("tiny", home=tmp_path, catalogue=catalogue)
+    resolve_model("tiny", home=tmp_path, catalog=catalog)
     assert weights.read_bytes() != whole, "usually nothing is hashed: it must be quick"
-    resolve_model("tiny", home=tmp_path, catalogue=catalogue, thorough=True)
+    resolve_model("tiny", home=tmp_path, catalog=catalog, thorough=True)
     assert weights.read_bytes() == whole
     assert sorted(path.name for path in folder.parent.iterdir()) == [".tiny.lock", "tiny"]
 
@@ -216,4 +216,4 @@ def test_where_the_cache_lies() -> None:
 def test_the_demo_models_share_the_demo_folder(demo_folder: Path) -> None:
     home = demo_folder.parent.parent
     assert resolve_model("demo-draft", home=home) == ModelFiles(demo_folder, "int4")
-    assert is_intact(demo_folder, sha256=CATALOGUE["demo"].source.sha256)
+    assert is_intact(demo_folder, sha256=CATALOG["demo"].source.sha256)

@@ -35,7 +35,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.in_features = source.in_features
         self.out_features = source.out_features
-        weight_MN, scale_M = quantise_channels(source.weight.detach())
+        weight_MN, scale_M = quantize_channels(source.weight.detach())
         self.register_buffer("weight_MN", weight_MN, persistent=False)
         self.register_buffer("scale_M", scale_M, persistent=False)
         self._bias = None if source.bias is None else source.bias.detach().to(torch.bfloat16)
@@ -66,7 +66,7 @@ class Int4Linear(nn.Module):
         self.out_features = source.out_features
         if not fits_int4(source):
             raise ValueError(f"no 4-bit linear of {source.out_features} x {source.in_features}")
-        steps_MN, scale_MG, minimum_MG = quantise_groups(source.weight.detach())
+        steps_MN, scale_MG, minimum_MG = quantize_groups(source.weight.detach())
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps_MN.to(torch.int32), 1)
         self.register_buffer("packed", packed, persistent=False)
         # Two weights per byte, for many rows: the layout of the kernel's `packed` is undocumented.
@@ -104,7 +104,7 @@ def fits_int4(source: nn.Linear) -> bool:
     return source.in_features % GROUP_SIZE == 0 and source.out_features % _INT4_MULTIPLE == 0
 
 
-def quantise_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
     """8-bit weights [M, N] and bfloat16 scales [M]; a weight is nearly int8 x scale.
 
     The scale is rounded to bfloat16 first, and the weights are divided by the rounded scale, so
@@ -116,7 +116,7 @@ def quantise_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
     return steps_MN.to(torch.int8).contiguous(), scale_M
 
 
-def quantise_groups(weight_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_groups(weight_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """4-bit steps [M, N] (uint8), bfloat16 scales [M, G] and minima [M, G], G = N / 32.
 
     A weight is nearly step x scale + minimum. Weights that have this form already, such as those

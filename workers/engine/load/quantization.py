@@ -44,7 +44,7 @@ REFUSED: Mapping[str, str] = {
 """Why these kinds are refused. For other kinds the reason is that they were not examined."""
 
 
-def check_quantisation(folder: Path, raw: Mapping[str, Any]) -> None:
+def check_quantization(folder: Path, raw: Mapping[str, Any]) -> None:
     """Raise CheckpointError if `raw`, a config.json, names a kind that cannot be read."""
     if _KEY not in raw:
         return
@@ -61,7 +61,7 @@ def check_quantisation(folder: Path, raw: Mapping[str, Any]) -> None:
     if package is not None and importlib.util.find_spec(package) is None:
         raise CheckpointError(
             f"{folder / 'config.json'}: the weights are quantized ({kind}), for which transformers "
-            f"needs the package {package}: pip install 'paceline-server[quantised]'"
+            f"needs the package {package}: pip install 'paceline-server[quantized]'"
         )
 
 
@@ -78,7 +78,7 @@ def plain_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
+def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the model with plain weights; `config` is not changed."""
     plain = deepcopy(config)
     if hasattr(plain, _KEY):
@@ -86,12 +86,12 @@ def without_quantisation(config: PreTrainedConfig) -> PreTrainedConfig:
     return plain
 
 
-def is_quantised(config: PreTrainedConfig) -> bool:
+def is_quantized(config: PreTrainedConfig) -> bool:
     """Whether the files hold quantized weights."""
     return getattr(config, _KEY, None) is not None
 
 
-class DequantisedTensors(StoredTensors):
+class DequantizedTensors(StoredTensors):
     """The plain weights of a quantized checkpoint, all in memory until `close`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
@@ -112,7 +112,7 @@ class DequantisedTensors(StoredTensors):
 def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
     config = plain_config(folder)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(without_quantisation(config))
+        model = AutoModelForCausalLM.from_config(without_quantization(config))
     count = sum(parameter.numel() for parameter in model.parameters())
     check_room(
         count * dtype.itemsize,

@@ -19,7 +19,7 @@ from workers.models.fetch import Progress, Source, fetch, no_progress
 
 
 @dataclass(frozen=True, slots=True)
-class CatalogueEntry:
+class CatalogEntry:
     """A model with a name. Names that differ only in `weights` share a folder.
 
     `about` is one line for people. `disk_bytes` is the approximate size of the folder.
@@ -55,10 +55,10 @@ _SMOLLM2 = Source(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
 )
 
-CATALOGUE: Mapping[str, CatalogueEntry] = {
+CATALOG: Mapping[str, CatalogEntry] = {
     entry.name: entry
     for entry in (
-        CatalogueEntry(
+        CatalogEntry(
             name="demo",
             folder="demo",
             weights="float32",
@@ -66,7 +66,7 @@ CATALOGUE: Mapping[str, CatalogueEntry] = {
             disk_bytes=542_000_000,
             about="SmolLM2-135M-Instruct (Apache-2.0), float32",
         ),
-        CatalogueEntry(
+        CatalogEntry(
             name="demo-draft",
             folder="demo",
             weights="int4",
@@ -86,7 +86,7 @@ def default_home(environ: Mapping[str, str]) -> Path:
     return Path(cache).expanduser().absolute() / "paceline"
 
 
-def is_present(entry: CatalogueEntry, *, home: Path) -> bool:
+def is_present(entry: CatalogEntry, *, home: Path) -> bool:
     """Whether the cache holds the complete checkpoint of `entry`."""
     folder = home / "models" / entry.folder
     return checkpoint_manifest.is_intact(folder, sha256=entry.source.sha256)
@@ -94,7 +94,7 @@ def is_present(entry: CatalogueEntry, *, home: Path) -> bool:
 
 def spelled_out(name_or_path: str) -> str:
     """The same model for processes with another working folder: a folder as its absolute path."""
-    if name_or_path == STAND_IN or name_or_path in CATALOGUE:
+    if name_or_path == STAND_IN or name_or_path in CATALOG:
         return name_or_path
     folder = Path(name_or_path).expanduser()
     return str(folder.absolute()) if folder.is_dir() else name_or_path
@@ -105,10 +105,10 @@ def resolve_model(
     *,
     home: Path,
     progress: Progress = no_progress,
-    catalogue: Mapping[str, CatalogueEntry] = CATALOGUE,
+    catalog: Mapping[str, CatalogEntry] = CATALOG,
     thorough: bool = False,
 ) -> ModelFiles:
-    """The files of a model: a name in the catalogue, fetched if it is absent, or a folder.
+    """The files of a model: a name in the catalog, fetched if it is absent, or a folder.
 
     A name takes precedence over a folder of the same name; `./demo` is the folder. Several
     processes and hosts may resolve a name at once: one fetches, the others wait. `thorough` hashes
@@ -120,7 +120,7 @@ def resolve_model(
         from workers.emulated.stand_in import stand_in_in
 
         return ModelFiles(stand_in_in(home / "models"), "float32")
-    entry = catalogue.get(name_or_path)
+    entry = catalog.get(name_or_path)
     if entry is not None:
         folder = home / "models" / entry.folder
         if thorough or not is_present(entry, home=home):
@@ -133,9 +133,9 @@ def resolve_model(
         gguf = folder.suffix.lower() == ".gguf"
         raise CheckpointError(
             f"model {name_or_path!r} is a file; expected a checkpoint folder, or one of the names "
-            f"{', '.join(catalogue)}{GGUF_WAY_OUT if gguf else ''}"
+            f"{', '.join(catalog)}{GGUF_WAY_OUT if gguf else ''}"
         )
     raise CheckpointError(
         f"model {name_or_path!r} is neither a folder nor a name: known names are "
-        f"{', '.join(catalogue)}{did_you_mean(name_or_path, catalogue)}"
+        f"{', '.join(catalog)}{did_you_mean(name_or_path, catalog)}"
     )
