@@ -280,9 +280,10 @@ async def test_a_request_alone_that_fails_each_step_is_refused_by_a_fresh_proces
 
 @pytest.mark.long
 async def test_two_that_no_target_survives(folder: Path, hits: Counter[int]) -> None:
+    """Twice for each: the one that comes to its first step later is found later."""
     reasons, _, _ = await hurt(folder, KILLS, more_poison=[TAKES_ALL_MEMORY])
     assert all("the target was lost" in reason for reason in reasons)
-    assert max(hits.values()) <= 2
+    assert max(hits.values()) <= 2 * 2
 
 
 @pytest.mark.long

@@ -1,0 +1,90 @@
+"""Things by name: own ones, those of other packages, and those that cannot be loaded."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import ConfigError, InvalidRequestError
+from workers.process.registry import Registry
+
+GROUP = "paceline.test_registry"
+
+
+@dataclass(frozen=True)
+class Thing:
+    name: str
+    help: str = "A thing"
+
+
+def registry_of(*names: str) -> Registry[Thing]:
+    def load_own() -> None:
+        for name in names:
+            registry.add(Thing(name))
+
+    registry = Registry[Thing]("thing", group=GROUP, load_own=load_own)
+    return registry
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with an installed package whose entry points are `good` and `broken`."""
+    info = tmp_path / "more_things-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: more-things\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        f"[{GROUP}]\ngood = more_good_things\nbroken = more_broken_things\n"
+    )
+    (tmp_path / "more_good_things.py").write_text("LOADED = True\n")
+    (tmp_path / "more_broken_things.py").write_text("raise OSError('no such table')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield tmp_path
+    for module in ("more_good_things", "more_broken_things"):
+        sys.modules.pop(module, None)
+
+
+def test_things_are_in_the_order_of_their_names_whoever_registers_first() -> None:
+    registry = registry_of("b", "a-2", "c")
+    assert list(registry) == ["a-2", "b", "c"]
+    assert "b" in registry
+    assert "d" not in registry
+    assert registry.get("b", field="thing").help == "A thing"
+
+
+def test_an_unknown_name_is_refused_with_its_field_and_the_nearest_name() -> None:
+    with pytest.raises(
+        InvalidRequestError, match=r"expected one of chain, off, got 'chian'.*chain"
+    ):
+        registry_of("off", "chain").get("chian", field="policy")
+
+
+@pytest.mark.parametrize("name", ["", "Chain", "a b", "-a", "2a", "a" * 33, "a/../b"])
+def test_a_malformed_name_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="expected a name of lower-case letters"):
+        registry_of().add(Thing(name))
+
+
+def test_a_name_belongs_to_one_thing() -> None:
+    registry = registry_of("a")
+    registry.all()
+    with pytest.raises(ConfigError, match="two packages register the thing 'a'"):
+        registry.add(Thing("a", "Another"))
+    assert registry.get("a", field="thing").help == "A thing"
+
+
+@pytest.mark.usefixtures("installed")
+def test_an_entry_point_that_raises_leaves_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    registry = registry_of("a")
+    with caplog.at_level(logging.ERROR):
+        assert list(registry) == ["a"]
+    assert "more_good_things" in sys.modules
+    assert "'broken'" in caplog.text
+    with pytest.raises(InvalidRequestError, match=r"broken is not there: .*no such table"):
+        registry.get("broken", field="thing")

@@ -1,0 +1,104 @@
+"""Open sets of things by name: what this repository has, and what other packages add.
+
+A thing is one file. It calls `add` when it is imported, and it is there because its file is in the
+folder, or because an installed package names it in an entry point of the registry's group
+(docs/extending.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, Protocol, TypeVar
+
+from paceline.errors import ConfigError, InvalidRequestError
+from paceline.text import did_you_mean
+
+_log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+
+
+class Named(Protocol):
+    """What a registry holds."""
+
+    @property
+    def name(self) -> str:
+        """Lower-case letters, digits and hyphens, at most 32: its name on the wire and in files."""
+
+    @property
+    def help(self) -> str:
+        """One line for people, without a period at its end."""
+
+
+T = TypeVar("T", bound=Named)
+
+
+class Registry(Generic[T]):
+    """Things of one sort, by name, in the order of their names."""
+
+    def __init__(self, noun: str, *, group: str, load_own: Callable[[], None]) -> None:
+        """`noun`: what an entry is, for errors. `group`: the entry points of other packages.
+
+        `load_own` imports this repository's own files, each of which calls `add`.
+        """
+        self._noun = noun
+        self._group = group
+        self._load_own = load_own
+        self._entries: dict[str, T] = {}
+        self._failed: dict[str, str] = {}
+        self._loaded = False
+
+    def add(self, entry: T) -> T:
+        """Register an entry. Raises ConfigError for a name that is malformed or taken."""
+        name = entry.name
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{self._noun} {name!r}: expected a name of lower-case letters, digits and "
+                "hyphens, at most 32, that begins with a letter"
+            )
+        if self._entries.setdefault(name, entry) is not entry:
+            raise ConfigError(f"two packages register the {self._noun} {name!r}: remove one")
+        return entry
+
+    def get(self, name: str, *, field: str) -> T:
+        """The entry with this name.
+
+        Raises InvalidRequestError, with the field's name, if there is none.
+        """
+        entries = self.all()
+        if name in entries:
+            return entries[name]
+        why = "".join(f"; {failed} is not there: {why}" for failed, why in self._failed.items())
+        raise InvalidRequestError(
+            field,
+            f"expected one of {', '.join(entries)}, got {name!r}{did_you_mean(name, entries)}{why}",
+        )
+
+    def all(self) -> Mapping[str, T]:
+        """All entries. The first call imports their files and the packages that add others.
+
+        An entry point that raises is logged and left out, so that it does not harm the others.
+        """
+        if not self._loaded:
+            self._loaded = True
+            self._load_own()
+            for point in entry_points(group=self._group):
+                self._load(point)
+            self._entries = dict(sorted(self._entries.items()))
+        return self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.all()
+
+    def _load(self, point: EntryPoint) -> None:
+        try:
+            point.load()
+        except Exception as error:
+            _log.exception("the entry point %r of %s cannot be loaded", point.name, self._group)
+            self._failed[point.name] = f"{point.value} raised {error!r}"
