@@ -9,27 +9,14 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from cluster.decoding.policies import PolicyName
-from cluster.driver.fitting import (
-    check_branches,
-    check_deployed,
-    check_layout,
-    check_merge,
-    check_policy_fits,
-    check_rule_fits,
-)
+from cluster.driver.fitting import Speculation, check_deployment, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.rules import (
-    DRAFTER_KINDS,
-    MAX_BRANCHES,
-    MAX_WINDOW,
-    DrafterKind,
-    Rule,
-    Stopping,
-)
+from paceline.options import GenerateOptions, check_option
+from paceline.rules import DRAFTER_KINDS, DrafterKind, Rule
 from paceline.text import did_you_mean
 from workers.emulated.profiles import load_profile
 from workers.engine.load.weight_form import DTYPES, Dtype
@@ -243,6 +230,19 @@ def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _option(name: str) -> AfterValidator:
+    """A default for the request option `name`, in its bounds (paceline/options.py)."""
+
+    def check(value: Any) -> Any:
+        try:
+            check_option(name, value)
+        except InvalidRequestError as error:
+            raise refusal(str(error).removeprefix(f"{name}: ")) from None
+        return value
+
+    return AfterValidator(check)
+
+
 def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
     """ "auto", or a value that `read` turns into a positive number."""
 
@@ -382,18 +382,34 @@ class SpeculationConfig(_Closed):
     ] = "chain"
     verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
     # The most candidates of a sequence that a step verifies.
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
+    window: Annotated[int, _option("window")] = 8
     # Candidates at each position; 1: chains.
-    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
+    branches: Annotated[int, _option("branches")] = 1
     # When a drafter stops before the window is full. "cost" pays off with a policy that waits for
     # its drafter and with recycling; under policy "chain" it changes nothing.
-    stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
+    stopping: Annotated[str, _option("stopping")] = "fixed"
     # The kind of drafter to use if several are deployed and fit.
     drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
     # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
     # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
+
+    def defaults(self) -> Speculation:
+        """How a request without options of its own speculates.
+
+        Raises InvalidRequestError, which names the option, if the keys do not fit together.
+        """
+        options = GenerateOptions(
+            policy=self.policy,
+            rule=self.verification,
+            window=self.window,
+            branches=self.branches,
+            stopping=self.stopping,
+            drafter=None if self.drafter == "any" else self.drafter,
+            merge=self.merge,
+        )
+        return speculation_of(options, Speculation())
 
 
 class ServerConfig(_Closed):
@@ -437,30 +453,23 @@ class Config(_Closed):
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:
         """Check that the deployed drafters can do what requests get by default."""
-        chosen = self.speculation
-        rule = Rule(chosen.verification)
-        kinds = self.drafter_kinds
         try:
-            check_branches(rule, chosen.branches, chosen.window)
-            check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
-            check_layout(
-                PolicyName(chosen.policy),
-                sum(drafter.count for drafter in self.drafters),
-                self.target.groups,
-            )
-            if chosen.drafter != "any":
-                check_deployed(chosen.drafter, kinds)
-                kinds = {chosen.drafter}
-            if chosen.policy != "off":
-                check_rule_fits(rule, kinds)
-            if chosen.merge:
-                check_merge(PolicyName(chosen.policy), rule, kinds)
+            self.check_speculation(self.speculation.defaults())
         except InvalidRequestError as error:
             key = "verification" if error.field == "rule" else error.field
             raise refusal(
                 f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
             ) from None
         return self
+
+    def check_speculation(self, speculation: Speculation) -> None:
+        """Raise InvalidRequestError if what is deployed cannot speculate like this."""
+        check_deployment(
+            speculation,
+            self.drafter_kinds,
+            num_drafters=sum(drafter.count for drafter in self.drafters),
+            num_groups=self.target.groups,
+        )
 
     def deployment(self) -> dict[str, Any]:
         """What the workers are: the tables of target and drafters, as JSON.

@@ -42,10 +42,10 @@ from cluster.decoding.instructions import (
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.callers import Callers
 from cluster.driver.drafter_link import DrafterDescription
+from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Generation
 from cluster.driver.meters import DriverTimeMeter, GapMeter
 from cluster.driver.proposals_wire import ReadBatch, read_proposals
-from cluster.driver.requests import Speculation
 from cluster.driver.round_tap import RoundTap
 from cluster.driver.target_description import TargetDescription
 from cluster.driver.target_groups import TargetGroups

@@ -1,12 +1,19 @@
-"""Checks that rule, policy and drafters fit together, for a configuration and for each request."""
+"""How a request speculates, and whether its policy, rule and drafters fit together.
+
+The driver asks for each request, the configuration for its defaults, and commands for their flags.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypeVar
 
 from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, Rule
+from paceline.options import GenerateOptions
+from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, Rule, Stopping
 from workers.verification.rules import FACTS, CandidateKind
 
 _DRAWN_BY_A_MODEL = {
@@ -15,6 +22,103 @@ _DRAWN_BY_A_MODEL = {
     Rule.RECURSIVE: CandidateKind.WITHOUT_REPLACEMENT,
     Rule.MCSD: CandidateKind.WITH_REPLACEMENT,
 }
+
+
+ValueT = TypeVar("ValueT")
+NameT = TypeVar("NameT", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a request speculates. `drafter`: a kind of drafter; None: any that fits the rule."""
+
+    policy: PolicyName = PolicyName.CHAIN
+    window: int = 8
+    rule: Rule = Rule.COUPLED
+    branches: int = 1
+    stopping: Stopping = Stopping.FIXED
+    drafter: str | None = None
+    merge: bool = False
+
+
+def speculation_of(options: GenerateOptions, defaults: Speculation) -> Speculation:
+    """How a request with these options speculates, with the defaults filled in.
+
+    Raises InvalidRequestError, which names the option, if they do not fit together.
+    """
+    rule = _named(Rule, "rule", options.rule, defaults.rule)
+    policy = _named(PolicyName, "policy", options.policy, defaults.policy)
+    window = _given(options.window, defaults.window)
+    # Values that the caller left out yield to those that were given.
+    most = min(window, most_branches(policy, rule))
+    branches = _given(options.branches, min(defaults.branches, most))
+    check_branches(rule, branches, window)
+    check_policy_fits(policy, rule, branches)
+    drafter = _given(options.drafter, defaults.drafter)
+    if drafter is not None and drafter not in DRAFTER_KINDS:
+        known = ", ".join(DRAFTER_KINDS)
+        raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
+    merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
+    if merge:
+        check_merge_alone(drafter)
+    if options.merge and policy is not PolicyName.OFF:
+        check_merge(policy, rule, None)
+    return Speculation(
+        policy=policy,
+        window=window,
+        rule=rule,
+        branches=branches,
+        stopping=_named(Stopping, "stopping", options.stopping, defaults.stopping),
+        drafter=drafter,
+        merge=merge,
+    )
+
+
+def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:
+    """The member of an enum with this name. Raises InvalidRequestError."""
+    if name is None:
+        return default
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(one.value for one in kind)
+        raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
+
+
+def _given(value: ValueT | None, default: ValueT) -> ValueT:
+    return default if value is None else value
+
+
+def check_deployment(
+    speculation: Speculation,
+    drafters: Collection[str] | None,
+    *,
+    num_drafters: int | None,
+    num_groups: int,
+) -> None:
+    """Raise InvalidRequestError if what is deployed cannot speculate like this.
+
+    `drafters`: the deployed kinds, `num_drafters`: how many are deployed; None: not known.
+    `num_groups`: target groups.
+    """
+    if num_drafters is not None:
+        check_layout(speculation.policy, num_drafters, num_groups)
+    if speculation.policy is PolicyName.OFF:
+        return
+    kinds = drafters
+    if speculation.drafter is not None:
+        kinds = {speculation.drafter}
+        if drafters is not None:
+            check_deployed(speculation.drafter, drafters)
+    if kinds is not None:
+        check_rule_fits(speculation.rule, kinds)
+        if speculation.merge:
+            check_merge(speculation.policy, speculation.rule, kinds)
+
+
+def widest_proposal(speculation: Speculation) -> int:
+    """The most candidates at one position, or k-SEQ paths, that a drafter may send."""
+    return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
 
 
 def candidate_kind(rule: Rule, drafter: str) -> CandidateKind:
@@ -27,10 +131,10 @@ def candidate_kind(rule: Rule, drafter: str) -> CandidateKind:
     return _DRAWN_BY_A_MODEL.get(rule, CandidateKind.SHARED_NOISE)
 
 
-def check_rule_fits(rule: Rule, drafters: Collection[str], *, field: str = "rule") -> None:
+def check_rule_fits(rule: Rule, drafters: Collection[str]) -> None:
     """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
-    Without drafters nothing is drafted, which fits every rule. `field`: the caller's name for it.
+    Without drafters nothing is drafted, which fits every rule.
     """
     if not drafters or any(_fits(rule, drafter) for drafter in drafters):
         return
@@ -41,7 +145,7 @@ def check_rule_fits(rule: Rule, drafters: Collection[str], *, field: str = "rule
     needs = "needs draft probabilities and " if FACTS[rule].needs_draft_probs else ""
     fitting = " or ".join(repr(kind) for kind in DRAFTER_KINDS if _fits(rule, kind))
     raise InvalidRequestError(
-        field,
+        "rule",
         f"the rule {rule.value!r} {needs}is not exact for {given}: choose another rule, or the "
         f"drafter {fitting}",
     )
@@ -162,8 +266,6 @@ def _named_together(kinds: Collection[str]) -> str:
 
 def check_branches(rule: Rule, branches: int, window: int) -> None:
     """Raise InvalidRequestError unless the rule takes `branches` candidates at a position."""
-    if not 1 <= branches <= MAX_BRANCHES:
-        raise InvalidRequestError("branches", f"expected 1 to {MAX_BRANCHES}, got {branches}")
     if branches > 1 and FACTS[rule].chain_only:
         raise InvalidRequestError(
             "branches",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from cluster.decoding.events import Proposal
 from cluster.decoding.roster import MALFORMED_LIMIT
-from cluster.driver.requests import Speculation, widest_proposal
+from cluster.driver.fitting import Speculation, widest_proposal
 from paceline.errors import ProtocolError
 from paceline.rules import MAX_PROPOSED, Rule
 from paceline.v1 import drafting_pb2

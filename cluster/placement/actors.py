@@ -184,31 +184,20 @@ class DriverActor(_Actor):
 
         `patience`: seconds that requests wait for a lost target, if above _PATIENCE_SECONDS.
         """
-        from cluster.decoding.policies import PolicyName
         from cluster.driver.driver import DriverOptions
-        from cluster.driver.requests import Speculation
         from cluster.driver.service import serve_driver
         from cluster.driver.target_link import MEET_SECONDS, StepTimeout
-        from paceline.rules import Rule, Stopping
         from workers.process.garbage import spare_what_is_there
 
-        config, chosen = setup.config, setup.config.speculation
+        config = setup.config
         files = await files_of(setup.home, config.target.model)
         options = DriverOptions(
             folder=files.folder,
             target_addresses=tuple(target_addresses),
             target_groups=config.target.groups,
             drafter_addresses=drafters,
-            speculation=Speculation(
-                policy=PolicyName(chosen.policy),
-                window=chosen.window,
-                rule=Rule(chosen.verification),
-                branches=chosen.branches,
-                stopping=Stopping(chosen.stopping),
-                drafter=None if chosen.drafter == "any" else chosen.drafter,
-                merge=chosen.merge,
-            ),
-            wait_ms=chosen.wait_ms,
+            speculation=config.speculation.defaults(),
+            wait_ms=config.speculation.wait_ms,
             max_num_seqs=config.target.max_num_seqs,
             prefix_cache=config.target.prefix_cache,
             max_waiting=config.server.max_waiting,

@@ -25,8 +25,9 @@ from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_link import DrafterDescription
+from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Generation
-from cluster.driver.requests import ResolvedRequest, Speculation
+from cluster.driver.requests import ResolvedRequest
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.target_description import TargetDescription
 from cluster.driver.text import TextCodec, TextStream

@@ -19,14 +19,15 @@ from deploy.rows.comparison import (
     Matrix,
     Run,
     Variant,
+    check_text,
     divergences,
 )
 from deploy.rows.inputs import BadRow, InputRow
 from deploy.rows.margins import MarginMeter
 from deploy.rows.peers import Departure, TransformersPeer
-from deploy.rows.request_flags import RequestFlags, check_text
 from deploy.rows.row_progress import RowProgress
 from paceline.client import Client
+from paceline.options import GenerateOptions
 from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 
@@ -77,15 +78,15 @@ class FileReport:
 class Verifier:
     """Runs a matrix against the server at `address`.
 
-    `flags`: rule and branches. `make_peer` and `make_meter` are called at most once. They are None
-    if there is no model to ask, as with an emulated target that replays.
+    `options`: those that all runs share. `make_peer` and `make_meter` are called at most once. They
+    are None if there is no model to ask, as with an emulated target that replays.
     """
 
     def __init__(
         self,
         address: str,
         matrix: Matrix,
-        flags: RequestFlags,
+        options: GenerateOptions,
         *,
         progress: RowProgress,
         make_peer: Callable[[], TransformersPeer] | None,
@@ -94,7 +95,9 @@ class Verifier:
         """Raises InvalidRequestError if the rule keeps only the law at a temperature."""
         self._address = address
         self._matrix = matrix
-        self._flags = flags
+        assert options.max_tokens is not None
+        self._max_tokens = options.max_tokens
+        self._options = options
         self._progress = progress
         self._make_peer = make_peer
         self._make_meter = make_meter
@@ -104,7 +107,7 @@ class Verifier:
             self._model = client.describe()
         default = self._model.default_sampling.temperature
         for temperature in matrix.temperatures:
-            check_text(flags.verification, default if temperature is None else temperature)
+            check_text(options.rule, default if temperature is None else temperature)
 
     def verify_file(self, path: Path, rows: Rows) -> FileReport:
         """Run everything over the rows of one file, then compare a greedy run with transformers."""
@@ -133,14 +136,14 @@ class Verifier:
         return None
 
     def _run(self, rows: Rows, variant: Variant, temperature: float | None) -> Run:
-        branches = self._flags.branches
+        branches = self._options.branches
         if branches is not None and variant.window is not None:
             branches = min(branches, variant.window)
         if branches is not None:
-            rule = Rule(self._flags.verification or Rule.COUPLED)
+            rule = Rule(self._options.rule or Rule.COUPLED)
             branches = min(branches, most_branches(PolicyName(variant.policy), rule))
-        flags = replace(
-            self._flags,
+        options = replace(
+            self._options,
             temperature=temperature,
             policy=variant.policy,
             window=variant.window,
@@ -149,7 +152,7 @@ class Verifier:
         shown = "" if temperature is None else f", temperature {temperature:g}"
         with self._progress.counting(f"{variant}{shown}", len(rows)) as advance:
             start = time.monotonic()
-            answers = asyncio.run(self._answers(rows, flags, variant.concurrency, advance))
+            answers = asyncio.run(self._answers(rows, options, variant.concurrency, advance))
             seconds = time.monotonic() - start
         return Run(variant, answers, seconds)
 
@@ -158,7 +161,7 @@ class Verifier:
     ) -> Divergence:
         """Add the margin if a tie is possible, which is after trees. Chains are exact."""
         plain = reference.answers[found.row].outcome
-        chain = self._flags.branches in (None, 1)
+        chain = self._options.branches in (None, 1)
         if chain or found.expected is None or found.got is None or isinstance(plain, Failure):
             return found
         if self._meter is None:
@@ -167,8 +170,8 @@ class Verifier:
             self._meter = self._make_meter()
         chosen: dict[str, Any] = {
             "temperature": temperature,
-            "top_k": self._flags.top_k,
-            "top_p": self._flags.top_p,
+            "top_k": self._options.top_k,
+            "top_p": self._options.top_p,
         }
         spec = SequenceSpec(
             sampling=replace(
@@ -183,10 +186,10 @@ class Verifier:
         return replace(found, margin=self._meter.margin(spec, prefix, found.expected, found.got))
 
     async def _answers(
-        self, rows: Rows, flags: RequestFlags, concurrency: int, advance: Callable[[], None]
+        self, rows: Rows, options: GenerateOptions, concurrency: int, advance: Callable[[], None]
     ) -> list[Answer]:
         stream = answers_in_order(
-            self._address, rows, flags, concurrency=concurrency, on_done=advance
+            self._address, rows, options, concurrency=concurrency, on_done=advance
         )
         return [answer async for answer in stream]
 
@@ -211,5 +214,5 @@ class Verifier:
         report.tokens += len(ours.token_ids)
         if peer.encode(answer.row.input) != list(ours.prompt_token_ids):
             report.other_prompts.append(answer.index)
-        found = peer.departures(ours.prompt_token_ids, ours.token_ids, self._flags.max_tokens)
+        found = peer.departures(ours.prompt_token_ids, ours.token_ids, self._max_tokens)
         report.departures += [(answer.index, departure) for departure in found]
