@@ -91,15 +91,15 @@ def _given(value: ValueT | None, default: ValueT) -> ValueT:
 
 def check_deployment(
     speculation: Speculation,
-    drafters: Collection[str] | None,
+    drafters: Collection[str] | None = None,
     *,
-    num_drafters: int | None,
-    num_groups: int,
+    num_drafters: int | None = None,
+    num_groups: int = 1,
 ) -> None:
     """Raise InvalidRequestError if what is deployed cannot speculate like this.
 
-    `drafters`: the deployed kinds, `num_drafters`: how many are deployed; None: not known.
-    `num_groups`: target groups.
+    `drafters`: the deployed kinds; `num_drafters`: how many are deployed, beside `num_groups`
+    target groups. None: not known.
     """
     if num_drafters is not None:
         check_layout(speculation.policy, num_drafters, num_groups)

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from cluster.config.model import Config
-from cluster.driver.fitting import speculation_of
+from cluster.driver.fitting import check_deployment, speculation_of
 from paceline.address import parse_address
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions, check_options
@@ -85,6 +85,8 @@ def check_request(options: GenerateOptions, config: Config, *, server: str | Non
         speculation = speculation_of(options, config.speculation.defaults())
         if server is None:
             config.check_speculation(speculation)
+        else:
+            check_deployment(speculation)
     except InvalidRequestError as error:
         field, message = error.args
         flag = _FLAG_OF_OPTION.get(field, field).replace("_", "-")
