@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.address import parse_address
+from workers.drafting.protocols import DRAFTERS
 
 
 def check_server(address: str | None) -> str | None:
@@ -41,9 +42,7 @@ StoppingOption = Annotated[
     str | None,
     typer.Option(help="When a drafter stops early: fixed (never), adaedl, confidence or cost."),
 ]
-DrafterOption = Annotated[
-    str | None, typer.Option(help="Kind of drafter: model, ngram or recycling.")
-]
+DrafterOption = Annotated[str | None, typer.Option(help=f"Kind of drafter: {', '.join(DRAFTERS)}.")]
 MergeOption = Annotated[
     bool | None,
     typer.Option("--merge/--no-merge", help="Have a drafter of each kind draft, in one tree."),
