@@ -98,7 +98,7 @@ class GenerateOptions:
 
     - `policy`: "off", "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto";
     - `rule` and `stopping`: the values of `paceline.rules.Rule` and `paceline.rules.Stopping`;
-    - `drafter`: "model", "ngram" or "recycling".
+    - `drafter`: a kind of drafter, such as "model", "ngram" or "recycling".
 
     With `merge`, one drafter of each kind drafts, and their candidates form one tree. Requests of
     one `tenant` share the KV of equal prefixes and what drafters learn from text.

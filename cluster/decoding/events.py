@@ -181,12 +181,16 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DrafterJoined:
-    """A drafter can be used. It drafts no token at or beyond `max_position`."""
+    """A drafter can be used. It drafts no token at or beyond `max_position`.
+
+    `has_model`: it drafts with a model. It is preferred to a drafter without one.
+    """
 
     now: float
     drafter: str
     max_position: int
     kind: str = "model"
+    has_model: bool = True
     rules: frozenset[Rule] = frozenset({Rule.COUPLED})
     wants_top_tokens: bool = False
 

@@ -46,6 +46,7 @@ class DrafterDescription:
     """How a drafter describes itself (drafting.proto, DescribeDrafterResponse)."""
 
     kind: str
+    has_model: bool
     max_position: int
     rules: frozenset[Rule]
     wants_top_tokens: bool
@@ -173,14 +174,16 @@ class DrafterLink:
         call = open_stream(stub.Draft)
         self._outbox = Outbox(call.write)
         self._overflown.clear()
-        self.meter.join(kind=description.kind, pid=description.pid)
+        rules = rules_from_wire(description.rules)
+        self.meter.join(kind=description.kind, pid=description.pid, rules=rules)
         try:
             self._listener.drafter_joined(
                 name,
                 DrafterDescription(
                     kind=description.kind,
+                    has_model=bool(description.model),
                     max_position=description.max_position,
-                    rules=rules_from_wire(description.rules),
+                    rules=rules,
                     wants_top_tokens=description.wants_top_tokens,
                 ),
             )

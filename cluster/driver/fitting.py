@@ -6,23 +6,16 @@ The driver asks for each request, the configuration for its defaults, and comman
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, Rule, Stopping
-from workers.verification.rules import FACTS, CandidateKind
-
-_DRAWN_BY_A_MODEL = {
-    Rule.REJECTION: CandidateKind.SAMPLED_CHAIN,
-    Rule.KSEQ: CandidateKind.INDEPENDENT_PATHS,
-    Rule.RECURSIVE: CandidateKind.WITHOUT_REPLACEMENT,
-    Rule.MCSD: CandidateKind.WITH_REPLACEMENT,
-}
-
+from paceline.rules import MAX_BRANCHES, Rule, Stopping
+from workers.drafting.protocols import DRAFTERS
+from workers.verification.rules import FACTS
 
 ValueT = TypeVar("ValueT")
 NameT = TypeVar("NameT", bound=enum.Enum)
@@ -41,10 +34,14 @@ class Speculation:
     merge: bool = False
 
 
-def speculation_of(options: GenerateOptions, defaults: Speculation) -> Speculation:
+def speculation_of(
+    options: GenerateOptions, defaults: Speculation, deployed: Collection[str] = ()
+) -> Speculation:
     """How a request with these options speculates, with the defaults filled in.
 
-    Raises InvalidRequestError, which names the option, if they do not fit together.
+    `deployed`: kinds of drafters that a request may name although they are not registered here.
+    Raises InvalidRequestError, which names the option, for unknown names and for options that do
+    not fit together.
     """
     rule = _named(Rule, "rule", options.rule, defaults.rule)
     policy = _named(PolicyName, "policy", options.policy, defaults.policy)
@@ -55,9 +52,8 @@ def speculation_of(options: GenerateOptions, defaults: Speculation) -> Speculati
     check_branches(rule, branches, window)
     check_policy_fits(policy, rule, branches)
     drafter = _given(options.drafter, defaults.drafter)
-    if drafter is not None and drafter not in DRAFTER_KINDS:
-        known = ", ".join(DRAFTER_KINDS)
-        raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
+    if options.drafter is not None and options.drafter not in deployed:
+        DRAFTERS.get(options.drafter, field="drafter")  # Raises if it is not registered.
     merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
     if merge:
         check_merge_alone(drafter)
@@ -91,29 +87,29 @@ def _given(value: ValueT | None, default: ValueT) -> ValueT:
 
 def check_deployment(
     speculation: Speculation,
-    drafters: Collection[str] | None = None,
+    drafters: Mapping[str, Collection[Rule]] | None = None,
     *,
     num_drafters: int | None = None,
     num_groups: int = 1,
 ) -> None:
     """Raise InvalidRequestError if what is deployed cannot speculate like this.
 
-    `drafters`: the deployed kinds; `num_drafters`: how many are deployed, beside `num_groups`
-    target groups. None: not known.
+    `drafters`: the deployed kinds, and the rules that each can draft for. `num_drafters`: how many
+    are deployed, beside `num_groups` target groups. None: not known.
     """
     if num_drafters is not None:
         check_layout(speculation.policy, num_drafters, num_groups)
     if speculation.policy is PolicyName.OFF:
         return
-    kinds = drafters
-    if speculation.drafter is not None:
-        kinds = {speculation.drafter}
-        if drafters is not None:
-            check_deployed(speculation.drafter, drafters)
-    if kinds is not None:
-        check_rule_fits(speculation.rule, kinds)
+    if speculation.drafter is not None and drafters is not None:
+        check_deployed(speculation.drafter, drafters)
+        drafters = {speculation.drafter: drafters[speculation.drafter]}
+    elif speculation.drafter is not None and speculation.drafter in DRAFTERS:
+        drafters = rules_by_kind([speculation.drafter])
+    if drafters is not None:
+        check_rule_fits(speculation.rule, drafters)
         if speculation.merge:
-            check_merge(speculation.policy, speculation.rule, kinds)
+            check_merge(speculation.policy, speculation.rule, drafters)
 
 
 def widest_proposal(speculation: Speculation) -> int:
@@ -121,29 +117,22 @@ def widest_proposal(speculation: Speculation) -> int:
     return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
 
 
-def candidate_kind(rule: Rule, drafter: str) -> CandidateKind:
-    """The kind of candidates that a drafter drafts for a rule.
-
-    `drafter`: its kind. A model drafts as the rule asks.
-    """
-    if drafter != "model":
-        return CandidateKind.DETERMINISTIC
-    return _DRAWN_BY_A_MODEL.get(rule, CandidateKind.SHARED_NOISE)
+def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[Rule]]:
+    """The rules that drafters of these registered kinds can draft for."""
+    return {kind: DRAFTERS.get(kind, field="drafter").rules for kind in kinds}
 
 
-def check_rule_fits(rule: Rule, drafters: Collection[str]) -> None:
+def check_rule_fits(rule: Rule, drafters: Mapping[str, Collection[Rule]]) -> None:
     """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
-    Without drafters nothing is drafted, which fits every rule.
+    `drafters`: the rules that each kind can draft for. Without drafters nothing is drafted, which
+    fits every rule.
     """
-    if not drafters or any(_fits(rule, drafter) for drafter in drafters):
+    if not drafters or any(rule in rules for rules in drafters.values()):
         return
-    given = " and ".join(
-        f"{candidate_kind(rule, drafter).value} candidates of the drafter {drafter!r}"
-        for drafter in sorted(drafters)
-    )
+    given = " and ".join(_candidates_of(kind, rule) for kind in sorted(drafters))
     needs = "needs draft probabilities and " if FACTS[rule].needs_draft_probs else ""
-    fitting = " or ".join(repr(kind) for kind in DRAFTER_KINDS if _fits(rule, kind))
+    fitting = " or ".join(repr(name) for name, kind in DRAFTERS.all().items() if rule in kind.rules)
     raise InvalidRequestError(
         "rule",
         f"the rule {rule.value!r} {needs}is not exact for {given}: choose another rule, or the "
@@ -151,8 +140,11 @@ def check_rule_fits(rule: Rule, drafters: Collection[str]) -> None:
     )
 
 
-def _fits(rule: Rule, drafter: str) -> bool:
-    return candidate_kind(rule, drafter) in FACTS[rule].candidates
+def _candidates_of(kind: str, rule: Rule) -> str:
+    """What a drafter proposes for a rule, in words. Its kind may be registered elsewhere only."""
+    known = DRAFTERS.all().get(kind)
+    made = "" if known is None else f"{known.candidates_for(rule).value} "
+    return f"{made}candidates of the drafter {kind!r}"
 
 
 def check_deployed(wanted: str, deployed: Collection[str]) -> None:
@@ -220,13 +212,15 @@ MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
 """Rules under which candidates of several drafters may be siblings."""
 
 
-def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -> None:
+def check_merge(
+    policy: PolicyName, rule: Rule, drafters: Mapping[str, Collection[Rule]] | None
+) -> None:
     """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
-    `kinds`: of the usable drafters; None: not known.
+    `drafters`: the rules that each usable kind can draft for; None: not known.
     """
     if rule not in MERGING_RULES:
-        given = "" if kinds is None else f" of {_named_together(kinds)}"
+        given = "" if drafters is None else f" of {_named_together(drafters)}"
         raise InvalidRequestError(
             "merge",
             f"candidates{given} can be merged only under the rules 'coupled' and 'one-hot', got "
@@ -241,9 +235,9 @@ def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -
             f"the policy {policy.value!r} {reason}, so it merges nothing: choose 'chain', "
             "'lockstep', 'fanout' or 'auto'",
         )
-    if kinds is None:
+    if drafters is None:
         return
-    fitting = [kind for kind in kinds if candidate_kind(rule, kind) in FACTS[rule].candidates]
+    fitting = [kind for kind, rules in drafters.items() if rule in rules]
     if len(fitting) < 2:
         raise InvalidRequestError(
             "merge",
@@ -260,7 +254,7 @@ def check_merge_alone(drafter: str | None) -> None:
         )
 
 
-def _named_together(kinds: Collection[str]) -> str:
+def _named_together(kinds: Iterable[str]) -> str:
     return " and ".join(repr(kind) for kind in sorted(kinds))
 
 

@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -17,6 +17,7 @@ from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, Message
 from paceline.options import GenerateOptions
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
+from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.load.checkpoint import CheckpointInfo
 
@@ -60,17 +61,17 @@ class RequestResolver:
         options: GenerateOptions,
         *,
         room: int,
-        drafters: frozenset[str] | None = None,
+        drafters: Mapping[str, Collection[Rule]] | None = None,
         num_drafters: int | None = None,
         num_groups: int = 1,
     ) -> ResolvedRequest:
         """Check a request and return what to decode. Raises InvalidRequestError with the field.
 
-        `room`: the most tokens of a sequence. `drafters`: the deployed kinds; None: not known.
-        `num_drafters`: how many are deployed. `num_groups`: target groups. This tokenizes, so call
-        it off the event loop.
+        `room`: the most tokens of a sequence. `drafters`: the deployed kinds, and the rules that
+        each can draft for; None: not known. `num_drafters`: how many are deployed. `num_groups`:
+        target groups. This tokenizes, so call it off the event loop.
         """
-        speculation = speculation_of(options, self._defaults)
+        speculation = speculation_of(options, self._defaults, drafters or ())
         check_deployment(speculation, drafters, num_drafters=num_drafters, num_groups=num_groups)
         sampling = self._sampling(options)
         stop_token_ids = self._token_ids("stop_token_ids", options.stop_token_ids)

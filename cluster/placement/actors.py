@@ -133,7 +133,6 @@ class DrafterActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_drafter and resolve_model raise."""
-        assert plan.kind != "target"
         files = None if plan.model is None else await files_of(setup.home, plan.model)
         host = _worker_host(setup)
         if plan.drafter is None or plan.drafter.emulated is None:

@@ -42,7 +42,7 @@ from paceline.wire import fill_response
 from workers.drafting.batch_size import count_entries
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.nodes import Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree
 from workers.drafting.wire import apply_request, to_responses
 from workers.engine.load.checkpoint import describe_checkpoint
@@ -163,7 +163,7 @@ class _Loop:
         session = drafter.open_session()
         if load.policy != PolicyName.OFF.value:
             rules = frozenset({Rule.COUPLED})
-            dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", room, rules, False))
+            dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", True, room, rules, False))
         spare_what_is_there()
         self._admit(dispatch)
         taken: list[float] = []
@@ -325,7 +325,7 @@ class _Proposer(TakesNoTime):
     def __init__(self, text: _Text, max_position: int) -> None:
         self._text = text
         rules = frozenset({Rule.COUPLED})
-        self.info = DrafterInfo("model", "recorded", 0, b"", max_position, rules)
+        self.info = DrafterInfo("model", rules, "recorded", max_position=max_position)
 
     def open(self, tree: DraftTree) -> None:
         pass

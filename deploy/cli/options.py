@@ -13,6 +13,7 @@ from cluster.driver.fitting import check_deployment, speculation_of
 from paceline.address import parse_address
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions, check_options
+from workers.drafting.protocols import DRAFTERS
 
 T = TypeVar("T")
 
@@ -50,9 +51,7 @@ StoppingOption = Annotated[
     str | None,
     typer.Option(help="When a drafter stops early: fixed (never), adaedl, confidence or cost."),
 ]
-DrafterOption = Annotated[
-    str | None, typer.Option(help="Kind of drafter: model, ngram or recycling.")
-]
+DrafterOption = Annotated[str | None, typer.Option(help=f"Kind of drafter: {', '.join(DRAFTERS)}.")]
 MergeOption = Annotated[
     bool | None,
     typer.Option("--merge/--no-merge", help="Have a drafter of each kind draft, in one tree."),
@@ -82,7 +81,8 @@ def check_request(options: GenerateOptions, config: Config, *, server: str | Non
     """
     try:
         check_options(options)
-        speculation = speculation_of(options, config.speculation.defaults())
+        deployed = config.rules_by_kind if server is None else ()
+        speculation = speculation_of(options, config.speculation.defaults(), deployed)
         if server is None:
             config.check_speculation(speculation)
         else:

@@ -14,7 +14,7 @@ from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.nodes import PIECE, Kept, NewNodes
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import (
+from workers.drafting.protocols import (
     Draft,
     Pass,
     Proposer,

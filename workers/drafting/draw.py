@@ -22,9 +22,6 @@ from workers.verification.draws import (
 )
 from workers.verification.noise import gumbel_noise_of
 
-MODEL_RULES = frozenset(Rule) - {Rule.ONE_HOT}
-"""Rules that a model drafts for. `one-hot` needs candidates that were not drawn."""
-
 
 def draw_one(
     logits_V: torch.Tensor, spec: SequenceSpec, prefix: Sequence[int], *, prefix_hash: int

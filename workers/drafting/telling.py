@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from workers.drafting.excerpt import excerpt_of, excerpts_of
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import Draft
+from workers.drafting.protocols import Draft
 
 
 def proposals_of(sequence_id: int, draft: Draft, first: int) -> list[Proposal]:

@@ -14,7 +14,7 @@ from workers.drafting.batch_size import in_batches
 from workers.drafting.desk import Declined, DraftingSession, SessionNews
 from workers.drafting.draft_probs_wire import distributions_to_wire
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import TopTokens
+from workers.drafting.protocols import TopTokens
 from workers.drafting.tree import Grant
 
 

@@ -12,10 +12,10 @@ from paceline.rules import Rule
 from tests.workers.verification.enumeration import Prefix, TinyModels
 from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances, drawn_prior
-from workers.drafting.draw import MODEL_RULES
 from workers.drafting.growth import Growth
+from workers.drafting.kinds.model import MODEL
 from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree
@@ -45,7 +45,7 @@ class EnumeratedProposer:
 
     @property
     def info(self) -> DrafterInfo:
-        return DrafterInfo("model", "tiny", self._models.vocab_size, b"", 1000, MODEL_RULES)
+        return DrafterInfo("model", MODEL.rules, "tiny", self._models.vocab_size, b"", 1000)
 
     def open(self, tree: DraftTree) -> None:
         self._grown[tree] = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
@@ -98,7 +98,7 @@ class BranchingProposer(TakesNoTime):
     @property
     def info(self) -> DrafterInfo:
         rules = frozenset({Rule.ONE_HOT})
-        return DrafterInfo("branching", "tiny", self._models.vocab_size, b"", 1000, rules)
+        return DrafterInfo("branching", rules, "tiny", self._models.vocab_size, b"", 1000)
 
     def open(self, tree: DraftTree) -> None:
         pass

@@ -20,7 +20,7 @@ from workers.drafting.desk import DraftingDesk, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.nodes import NewNodes
 from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import Draft
+from workers.drafting.protocols import Draft
 from workers.drafting.telling import proposals_of
 from workers.drafting.tree import DraftTree, Grant
 from workers.drafting.wire import to_responses

@@ -15,7 +15,8 @@ from paceline.wire import rule_from_wire, spec_to_wire
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel, proposals_in
 from workers.drafting.draft_probs_wire import distributions_from_wire
-from workers.drafting.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.protocols import DrafterOptions
 from workers.process.server import RunningServer
 from workers.verification.candidates import CandidateTree
 from workers.verification.rules import check_proposal

@@ -12,7 +12,7 @@ from tests.workers.drafting.mirror import (
     FreshDrafter,
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.kinds.model import ModelProposer
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.nodes import ROOT
 from workers.drafting.proposal import Proposal
 from workers.drafting.stopping import AdaEdl

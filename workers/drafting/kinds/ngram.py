@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.rules import MAX_PROPOSED, Rule
+from paceline.rules import MAX_PROPOSED
 from workers.drafting.branches import merge_branches, unknown_part
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
-from workers.drafting.tree import DraftTree
+from workers.drafting.protocols import (
+    DRAFTERS,
+    ROOT,
+    CandidateKind,
+    Draft,
+    DrafterInfo,
+    DrafterKind,
+    DrafterOptions,
+    DraftTree,
+    Kept,
+    NewNodes,
+    Pass,
+    TakesNoTime,
+    TopTokens,
+)
 
 MAX_SUFFIX = 4
 MAX_REMEMBERED = 16
@@ -28,8 +40,7 @@ class NgramProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.COUPLED, Rule.ONE_HOT})
-        return DrafterInfo("ngram", "", 0, b"", ANY_POSITION, rules)
+        return DrafterInfo(NGRAM.name, NGRAM.rules)
 
     def open(self, tree: DraftTree) -> None:
         index = self._indices[tree] = _SuffixIndex()
@@ -128,3 +139,18 @@ def _copy(tree: DraftTree, text: Sequence[int], position: int, count: int) -> li
         if token_id in tree.spec.end_token_ids:
             break
     return copied
+
+
+async def _load(options: DrafterOptions) -> NgramProposer:
+    return NgramProposer()
+
+
+NGRAM = DRAFTERS.add(
+    DrafterKind(
+        name="ngram",
+        help="prompt lookup: copies what followed the last tokens where they occurred before",
+        paper="Saxena 2023, prompt lookup decoding",
+        load=_load,
+        candidates=CandidateKind.DETERMINISTIC,
+    )
+)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from workers.drafting.chances import RankChances
-from workers.drafting.proposer import TopTokens
+from workers.drafting.protocols import TopTokens
 
 KeyT = TypeVar("KeyT")
 

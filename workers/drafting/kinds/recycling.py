@@ -16,12 +16,24 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from paceline.rules import MAX_PROPOSED, Rule, Stopping
+from paceline.rules import MAX_PROPOSED, Stopping
 from workers.drafting.branches import unknown_part
 from workers.drafting.kinds.recycled_rows import ROW_LENGTH, Row, RowChances, RowTable
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
-from workers.drafting.tree import DraftTree
+from workers.drafting.protocols import (
+    DRAFTERS,
+    ROOT,
+    CandidateKind,
+    Draft,
+    DrafterInfo,
+    DrafterKind,
+    DrafterOptions,
+    DraftTree,
+    Kept,
+    NewNodes,
+    Pass,
+    TakesNoTime,
+    TopTokens,
+)
 
 _Learner = tuple[str, int | None]
 """A tenant, and the target's vocabulary size: targets of different sizes share no rows."""
@@ -48,8 +60,7 @@ class RecyclingProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.COUPLED, Rule.ONE_HOT})
-        return DrafterInfo("recycling", "", 0, b"", ANY_POSITION, rules, wants_top_tokens=True)
+        return DrafterInfo(RECYCLING.name, RECYCLING.rules, wants_top_tokens=True)
 
     def open(self, tree: DraftTree) -> None:
         learner = (tree.tenant, tree.vocab_size)
@@ -162,3 +173,18 @@ def _follow_first(
         if token_id in tree.spec.end_token_ids:
             break
     return NewNodes(token_ids), reached
+
+
+async def _load(options: DrafterOptions) -> RecyclingProposer:
+    return RecyclingProposer()
+
+
+RECYCLING = DRAFTERS.add(
+    DrafterKind(
+        name="recycling",
+        help="token recycling: follows the target's likeliest tokens of earlier steps",
+        paper="Luo et al. 2024, Turning Trash into Treasure, arXiv:2408.08696",
+        load=_load,
+        candidates=CandidateKind.DETERMINISTIC,
+    )
+)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from paceline.errors import OverloadedError
 from paceline.rules import Rule
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
-from workers.drafting.draw import MODEL_RULES
 from workers.drafting.growth import Growth
-from workers.drafting.kinds.device_rows import expand_on_device
-from workers.drafting.kinds.tree_kv import TreeKv
+from workers.drafting.kinds.model import MODEL
+from workers.drafting.kinds.model.device_rows import expand_on_device
+from workers.drafting.kinds.model.tree_kv import TreeKv
 from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree
@@ -60,7 +60,7 @@ class ModelProposer:
         self._held: dict[DraftTree, _Held] = {}
         self._chances = {
             rule: RankChances(coupled_prior if rule is Rule.COUPLED else drawn_prior)
-            for rule in MODEL_RULES
+            for rule in MODEL.rules
         }
         self._stopping = DrafterStopping()
 
@@ -68,12 +68,12 @@ class ModelProposer:
     def info(self) -> DrafterInfo:
         info = self._engine.info
         return DrafterInfo(
-            kind="model",
+            kind=MODEL.name,
+            rules=MODEL.rules,
             model=info.name,
             vocab_size=info.vocab_size,
             vocabulary_digest=info.vocabulary_digest,
             max_position=self._engine.max_model_len,
-            rules=MODEL_RULES,
         )
 
     def open(self, tree: DraftTree) -> None:
