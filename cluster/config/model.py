@@ -41,27 +41,23 @@ def refusal(message: str) -> PydanticCustomError:
     return PydanticCustomError("paceline", "{message}", {"message": message})
 
 
-def check_profile(name: str, role: Literal["target", "drafter"]) -> None:
-    """Raise a refusal unless `name` is a latency profile for the role."""
-    try:
-        load_profile(name, role=role)
-    except ConfigError as error:
-        raise refusal(str(error)) from None
+def _profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
+    """Check that a value is the name of a latency profile for the role. None is left alone."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str):
+            try:
+                load_profile(value, role=role)
+            except ConfigError as error:
+                raise refusal(str(error)) from None
+        return value
+
+    return BeforeValidator(check)
 
 
 SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName)
 
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-def _profile(role: Literal["target", "drafter"]) -> BeforeValidator:
-    def check(value: object) -> object:
-        if not isinstance(value, str):
-            raise refusal(f"expected the name of a latency profile, got {value!r}")
-        check_profile(value, role)
-        return value
-
-    return BeforeValidator(check)
 
 
 def _ratio(value: object) -> object:
@@ -95,10 +91,10 @@ class PlanConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     # Latency profiles (workers/emulated/profiles).
-    target: Annotated[tuple[Annotated[str, _profile("target")], ...], _Listed, _SOME] = (
+    target: Annotated[tuple[Annotated[str, _profile_of("target")], ...], _Listed, _SOME] = (
         "70b-4xh100",
     )
-    drafter: Annotated[tuple[Annotated[str, _profile("drafter")], ...], _Listed, _SOME] = (
+    drafter: Annotated[tuple[Annotated[str, _profile_of("drafter")], ...], _Listed, _SOME] = (
         "1b-h100",
     )
     hosts: Annotated[int, Field(ge=1, le=100_000)] = 1
@@ -139,17 +135,6 @@ class PlanConfig(BaseModel):
                 "concurrency and requests_per_second are both given; leave one of the two out"
             )
         return self
-
-
-def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
-    """Check that a value is None or the name of a latency profile for the role."""
-
-    def check(value: object) -> object:
-        if isinstance(value, str):
-            check_profile(value, role)
-        return value
-
-    return BeforeValidator(check)
 
 
 def target_or_emulated(given: Any, usual: str) -> Any:
@@ -311,7 +296,7 @@ class TargetConfig(_Closed):
     """
 
     model: Text = "demo"
-    emulated: Annotated[Text | None, profile_of("target")] = None
+    emulated: Annotated[Text | None, _profile_of("target")] = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     # Target groups: copies of the whole model, each on devices of its own.
@@ -360,7 +345,7 @@ class DrafterConfig(_Closed):
 
     kind: Annotated[str, BeforeValidator(_drafter_kind)] = "model"
     model: Text | None = None
-    emulated: Annotated[Text | None, profile_of("drafter")] = None
+    emulated: Annotated[Text | None, _profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
     hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1

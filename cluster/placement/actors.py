@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from cluster.config.model import Config
 from cluster.placement.plan import WorkerPlan
-from cluster.placement.worker_options import drafter_options, files_of, shard_options
 from workers.emulated.profiles import load_profile
 from workers.process.logs import WorkerLog
 
@@ -25,7 +24,10 @@ if TYPE_CHECKING:
     from cluster.driver.driver import Driver
     from cluster.driver.meters import WorkerMeter
     from paceline.generation import WorkerLife
+    from workers.drafting.protocols import DrafterOptions
+    from workers.models.catalog import ModelFiles
     from workers.process.server import RunningServer
+    from workers.target.shard import TargetShardOptions
 
 _PATIENCE_SECONDS = 60.0
 """The least time that requests wait for a lost target. A new process may take that long
@@ -185,7 +187,7 @@ class DriverActor(_Actor):
         """
         from cluster.driver.driver import DriverOptions
         from cluster.driver.service import serve_driver
-        from cluster.driver.target_link import MEET_SECONDS, StepTimeout
+        from cluster.driver.target_links import MEET_SECONDS, StepTimeout
         from workers.process.garbage import spare_what_is_there
 
         config = setup.config
@@ -266,3 +268,64 @@ def _worker_host(setup: WorkerSetup) -> str:
 
     address: str = ray.util.get_node_ip_address()
     return address
+
+
+def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
+    """The options of a shard that computes."""
+    from workers.engine.parallel.group import Deadlines
+    from workers.engine.parallel.sharding import Place
+    from workers.target.shard import TargetShardOptions
+
+    target = config.target
+    return TargetShardOptions(
+        folder=files.folder,
+        weights=files.weights,
+        threads=plan.threads,
+        kv_memory_bytes=_kv_bytes(config),
+        max_model_len=None if target.max_model_len == "auto" else target.max_model_len,
+        cores=plan.cores,
+        device="cuda" if plan.reserved_gpus else "cpu",
+        dtype=target.dtype,
+        batch_invariant=target.batch_invariant,
+        kernels=target.kernels,
+        place=Place(plan.rank, plan.degree),
+        # A rank that waits for a hung one must give up before it seems to hang itself.
+        deadlines=Deadlines(collective=target.hung_after / 2),
+    )
+
+
+def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) -> DrafterOptions:
+    """The options of a drafter that computes. `files`: those of its model; None: it has none."""
+    from workers.drafting.protocols import DrafterOptions
+
+    assert plan.drafter is not None
+    options = DrafterOptions(
+        kind=plan.kind,
+        threads=plan.threads,
+        max_sequences=config.target.max_num_seqs,
+        cores=plan.cores,
+        of_kind=plan.drafter.options_of_kind(),
+    )
+    if files is None:
+        return options
+    return replace(
+        options,
+        folder=files.folder,
+        weights=files.weights,
+        kv_memory_bytes=_kv_bytes(config),
+        device="cuda" if plan.reserved_gpus else "cpu",
+        kernels=config.target.kernels,
+        prefix_cache=plan.drafter.prefix_cache,
+    )
+
+
+def _kv_bytes(config: Config) -> int | None:
+    """Bytes for KV; None: the worker chooses by the memory of its device."""
+    return None if config.target.kv_memory == "auto" else config.target.kv_memory
+
+
+async def files_of(home: Path, model: str) -> ModelFiles:
+    """A model's files on this host. Raises what resolve_model raises."""
+    from workers.models.catalog import resolve_model
+
+    return await asyncio.to_thread(resolve_model, model, home=home)

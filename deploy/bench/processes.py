@@ -12,10 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.session.cluster import check_models, enter_ray, own_cores
-from deploy.session.head_guard import guarded
-from deploy.session.ray_head import plan_head, start_head
+from deploy.session.ray_head import guarded, plan_head, start_head
 from paceline.client import Client
 from paceline.errors import UnavailableError
 from workers.process.logs import new_run

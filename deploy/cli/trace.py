@@ -129,7 +129,7 @@ async def _watch_rows(
     address: str, rows: Sequence[InputRow | BadRow], options: GenerateOptions, concurrency: int
 ) -> TraceFile:
     """Trace until every row is decoded. Raises InvalidRequestError for a row that failed."""
-    from deploy.cli.trace_stream import tracing
+    from deploy.cli.trace_file import tracing
     from deploy.rows.batch import Failure, answers_in_order
 
     async with tracing(address) as drawn:
@@ -140,7 +140,7 @@ async def _watch_rows(
 
 
 async def _watch(address: str, seconds: float) -> TraceFile:
-    from deploy.cli.trace_stream import tracing
+    from deploy.cli.trace_file import tracing
 
     async with tracing(address) as drawn:
         await asyncio.sleep(seconds)

@@ -151,9 +151,8 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         console = Console(stderr=True, quiet=quiet)
         with reach_cluster(config, environ, console=console, server=server) as address:
             from deploy.cli.verify_report import print_report, report_json
-            from deploy.rows.margins import MarginMeter
             from deploy.rows.peers import TransformersPeer
-            from deploy.rows.verifier import Verifier
+            from deploy.rows.verifier import MarginMeter, Verifier
 
             replays = config.target.model == STAND_IN
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cluster.decoding.policies import PolicyName
 from cluster.driver.fitting import most_branches
 from deploy.rows.batch import Answer, Failure, answers_in_order
@@ -23,14 +26,21 @@ from deploy.rows.comparison import (
     divergences,
 )
 from deploy.rows.inputs import BadRow, InputRow
-from deploy.rows.margins import MarginMeter
 from deploy.rows.peers import Departure, TransformersPeer
 from deploy.rows.row_progress import RowProgress
 from paceline.client import Client
 from paceline.options import GenerateOptions
 from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
+from workers.engine.block_pool import blocks_for
+from workers.engine.cpu.engine import Engine, Slice
+from workers.models.catalog import ModelFiles
+from workers.verification.choice import noise_of
+from workers.verification.distribution import adjusted_logits, distribution_of
+from workers.verification.prefix import Prefix
 
+_KV_BYTES = 1 << 30
+_CHUNK = 512
 Rows = Sequence[InputRow | BadRow]
 
 
@@ -216,3 +226,42 @@ class Verifier:
             report.other_prompts.append(answer.index)
         found = peer.departures(ours.prompt_token_ids, ours.token_ids, self._max_tokens)
         report.departures += [(answer.index, departure) for departure in found]
+
+
+class MarginMeter:
+    """The target's engine, for one sequence at a time and without candidates."""
+
+    def __init__(self, files: ModelFiles, *, threads: int) -> None:
+        self._engine = Engine(
+            files.folder, weights=files.weights, threads=threads, kv_memory_bytes=_KV_BYTES
+        )
+
+    def margin(
+        self, spec: SequenceSpec, prefix: Sequence[int], expected: int, got: int
+    ) -> float | None:
+        """By how much plain decoding prefers `expected` to `got` after `prefix`, in logits.
+
+        At a temperature above 0 it includes the noise of the position. None: one of the two could
+        not have been chosen.
+        """
+        logits_V = self._logits_V(prefix)
+        position = len(prefix)
+        before = Prefix.of(prefix, prompt_length=spec.prompt_length)
+        adjusted_V = adjusted_logits(logits_V, spec, before)
+        if spec.sampling.greedy:
+            gap = float(adjusted_V[expected]) - float(adjusted_V[got])
+            return gap if np.isfinite(gap) else None
+        kept = distribution_of(adjusted_V, spec.sampling)
+        scores_N = kept.log_weights + noise_of(kept, adjusted_V.size, spec, position)
+        ids = np.arange(adjusted_V.size) if kept.token_ids is None else kept.token_ids
+        found = [scores_N[ids == token_id] for token_id in (expected, got)]
+        if not all(scores.size for scores in found):
+            return None
+        return float(found[0][0] - found[1][0]) * spec.sampling.temperature
+
+    def _logits_V(self, prefix: Sequence[int]) -> NDArray[np.float32]:
+        blocks = range(blocks_for(len(prefix), self._engine.block_size))
+        for start in range(0, len(prefix), _CHUNK):
+            fed = list(prefix[start : start + _CHUNK])
+            logits_1V = self._engine.step([Slice(blocks, start, fed, 1)])
+        return logits_1V[0].numpy()

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cluster.config.load import Config, DrafterConfig, load_config
+from cluster.config.load import load_config
+from cluster.config.model import Config, DrafterConfig
 from paceline.errors import ConfigError
 
 

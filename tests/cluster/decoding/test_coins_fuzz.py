@@ -19,7 +19,7 @@ from cluster.decoding.events import Proposal, Proposed
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
 from cluster.driver.fitting import Speculation
-from cluster.driver.proposals_wire import proposal_from_wire
+from cluster.driver.wire import proposal_from_wire
 from paceline.errors import ProtocolError
 from paceline.rules import Rule
 from paceline.v1 import drafting_pb2

@@ -18,10 +18,10 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Slice,
 )
-from cluster.driver import worker_wire
-from cluster.driver.drafter_link import DrafterDescription, DrafterLink, TargetVocabulary
+from cluster.driver import wire
+from cluster.driver.drafter_links import DrafterDescription, DrafterLink, TargetVocabulary
 from cluster.driver.meters import WorkerMeter
-from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, step_messages, step_to_wire
+from cluster.driver.wire import DraftInstruction, drafts_to_wire, step_messages, step_to_wire
 from paceline import GenerateOptions
 from paceline.channel import MAX_MESSAGE_BYTES
 from paceline.rules import MAX_BIASED_TOKENS, MAX_SEQUENCE_TOKENS, MAX_STOP_TOKENS
@@ -45,7 +45,7 @@ SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_wire, "PART_BYTES", 100)
+    monkeypatch.setattr(wire, "PART_BYTES", 100)
 
 
 SLICES = st.builds(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.driver.fitting import Speculation
-from cluster.driver.proposals_wire import read_proposals, tips_from_wire
+from cluster.driver.wire import read_proposals, tips_from_wire
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import MAX_PROPOSED, Rule
