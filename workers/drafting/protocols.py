@@ -68,7 +68,8 @@ class DrafterOptions:
     with a checkpoint. `kv_memory_bytes` None: as much as open_engine takes. `prefix_cache`: whether
     sequences of one tenant share the KV of equal prefixes. `kernels`: whether a GPU runs our own
     kernels. `max_sequences` counts those of all streams together. `cores` None: the system chooses
-    the cores. `of_kind`: the kind's own options, an instance of DrafterKind.options.
+    the cores. `of_kind`: the kind's own options, an instance of DrafterKind.options; None: its
+    defaults, which serve_drafter fills in.
     """
 
     kind: str
