@@ -32,13 +32,15 @@ from cluster.driver.fitting import (
     rules_by_kind,
 )
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.rules import MAX_BRANCHES, MAX_WINDOW, Rule, Stopping
+from paceline.rules import MAX_BRANCHES, MAX_WINDOW, Stopping
 from paceline.text import did_you_mean
 from workers.drafting.protocols import DRAFTERS
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.load.weight_form import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
+from workers.process.registry import Registry
+from workers.verification.rule import RULES
 
 
 def refusal(message: str) -> PydanticCustomError:
@@ -245,17 +247,18 @@ def _choice(*available: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-def _drafter_kind(value: object) -> object:
-    """The name of a registered kind of drafter."""
-    try:
-        DRAFTERS.get(str(value), field="kind")
-    except InvalidRequestError as error:
-        raise refusal(str(error).removeprefix("kind: ")) from None
-    return value
+def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
+    """A name in the registry, or one of `besides`."""
 
+    def check(value: object) -> object:
+        if value in besides:
+            return value
+        try:
+            return registry.get(str(value), field="").name
+        except InvalidRequestError as error:
+            raise refusal(str(error).removeprefix(": ")) from None
 
-def _any_or_drafter_kind(value: object) -> object:
-    return value if value == "any" else _drafter_kind(value)
+    return BeforeValidator(check)
 
 
 def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
@@ -351,7 +354,7 @@ class DrafterConfig(_Closed):
     second guess is right at the rate `hit_rate`.
     """
 
-    kind: Annotated[str, BeforeValidator(_drafter_kind)] = "model"
+    kind: Annotated[str, _registered(DRAFTERS)] = "model"
     model: Text | None = None
     emulated: Annotated[Text | None, profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
@@ -420,7 +423,7 @@ class SpeculationConfig(_Closed):
             *(policy.value for policy in PolicyName),
         ),
     ] = "chain"
-    verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
+    verification: Annotated[str, _registered(RULES)] = "coupled"
     # The most candidates of a sequence that a step verifies.
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
     # Candidates at each position; 1: chains.
@@ -429,7 +432,7 @@ class SpeculationConfig(_Closed):
     # its drafter and with recycling; under policy "chain" it changes nothing.
     stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
     # The kind of drafter to use if several are deployed and fit.
-    drafter: Annotated[str, BeforeValidator(_any_or_drafter_kind)] = "any"
+    drafter: Annotated[str, _registered(DRAFTERS, "any")] = "any"
     # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
     # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
@@ -464,7 +467,7 @@ class Config(_Closed):
     plan: PlanConfig = PlanConfig()
 
     @property
-    def rules_by_kind(self) -> Mapping[str, frozenset[Rule]]:
+    def rules_by_kind(self) -> Mapping[str, frozenset[str]]:
         """The kinds of the drafters, as they describe themselves, and the rules that they fit."""
         found = rules_by_kind(one.kind for one in self.drafters if one.emulated is None)
         if any(one.emulated is not None for one in self.drafters):
@@ -480,7 +483,7 @@ class Config(_Closed):
     def _drafters_fit(self) -> Config:
         """Check that the deployed drafters can do what requests get by default."""
         chosen = self.speculation
-        rule = Rule(chosen.verification)
+        rule = chosen.verification
         drafters = self.rules_by_kind
         try:
             check_branches(rule, chosen.branches, chosen.window)

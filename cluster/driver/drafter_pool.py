@@ -11,7 +11,6 @@ from cluster.driver.drafter_link import DrafterLink, DrafterListener, TargetVoca
 from cluster.driver.meters import WorkerMeter
 from cluster.driver.worker_wire import DraftInstruction
 from paceline.errors import VocabularyMismatchError
-from paceline.rules import Rule
 
 _AGAIN_SECONDS = 1.0
 _log = logging.getLogger(__name__)
@@ -36,14 +35,14 @@ class DrafterPool:
         return [self._meters[name] for name in self._links]
 
     @property
-    def rules_by_kind(self) -> Mapping[str, frozenset[Rule]] | None:
+    def rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
         """The kinds of these drafters, and the rules that those of a kind can draft for.
 
         None while a drafter has not described itself yet.
         """
         if any(meter.joins == 0 for meter in self.meters):
             return None
-        found: dict[str, frozenset[Rule]] = {}
+        found: dict[str, frozenset[str]] = {}
         for meter in self.meters:
             found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
         return found

@@ -6,18 +6,18 @@ from collections.abc import Collection, Iterable, Mapping
 
 from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.rules import MAX_BRANCHES, Rule
+from paceline.rules import MAX_BRANCHES
 from workers.drafting.protocols import DRAFTERS
-from workers.verification.rules import FACTS
+from workers.verification.rule import RULES, rule_named
 
 
-def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[Rule]]:
+def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[str]]:
     """The rules that drafters of these registered kinds can draft for."""
     return {kind: DRAFTERS.get(kind, field="drafter").rules for kind in kinds}
 
 
 def check_rule_fits(
-    rule: Rule, drafters: Mapping[str, Collection[Rule]], *, field: str = "rule"
+    rule: str, drafters: Mapping[str, Collection[str]], *, field: str = "rule"
 ) -> None:
     """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
@@ -27,16 +27,16 @@ def check_rule_fits(
     if not drafters or any(rule in rules for rules in drafters.values()):
         return
     given = " and ".join(_candidates_of(kind, rule) for kind in sorted(drafters))
-    needs = "needs draft probabilities and " if FACTS[rule].needs_draft_probs else ""
+    needs = "needs draft probabilities and " if rule_named(rule).needs_draft_probs else ""
     fitting = " or ".join(repr(name) for name, kind in DRAFTERS.all().items() if rule in kind.rules)
     raise InvalidRequestError(
         field,
-        f"the rule {rule.value!r} {needs}is not exact for {given}: choose another rule, or the "
+        f"the rule {rule!r} {needs}is not exact for {given}: choose another rule, or the "
         f"drafter {fitting}",
     )
 
 
-def _candidates_of(kind: str, rule: Rule) -> str:
+def _candidates_of(kind: str, rule: str) -> str:
     """What a drafter proposes for a rule, in words. Its kind may be registered elsewhere only."""
     known = DRAFTERS.all().get(kind)
     made = "" if known is None else f"{known.candidates_for(rule).value} "
@@ -54,13 +54,13 @@ def check_deployed(wanted: str, deployed: Collection[str]) -> None:
         )
 
 
-def most_branches(policy: PolicyName, rule: Rule) -> int:
+def most_branches(policy: PolicyName, rule: str) -> int:
     """The most candidates at a position that policy and rule allow."""
-    only_chains = FACTS[rule].chain_only or policy_named(policy).needs.chains_only
+    only_chains = rule_named(rule).chain_only or policy_named(policy).needs.chains_only
     return 1 if only_chains else MAX_BRANCHES
 
 
-def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
+def check_policy_fits(policy: PolicyName, rule: str, branches: int) -> None:
     """Raise InvalidRequestError unless policy, rule and candidates a position fit together."""
     needs = policy_named(policy).needs
     if branches > 1 and needs.chains_only:
@@ -69,12 +69,12 @@ def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
             f"expected 1 for the policy {policy.value!r}, which drafts only chains, got "
             f"{branches}; choose another policy for trees",
         )
-    if rule not in needs.rules:
-        served = " or ".join(sorted(repr(one.value) for one in needs.rules))
+    if not needs.serve(rule):
+        served = " or ".join(repr(one) for one in RULES if needs.serve(one))
         raise InvalidRequestError(
             "policy",
             f"the policy {policy.value!r} needs the rule {served}, whose verdicts a drafter can "
-            f"foresee, got {rule.value!r}; choose another policy or rule",
+            f"foresee, got {rule!r}; choose another policy or rule",
         )
 
 
@@ -104,23 +104,25 @@ def can_have(policy: PolicyName, num_drafters: int, num_groups: int) -> bool:
     return num_drafters >= needs.drafters and num_groups >= needs.groups
 
 
-MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
-"""Rules under which candidates of several drafters may be siblings."""
+def merges(rule: str) -> bool:
+    """Whether candidates of several drafters may be siblings under the rule."""
+    return not rule_named(rule).needs_draft_probs
 
 
 def check_merge(
-    policy: PolicyName, rule: Rule, drafters: Mapping[str, Collection[Rule]] | None
+    policy: PolicyName, rule: str, drafters: Mapping[str, Collection[str]] | None
 ) -> None:
     """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
     `drafters`: the rules that each usable kind can draft for; None: not known.
     """
-    if rule not in MERGING_RULES:
+    if not merges(rule):
+        merging = " and ".join(repr(one) for one in RULES if merges(one))
         given = "" if drafters is None else f" of {_named_together(drafters)}"
         raise InvalidRequestError(
             "merge",
-            f"candidates{given} can be merged only under the rules 'coupled' and 'one-hot', got "
-            f"{rule.value!r}, which must know how a position's candidates were drawn together: "
+            f"candidates{given} can be merged only under the rules {merging}, got "
+            f"{rule!r}, which must know how a position's candidates were drawn together: "
             "choose another rule, or one drafter",
         )
     needs = policy_named(policy).needs
@@ -137,7 +139,7 @@ def check_merge(
     if len(fitting) < 2:
         raise InvalidRequestError(
             "merge",
-            f"drafters of at least two kinds must fit the rule {rule.value!r}, got "
+            f"drafters of at least two kinds must fit the rule {rule!r}, got "
             f"{_named_together(fitting) or 'none'}: add one of another kind to the configuration",
         )
 
@@ -154,14 +156,14 @@ def _named_together(kinds: Iterable[str]) -> str:
     return " and ".join(repr(kind) for kind in sorted(kinds))
 
 
-def check_branches(rule: Rule, branches: int, window: int) -> None:
+def check_branches(rule: str, branches: int, window: int) -> None:
     """Raise InvalidRequestError unless the rule takes `branches` candidates at a position."""
     if not 1 <= branches <= MAX_BRANCHES:
         raise InvalidRequestError("branches", f"expected 1 to {MAX_BRANCHES}, got {branches}")
-    if branches > 1 and FACTS[rule].chain_only:
+    if branches > 1 and rule_named(rule).chain_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the rule {rule.value!r}, which takes only chains, got {branches}; "
+            f"expected 1 for the rule {rule!r}, which takes only chains, got {branches}; "
             "choose another rule for trees",
         )
     if branches > window:

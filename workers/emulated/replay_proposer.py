@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import OverloadedError
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
@@ -27,7 +27,7 @@ EMULATED_KIND = "emulated"
 """The kind of an emulated drafter, as it describes itself. It is not registered: the configuration
 makes a kind with a model emulated by the key `emulated`.
 """
-EMULATED_RULES = frozenset({Rule.COUPLED})
+EMULATED_RULES = frozenset({"coupled"})
 
 _GAP = 1.0
 """The gap of every guess: this drafter cannot tell how sure it is."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.rules import Rule
 from tests.workers.verification.enumeration import Prefix, TinyModels
 from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances, drawn_prior
@@ -19,7 +18,7 @@ from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, To
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 PROMPT = (0,)
 
@@ -97,7 +96,7 @@ class BranchingProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.ONE_HOT})
+        rules = frozenset({"one-hot"})
         return DrafterInfo("branching", rules, "tiny", self._models.vocab_size, b"", 1000)
 
     def open(self, tree: DraftTree) -> None:

@@ -17,7 +17,7 @@ from cluster.driver.text import TextCodec
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.v1 import inference_pb2
 from paceline.wire import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
@@ -168,7 +168,7 @@ def test_defaults_are_the_checkpoint_s(resolver: RequestResolver) -> None:
     assert resolved.spec.prompt_length == len(resolved.prompt_token_ids)
     assert resolved.max_tokens == ROOM - len(resolved.prompt_token_ids)
     assert resolved.speculation == Speculation(window=6)
-    assert resolved.spec.rule is Rule.COUPLED
+    assert resolved.spec.rule == "coupled"
     assert resolved.tenant == ""
     assert resolved.request_id
     other = resolver.resolve("hello", GenerateOptions(), room=ROOM)
@@ -202,9 +202,9 @@ def test_what_is_set_wins(resolver: RequestResolver) -> None:
     assert resolved.prompt_token_ids == (5, 6)
     assert resolved.max_tokens == ROOM - 2
     assert resolved.speculation == Speculation(
-        PolicyName.OFF, 64, Rule.KSEQ, 4, Stopping.COST, "model"
+        PolicyName.OFF, 64, "kseq", 4, Stopping.COST, "model"
     )
-    assert resolved.spec.rule is Rule.KSEQ
+    assert resolved.spec.rule == "kseq"
     assert (resolved.stop.strings, resolved.tenant, resolved.request_id) == (
         ("END",),
         "ours",

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import OverloadedError
-from paceline.rules import Rule
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
 from workers.drafting.kinds.model import MODEL
@@ -20,6 +19,7 @@ from workers.drafting.tree import DraftTree
 from workers.engine.cpu.engine import Slice
 from workers.engine.local_cache import LocalCache
 from workers.engine.open import AnyEngine
+from workers.verification.rule import rule_named
 
 PREFILL_ALONE = 128
 """Maximum number of prompt tokens in a pass while no sequence is drafting."""
@@ -59,7 +59,7 @@ class ModelProposer:
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
         self._held: dict[DraftTree, _Held] = {}
         self._chances = {
-            rule: RankChances(coupled_prior if rule is Rule.COUPLED else drawn_prior)
+            rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
             for rule in MODEL.rules
         }
         self._stopping = DrafterStopping()
