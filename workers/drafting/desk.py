@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from paceline.errors import OverloadedError, ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
-from workers.drafting.nodes import PIECE, Kept, NewNodes
 from workers.drafting.proposal import Proposal
 from workers.drafting.protocols import (
     Draft,
@@ -23,7 +22,7 @@ from workers.drafting.protocols import (
 )
 from workers.drafting.rhythm import Rhythm
 from workers.drafting.telling import proposals_of
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.tree import PIECE, DraftTree, Grant, Kept, NewNodes
 
 _SLOW_CHANGE = 0.8
 """Weight of the old value in the moving average of a pass's duration."""

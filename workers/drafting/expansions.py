@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from workers.drafting.acceptance_map import TokenSignal
-from workers.drafting.nodes import ROOT, Kept
-from workers.drafting.tree import DraftTree
+from workers.drafting.tree import ROOT, DraftTree, Kept
 from workers.verification.candidates import SparseProbs
 
 

@@ -15,9 +15,8 @@ from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fan_out import RANKS, Frontier, most_begun
 from workers.drafting.loose_ends import LooseEnds
-from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.stopper import Stopper
-from workers.drafting.tree import DraftTree
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.verification.rule import rule_named
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import ConfigError
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.tree import ROOT, DraftTree, Grant, Kept, NewNodes
 from workers.engine.device import Device
 from workers.engine.load.weight_form import WeightForm
 from workers.process.registry import Registry

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from paceline.rules import Stopping
 from workers.drafting.acceptance_map import TokenSignal, signal_of
-from workers.drafting.nodes import Kept
 from workers.drafting.stopping import CostAware, DrafterStopping, Prices
-from workers.drafting.tree import Grant
+from workers.drafting.tree import Grant, Kept
 
 if TYPE_CHECKING:
     import torch

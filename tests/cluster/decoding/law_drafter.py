@@ -9,15 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from tests.workers.verification.enumeration import Prefix, TinyModels
-from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.growth import Growth
 from workers.drafting.kinds.model import MODEL
-from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.verification.candidates import SparseProbs
 
 PROMPT = (0,)
@@ -124,7 +122,7 @@ class BranchingProposer(TakesNoTime):
                     token_ids += [other, self._ranked((*path, other))[0]]
                     parents += [above, len(token_ids) - 1]
                 path, above = (*path, first), first_node
-            new = unknown_part(tree, token_ids, parents)
+            new = tree.unknown_part(token_ids, parents)
             result.drafts.append(Draft(tree, new, grant_used=True))
         return result
 

@@ -16,8 +16,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from paceline.rules import MAX_PROPOSED, Stopping
-from workers.drafting.branches import unknown_part
+from paceline.rules import Stopping
 from workers.drafting.kinds.recycled_rows import ROW_LENGTH, Row, RowChances, RowTable
 from workers.drafting.protocols import (
     DRAFTERS,
@@ -152,7 +151,7 @@ def _follow_best(
         if room > 0 and child not in tree.spec.end_token_ids:
             above = token_ids[parent - 1] if parent else tree.tokens[ROOT]
             push_row(len(token_ids), table.row(above, child), last, room)
-    return unknown_part(tree, token_ids, parents), last
+    return tree.unknown_part(token_ids, parents), last
 
 
 def _follow_first(
@@ -162,7 +161,7 @@ def _follow_first(
     token_ids: list[int] = []
     previous_id, token_id = _last_two(tree, tree.end)
     reached = chances.first**tree.num_nodes
-    while len(token_ids) < min(tree.chain_room, MAX_PROPOSED):
+    while len(token_ids) < tree.chain_room:
         row = table.row(previous_id, token_id)
         chance = reached * chances.chance(row, 0)
         if not row[1] or (chance < price and (token_ids or tree.num_nodes)):

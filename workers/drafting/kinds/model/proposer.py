@@ -11,11 +11,10 @@ from workers.drafting.growth import Growth
 from workers.drafting.kinds.model import MODEL
 from workers.drafting.kinds.model.device_rows import expand_on_device
 from workers.drafting.kinds.model.tree_kv import TreeKv
-from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.cpu.engine import Slice
 from workers.engine.local_cache import LocalCache
 from workers.engine.open import AnyEngine
