@@ -112,7 +112,7 @@ class MalformedProposal:
 class Proposed:
     """One message of a drafter, sent after a pass of `pass_seconds`.
 
-    Without proposals it reports a prefill. `entries`: those of the message (batch_size.py),
+    Without proposals it reports a prefill. `entries`: those of the message (drafting.proto),
     including what was dropped when it was read; None: not counted.
     """
 

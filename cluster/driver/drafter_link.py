@@ -23,7 +23,7 @@ from cluster.driver.outbox import Outbox
 from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 
 MAX_UNSENT = 10_000
 """Messages that a drafter may leave unread. Beyond that it counts as hung."""
@@ -61,7 +61,7 @@ class DrafterListener(Protocol):
         """The drafter's stream broke."""
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """The drafter sent a message with `entries` entries (batch_size.py), at most MAX_ENTRIES.
+        """The drafter sent a message with `entries` entries (drafting.proto), at most MAX_ENTRIES.
 
         Returns how many of its proposals broke the contract.
         """

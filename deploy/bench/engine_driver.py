@@ -37,11 +37,10 @@ from paceline.prefix_hash import hash_on, hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
 from paceline.wire import fill_response
-from workers.drafting.batch_size import count_entries
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree, Kept, NewNodes
-from workers.drafting.wire import apply_request, to_responses
+from workers.drafting.wire import apply_request, count_entries, to_responses
 from workers.engine.load.checkpoint import describe_checkpoint
 from workers.process.garbage import spare_what_is_there
 

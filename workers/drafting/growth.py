@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.allocation import Allocation, allocate
 from workers.drafting.chances import RankChances
 from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fan_out import RANKS, Frontier, most_begun
 from workers.drafting.loose_ends import LooseEnds
-from workers.drafting.stopper import Stopper
+from workers.drafting.stopping import Stopper, TokenSignal
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.verification.rule import rule_named
 

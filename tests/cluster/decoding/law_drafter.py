@@ -13,8 +13,7 @@ from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.growth import Growth
 from workers.drafting.kinds.model import MODEL
 from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
+from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.verification.candidates import SparseProbs
 
