@@ -97,8 +97,9 @@ class GenerateOptions:
     SamplingParams. The names that an option may have:
 
     - `policy`: "off", "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto";
-    - `rule` and `stopping`: the values of `paceline.rules.Rule` and `paceline.rules.Stopping`;
-    - `drafter`: a kind of drafter, such as "model", "ngram" or "recycling".
+    - `rule`: a verification rule that the server has, such as "coupled" (docs/rules.md);
+    - `stopping`: the values of `paceline.rules.Stopping`;
+    - `drafter`: a kind of drafter that the server has, such as "model" (docs/rules.md).
 
     With `merge`, one drafter of each kind drafts, and their candidates form one tree. Requests of
     one `tenant` share the KV of equal prefixes and what drafters learn from text.
@@ -121,7 +122,7 @@ class GenerateOptions:
     stop_token_ids: Sequence[int] = field(default=(), metadata={"check": _check_stop_token_ids})
     ignore_eos: bool = False
     policy: str | None = None
-    rule: str | None = None
+    rule: str | None = _name()
     window: int | None = _number(
         1, MAX_WINDOW, f"1 to {MAX_WINDOW} candidates (plain decoding is the policy 'off')"
     )

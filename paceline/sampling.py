@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError
 from paceline.options import check_option
-from paceline.rules import Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,8 @@ class SequenceSpec:
     """What a worker must know of a sequence besides its token ids (types.proto, SequenceSpec).
 
     `seed` is a 64-bit key. Tokens before `prompt_length` are prompt. `end_token_ids` end the
-    sequence; they are masked until the output has `sampling.min_tokens` tokens.
+    sequence; they are masked until the output has `sampling.min_tokens` tokens. `rule`: the name of
+    the verification rule, which whoever receives the spec looks up.
     """
 
     sampling: SamplingParams
@@ -65,4 +65,4 @@ class SequenceSpec:
     prompt_length: int
     sample_index: int = 0
     end_token_ids: tuple[int, ...] = ()
-    rule: Rule = Rule.COUPLED
+    rule: str = "coupled"

@@ -26,13 +26,14 @@ from cluster.decoding.policies import PolicyName
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.options import GenerateOptions, check_option
-from paceline.rules import Rule
 from paceline.text import did_you_mean
 from workers.drafting.protocols import DRAFTERS
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.load.weight_form import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
+from workers.process.registry import Registry
+from workers.verification.rule import RULES
 
 
 def refusal(message: str) -> PydanticCustomError:
@@ -237,17 +238,18 @@ def _option(name: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _drafter_kind(value: object) -> object:
-    """The name of a registered kind of drafter."""
-    try:
-        DRAFTERS.get(str(value), field="kind")
-    except InvalidRequestError as error:
-        raise refusal(str(error).removeprefix("kind: ")) from None
-    return value
+def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
+    """A name in the registry, or one of `besides`."""
 
+    def check(value: object) -> object:
+        if value in besides:
+            return value
+        try:
+            return registry.get(str(value), field="").name
+        except InvalidRequestError as error:
+            raise refusal(str(error).removeprefix(": ")) from None
 
-def _any_or_drafter_kind(value: object) -> object:
-    return value if value == "any" else _drafter_kind(value)
+    return BeforeValidator(check)
 
 
 def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
@@ -343,7 +345,7 @@ class DrafterConfig(_Closed):
     second guess is right at the rate `hit_rate`.
     """
 
-    kind: Annotated[str, BeforeValidator(_drafter_kind)] = "model"
+    kind: Annotated[str, _registered(DRAFTERS)] = "model"
     model: Text | None = None
     emulated: Annotated[Text | None, _profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
@@ -412,7 +414,7 @@ class SpeculationConfig(_Closed):
             *(policy.value for policy in PolicyName),
         ),
     ] = "chain"
-    verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
+    verification: Annotated[str, _registered(RULES)] = "coupled"
     # The most candidates of a sequence that a step verifies.
     window: Annotated[int, _option("window")] = 8
     # Candidates at each position; 1: chains.
@@ -421,7 +423,7 @@ class SpeculationConfig(_Closed):
     # its drafter and with recycling; under policy "chain" it changes nothing.
     stopping: Annotated[str, _option("stopping")] = "fixed"
     # The kind of drafter to use if several are deployed and fit.
-    drafter: Annotated[str, BeforeValidator(_any_or_drafter_kind)] = "any"
+    drafter: Annotated[str, _registered(DRAFTERS, "any")] = "any"
     # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
     # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
@@ -472,7 +474,7 @@ class Config(_Closed):
     plan: PlanConfig = PlanConfig()
 
     @property
-    def rules_by_kind(self) -> Mapping[str, frozenset[Rule]]:
+    def rules_by_kind(self) -> Mapping[str, frozenset[str]]:
         """The kinds of the drafters, as they describe themselves, and the rules that they fit."""
         found = rules_by_kind(one.kind for one in self.drafters if one.emulated is None)
         if any(one.emulated is not None for one in self.drafters):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.decoding.policies import PolicyName
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal as Proposal
 
@@ -112,7 +112,7 @@ class MalformedProposal:
 class Proposed:
     """One message of a drafter, sent after a pass of `pass_seconds`.
 
-    Without proposals it reports a prefill. `entries`: those of the message (batch_size.py),
+    Without proposals it reports a prefill. `entries`: those of the message (drafting.proto),
     including what was dropped when it was read; None: not counted.
     """
 
@@ -191,7 +191,7 @@ class DrafterJoined:
     max_position: int
     kind: str = "model"
     has_model: bool = True
-    rules: frozenset[Rule] = frozenset({Rule.COUPLED})
+    rules: frozenset[str] = frozenset({"coupled"})
     wants_top_tokens: bool = False
 
 

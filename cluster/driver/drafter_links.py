@@ -26,9 +26,8 @@ from cluster.driver.connections import (
 from cluster.driver.meters import WorkerMeter
 from cluster.driver.wire import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
-from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 
 MAX_UNSENT = 10_000
 """Messages that a drafter may leave unread. Beyond that it counts as hung."""
@@ -53,7 +52,7 @@ class DrafterDescription:
     kind: str
     has_model: bool
     max_position: int
-    rules: frozenset[Rule]
+    rules: frozenset[str]
     wants_top_tokens: bool
 
 
@@ -67,7 +66,7 @@ class DrafterListener(Protocol):
         """The drafter's stream broke."""
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """The drafter sent a message with `entries` entries (batch_size.py), at most MAX_ENTRIES.
+        """The drafter sent a message with `entries` entries (drafting.proto), at most MAX_ENTRIES.
 
         Returns how many of its proposals broke the contract.
         """
@@ -309,14 +308,14 @@ class DrafterPool:
         return [self._meters[name] for name in self._links]
 
     @property
-    def rules_by_kind(self) -> Mapping[str, frozenset[Rule]] | None:
+    def rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
         """The kinds of these drafters, and the rules that those of a kind can draft for.
 
         None while a drafter has not described itself yet.
         """
         if any(meter.joins == 0 for meter in self.meters):
             return None
-        found: dict[str, frozenset[Rule]] = {}
+        found: dict[str, frozenset[str]] = {}
         for meter in self.meters:
             found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
         return found

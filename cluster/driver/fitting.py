@@ -13,9 +13,9 @@ from typing import TypeVar
 from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
-from paceline.rules import MAX_BRANCHES, Rule, Stopping
+from paceline.rules import MAX_BRANCHES, Stopping
 from workers.drafting.protocols import DRAFTERS
-from workers.verification.rules import FACTS
+from workers.verification.rule import RULES, rule_named
 
 ValueT = TypeVar("ValueT")
 NameT = TypeVar("NameT", bound=enum.Enum)
@@ -27,7 +27,7 @@ class Speculation:
 
     policy: PolicyName = PolicyName.CHAIN
     window: int = 8
-    rule: Rule = Rule.COUPLED
+    rule: str = "coupled"
     branches: int = 1
     stopping: Stopping = Stopping.FIXED
     drafter: str | None = None
@@ -43,7 +43,7 @@ def speculation_of(
     Raises InvalidRequestError, which names the option, for unknown names and for options that do
     not fit together.
     """
-    rule = _named(Rule, "rule", options.rule, defaults.rule)
+    rule = RULES.get(_given(options.rule, defaults.rule), field="rule").name
     policy = _named(PolicyName, "policy", options.policy, defaults.policy)
     window = _given(options.window, defaults.window)
     # Values that the caller left out yield to those that were given.
@@ -54,7 +54,7 @@ def speculation_of(
     drafter = _given(options.drafter, defaults.drafter)
     if options.drafter is not None and options.drafter not in deployed:
         DRAFTERS.get(options.drafter, field="drafter")  # Raises if it is not registered.
-    merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
+    merge = _given(options.merge, defaults.merge and merges(rule))
     if merge:
         check_merge_alone(drafter)
     if options.merge and policy is not PolicyName.OFF:
@@ -87,7 +87,7 @@ def _given(value: ValueT | None, default: ValueT) -> ValueT:
 
 def check_deployment(
     speculation: Speculation,
-    drafters: Mapping[str, Collection[Rule]] | None = None,
+    drafters: Mapping[str, Collection[str]] | None = None,
     *,
     num_drafters: int | None = None,
     num_groups: int = 1,
@@ -113,16 +113,16 @@ def check_deployment(
 
 
 def widest_proposal(speculation: Speculation) -> int:
-    """The most candidates at one position, or k-SEQ paths, that a drafter may send."""
+    """The most candidates at one position, or paths, that a drafter may send."""
     return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
 
 
-def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[Rule]]:
+def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[str]]:
     """The rules that drafters of these registered kinds can draft for."""
     return {kind: DRAFTERS.get(kind, field="drafter").rules for kind in kinds}
 
 
-def check_rule_fits(rule: Rule, drafters: Mapping[str, Collection[Rule]]) -> None:
+def check_rule_fits(rule: str, drafters: Mapping[str, Collection[str]]) -> None:
     """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
     `drafters`: the rules that each kind can draft for. Without drafters nothing is drafted, which
@@ -131,16 +131,16 @@ def check_rule_fits(rule: Rule, drafters: Mapping[str, Collection[Rule]]) -> Non
     if not drafters or any(rule in rules for rules in drafters.values()):
         return
     given = " and ".join(_candidates_of(kind, rule) for kind in sorted(drafters))
-    needs = "needs draft probabilities and " if FACTS[rule].needs_draft_probs else ""
+    needs = "needs draft probabilities and " if rule_named(rule).needs_draft_probs else ""
     fitting = " or ".join(repr(name) for name, kind in DRAFTERS.all().items() if rule in kind.rules)
     raise InvalidRequestError(
         "rule",
-        f"the rule {rule.value!r} {needs}is not exact for {given}: choose another rule, or the "
+        f"the rule {rule!r} {needs}is not exact for {given}: choose another rule, or the "
         f"drafter {fitting}",
     )
 
 
-def _candidates_of(kind: str, rule: Rule) -> str:
+def _candidates_of(kind: str, rule: str) -> str:
     """What a drafter proposes for a rule, in words. Its kind may be registered elsewhere only."""
     known = DRAFTERS.all().get(kind)
     made = "" if known is None else f"{known.candidates_for(rule).value} "
@@ -158,13 +158,13 @@ def check_deployed(wanted: str, deployed: Collection[str]) -> None:
         )
 
 
-def most_branches(policy: PolicyName, rule: Rule) -> int:
+def most_branches(policy: PolicyName, rule: str) -> int:
     """The most candidates at a position that policy and rule allow."""
-    only_chains = FACTS[rule].chain_only or policy_named(policy).needs.chains_only
+    only_chains = rule_named(rule).chain_only or policy_named(policy).needs.chains_only
     return 1 if only_chains else MAX_BRANCHES
 
 
-def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
+def check_policy_fits(policy: PolicyName, rule: str, branches: int) -> None:
     """Raise InvalidRequestError unless policy, rule and candidates a position fit together."""
     needs = policy_named(policy).needs
     if branches > 1 and needs.chains_only:
@@ -173,12 +173,12 @@ def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
             f"expected 1 for the policy {policy.value!r}, which drafts only chains, got "
             f"{branches}; choose another policy for trees",
         )
-    if rule not in needs.rules:
-        served = " or ".join(sorted(repr(one.value) for one in needs.rules))
+    if not needs.serve(rule):
+        served = " or ".join(repr(one) for one in RULES if needs.serve(one))
         raise InvalidRequestError(
             "policy",
             f"the policy {policy.value!r} needs the rule {served}, whose verdicts a drafter can "
-            f"foresee, got {rule.value!r}; choose another policy or rule",
+            f"foresee, got {rule!r}; choose another policy or rule",
         )
 
 
@@ -208,23 +208,25 @@ def can_have(policy: PolicyName, num_drafters: int, num_groups: int) -> bool:
     return num_drafters >= needs.drafters and num_groups >= needs.groups
 
 
-MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
-"""Rules under which candidates of several drafters may be siblings."""
+def merges(rule: str) -> bool:
+    """Whether candidates of several drafters may be siblings under the rule."""
+    return not rule_named(rule).needs_draft_probs
 
 
 def check_merge(
-    policy: PolicyName, rule: Rule, drafters: Mapping[str, Collection[Rule]] | None
+    policy: PolicyName, rule: str, drafters: Mapping[str, Collection[str]] | None
 ) -> None:
     """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
     `drafters`: the rules that each usable kind can draft for; None: not known.
     """
-    if rule not in MERGING_RULES:
+    if not merges(rule):
+        merging = " and ".join(repr(one) for one in RULES if merges(one))
         given = "" if drafters is None else f" of {_named_together(drafters)}"
         raise InvalidRequestError(
             "merge",
-            f"candidates{given} can be merged only under the rules 'coupled' and 'one-hot', got "
-            f"{rule.value!r}, which must know how a position's candidates were drawn together: "
+            f"candidates{given} can be merged only under the rules {merging}, got "
+            f"{rule!r}, which must know how a position's candidates were drawn together: "
             "choose another rule, or one drafter",
         )
     needs = policy_named(policy).needs
@@ -241,7 +243,7 @@ def check_merge(
     if len(fitting) < 2:
         raise InvalidRequestError(
             "merge",
-            f"drafters of at least two kinds must fit the rule {rule.value!r}, got "
+            f"drafters of at least two kinds must fit the rule {rule!r}, got "
             f"{_named_together(fitting) or 'none'}: add one of another kind to the configuration",
         )
 
@@ -258,12 +260,12 @@ def _named_together(kinds: Iterable[str]) -> str:
     return " and ".join(repr(kind) for kind in sorted(kinds))
 
 
-def check_branches(rule: Rule, branches: int, window: int) -> None:
+def check_branches(rule: str, branches: int, window: int) -> None:
     """Raise InvalidRequestError unless the rule takes `branches` candidates at a position."""
-    if branches > 1 and FACTS[rule].chain_only:
+    if branches > 1 and rule_named(rule).chain_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the rule {rule.value!r}, which takes only chains, got {branches}; "
+            f"expected 1 for the rule {rule!r}, which takes only chains, got {branches}; "
             "choose another rule for trees",
         )
     if branches > window:

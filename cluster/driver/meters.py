@@ -8,7 +8,6 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from paceline.generation import WorkerStats
-from paceline.rules import Rule
 
 FAILURES = 6
 """Attempts in a row that a worker's process must fail, each with work at hand, before the
@@ -36,7 +35,7 @@ class WorkerMeter:
     malformed: int = 0
     suspect: bool = False
     overruns: int = 0
-    rules: frozenset[Rule] = frozenset()
+    rules: frozenset[str] = frozenset()
     """The rules that a drafter can draft for."""
     trouble: str = ""
     """Why the worker could not be used at the last try."""
@@ -46,7 +45,7 @@ class WorkerMeter:
     _passes_before: int = 0
     _away_since: float = field(default_factory=time.monotonic)
 
-    def join(self, *, kind: str, pid: int, rules: frozenset[Rule] = frozenset()) -> None:
+    def join(self, *, kind: str, pid: int, rules: frozenset[str] = frozenset()) -> None:
         """The worker can be used from now on. `rules`: those that a drafter can draft for."""
         if pid != self.pid:
             self.failures = 0

@@ -17,7 +17,6 @@ from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, Message
 from paceline.options import GenerateOptions
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.load.checkpoint import CheckpointInfo
 
@@ -61,7 +60,7 @@ class RequestResolver:
         options: GenerateOptions,
         *,
         room: int,
-        drafters: Mapping[str, Collection[Rule]] | None = None,
+        drafters: Mapping[str, Collection[str]] | None = None,
         num_drafters: int | None = None,
         num_groups: int = 1,
     ) -> ResolvedRequest:

@@ -5,7 +5,6 @@ Targets are trusted. What drafters send is checked, and dropped if it breaks the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,14 +25,13 @@ from cluster.decoding.instructions import (
 from cluster.decoding.roster import MALFORMED_LIMIT
 from cluster.driver.fitting import Speculation, widest_proposal
 from paceline.channel import PART_BYTES
-from paceline.errors import InvalidRequestError, ProtocolError
-from paceline.rules import MAX_PROPOSED, Rule
+from paceline.errors import ProtocolError
+from paceline.rules import MAX_PROPOSED
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
-from paceline.wire import rule_from_wire, spec_to_wire, stopping_to_wire
-from workers.drafting.draft_probs_wire import distributions_from_wire, distributions_to_wire
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs
-from workers.verification.rules import FACTS, check_proposal
+from paceline.wire import spec_to_wire, stopping_to_wire
+from workers.drafting.wire import distributions_from_wire, distributions_to_wire
+from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
+from workers.verification.rule import RULES, rule_named
 
 DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 MAX_STOPPING_VALUES = 16
@@ -248,18 +246,12 @@ def _fill_grant(message: drafting_pb2.Grant, grant: Grant) -> None:
         message.shares = grant.shares
 
 
-def rules_from_wire(numbers: Sequence[int]) -> frozenset[Rule]:
+def rules_from_wire(names: Sequence[str]) -> frozenset[str]:
     """The rules that a drafter names; if it names none, the coupled rule.
 
     Rules that this version does not know are left out.
     """
-    if not numbers:
-        return frozenset({Rule.COUPLED})
-    rules = set()
-    for number in numbers:
-        with contextlib.suppress(InvalidRequestError):
-            rules.add(rule_from_wire(number))
-    return frozenset(rules)
+    return frozenset(name for name in names or ("coupled",) if name in RULES)
 
 
 @dataclass(slots=True)
@@ -359,10 +351,10 @@ def tips_from_wire(
         if speculation is None:
             continue
         known.add(sequence_id)
-        if FACTS[speculation.rule].needs_draft_probs:
+        if rule_named(speculation.rule).needs_draft_probs:
             raise ProtocolError(
                 f"tips: expected none for sequence {sequence_id} under the rule "
-                f"{speculation.rule.value!r}: send proposals with distributions"
+                f"{speculation.rule!r}: send proposals with distributions"
             )
     last_of = set(message.last_of)
     if not last_of.issubset(sequence_ids):
@@ -391,7 +383,7 @@ def _mark_last(tips: list[Proposal], last_of: set[int]) -> None:
 
 
 def _is_sound_chain(
-    message: drafting_pb2.Proposal, token_ids: tuple[int, ...], rule: Rule, vocab_size: int
+    message: drafting_pb2.Proposal, token_ids: tuple[int, ...], rule: str, vocab_size: int
 ) -> bool:
     """Whether the message is the usual case, which passes `_check_candidates` for certain.
 
@@ -399,7 +391,7 @@ def _is_sound_chain(
     as long.
     """
     return (
-        rule is Rule.COUPLED
+        rule_named(rule).shares_noise
         and len(token_ids) <= MAX_PROPOSED
         and not (message.parents or message.multiplicities or message.distributions)
         and max(token_ids, default=0) < vocab_size

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 
 from cluster.decoding.policies import PolicyName
-from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
+from workers.drafting.desk import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess
 

@@ -47,11 +47,9 @@ from deploy.rows.measure import Sample, measure
 from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.drafting.protocols import DRAFTERS
-from workers.verification.candidates import CandidateTree, merge_paths
-from workers.verification.draft_probs import DraftProbs, SparseProbs
+from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,
     draw_chain_token,
@@ -59,7 +57,7 @@ from workers.verification.draws import (
     draw_without_replacement,
     top_children,
 )
-from workers.verification.rules import FACTS
+from workers.verification.rule import RULES, CandidateKind, rule_named
 from workers.verification.verify import Window, verify_batch
 
 PART_NAMES = ("time", "acceptance", "train-free")
@@ -226,9 +224,9 @@ def time_rules(
         logits_V = torch.from_numpy((-_FALL * np.log(ranks_V)).astype(np.float32))
         for window in windows:
             logits_RV = logits_V.repeat(window + 1, 1)
-            for rule in Rule:
+            for rule in RULES:
                 for width in (1, 4):
-                    if width > 1 and (window < width or FACTS[rule].chain_only):
+                    if width > 1 and (window < width or rule_named(rule).chain_only):
                         continue
                     for batch in batches:
                         rows.append(_time_rule(rule, logits_RV, width, batch, repeats))
@@ -236,9 +234,7 @@ def time_rules(
     return rows
 
 
-def _time_rule(
-    rule: Rule, logits_RV: torch.Tensor, width: int, batch: int, repeats: int
-) -> RuleRow:
+def _time_rule(rule: str, logits_RV: torch.Tensor, width: int, batch: int, repeats: int) -> RuleRow:
     """Milliseconds to verify the windows of a batch, noise included; the median of the repeats.
 
     `accepted` is the mean number of accepted candidates: the walk looks at one row more than that.
@@ -256,8 +252,8 @@ def _time_rule(
     candidates = candidates_shown(width)
     return RuleRow(
         part="time",
-        name=f"{rule.value}, {candidates}, V={vocab_size}, window {window}, batch {batch}",
-        rule=rule.value,
+        name=f"{rule}, {candidates}, V={vocab_size}, window {window}, batch {batch}",
+        rule=rule,
         candidates=candidates,
         temperature=1.0,
         ms=statistics.median(counted) * 1e3,
@@ -272,7 +268,7 @@ def _time_rule(
     )
 
 
-def _draft(rule: Rule, logits_RV: torch.Tensor, width: int, seed: int) -> Window:
+def _draft(rule: str, logits_RV: torch.Tensor, width: int, seed: int) -> Window:
     """Candidates as the rule wants them: `width` branches at the root, chains below them."""
     logits_V, window = logits_RV[0], logits_RV.shape[0] - 1
     spec = SequenceSpec(SamplingParams(temperature=1.0), seed=seed, prompt_length=1)
@@ -280,7 +276,8 @@ def _draft(rule: Rule, logits_RV: torch.Tensor, width: int, seed: int) -> Window
     cut = cut_draft_probs(logits_V, spec, prefix)
     depth = window // width
     positions = range(len(prefix) + 1, len(prefix) + depth)
-    if rule is Rule.KSEQ:
+    drawn_as = rule_named(rule).drawn_as
+    if drawn_as is CandidateKind.INDEPENDENT_PATHS:
         tree = merge_paths(
             [
                 [draw_independent(cut, spec, at, (n,))[0] for at in (len(prefix), *positions)]
@@ -291,28 +288,29 @@ def _draft(rule: Rule, logits_RV: torch.Tensor, width: int, seed: int) -> Window
         first = _first_tokens(rule, logits_V, cut, spec, prefix, width)
         below = [
             top_children(logits_V, spec, (0,) * at, 1)[0]
-            if rule is Rule.COUPLED
+            if drawn_as is CandidateKind.SHARED_NOISE
             else draw_chain_token(cut, spec, at)
             for at in positions
         ]
         tree = _branches(first, below)
     probs = None
-    if FACTS[rule].needs_draft_probs:
+    if rule_named(rule).needs_draft_probs:
         probs = DraftProbs({n: cut for n in range(len(tree) + 1) if tree.children(n)})
     return Window(rule, logits_RV[: len(tree) + 1], tree, spec, prefix, probs)
 
 
 def _first_tokens(
-    rule: Rule,
+    rule: str,
     logits_V: torch.Tensor,
     cut: SparseProbs,
     spec: SequenceSpec,
     prefix: tuple[int, ...],
     width: int,
 ) -> tuple[int, ...]:
-    if rule is Rule.COUPLED:
+    drawn_as = rule_named(rule).drawn_as
+    if drawn_as is CandidateKind.SHARED_NOISE:
         return top_children(logits_V, spec, prefix, width)
-    if rule is Rule.MCSD:
+    if drawn_as is CandidateKind.WITH_REPLACEMENT:
         return draw_independent(cut, spec, len(prefix), range(width))
     return draw_without_replacement(cut, spec, len(prefix), width)
 

@@ -38,10 +38,10 @@ from deploy.rows.inputs import DEFAULT_INPUT, read_rows
 from deploy.rows.outputs import check_writable, write_json
 from deploy.rows.row_progress import announce, row_progress
 from paceline.options import GenerateOptions
-from paceline.rules import MAX_WINDOW, Rule
+from paceline.rules import MAX_WINDOW
 from paceline.text import counted
 from workers.models.catalog import STAND_IN, default_home, resolve_model
-from workers.verification.rules import FACTS
+from workers.verification.rule import rule_named
 
 
 def parse_matrix(
@@ -82,7 +82,7 @@ def check_matrix(
 
 def usual_branches(rule: str, config: Config) -> int:
     """The branches of the configuration, or 1 if the rule takes only chains."""
-    return 1 if FACTS[Rule(rule)].chain_only else config.speculation.branches
+    return 1 if rule_named(rule).chain_only else config.speculation.branches
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:

@@ -30,7 +30,6 @@ from deploy.rows.peers import Departure, TransformersPeer
 from deploy.rows.row_progress import RowProgress
 from paceline.client import Client
 from paceline.options import GenerateOptions
-from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 from workers.engine.block_pool import blocks_for
 from workers.engine.cpu.engine import Engine, Slice
@@ -150,7 +149,7 @@ class Verifier:
         if branches is not None and variant.window is not None:
             branches = min(branches, variant.window)
         if branches is not None:
-            rule = Rule(self._options.rule or Rule.COUPLED)
+            rule = self._options.rule or "coupled"
             branches = min(branches, most_branches(PolicyName(variant.policy), rule))
         options = replace(
             self._options,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +29,8 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
     if options.cores is not None:
         pin_cores(options.cores)
     drafter, kind = Drafter(), DRAFTERS.get(options.kind, field="kind")
+    if options.of_kind is None:
+        options = replace(options, of_kind=kind.options())
 
     async def load() -> None:
         proposer = await kind.load(options)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from workers.drafting.acceptance_map import TokenSignal
-from workers.drafting.nodes import ROOT, Kept
-from workers.drafting.tree import DraftTree
-from workers.verification.draft_probs import SparseProbs
+from workers.drafting.stopping import TokenSignal
+from workers.drafting.tree import ROOT, DraftTree, Kept
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True)

@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.errors import ConfigError
-from paceline.rules import Rule
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.tree import ROOT, DraftTree, Grant, Kept, NewNodes
 from workers.engine.device import Device
 from workers.engine.load.weight_form import WeightForm
 from workers.process.registry import Registry
-from workers.verification.rules import FACTS, CandidateKind
+from workers.verification.rule import RULES, CandidateKind, rule_named
 
 __all__ = [
     "ANY_POSITION",
@@ -48,14 +46,6 @@ _log = logging.getLogger(__name__)
 ANY_POSITION = (1 << 32) - 1
 """The `max_position` of a drafter whose memory does not depend on positions."""
 
-_DRAWN_FOR = {
-    Rule.REJECTION: CandidateKind.SAMPLED_CHAIN,
-    Rule.KSEQ: CandidateKind.INDEPENDENT_PATHS,
-    Rule.RECURSIVE: CandidateKind.WITHOUT_REPLACEMENT,
-    Rule.MCSD: CandidateKind.WITH_REPLACEMENT,
-}
-"""How a drafter that can draw in every way does so for a rule; for others with shared noise."""
-
 _TAKEN_NAMES = ("any", "driver", "emulated", "target")
 """Words of the configuration and of statistics that stand where a kind's name stands too."""
 
@@ -68,7 +58,8 @@ class DrafterOptions:
     with a checkpoint. `kv_memory_bytes` None: as much as open_engine takes. `prefix_cache`: whether
     sequences of one tenant share the KV of equal prefixes. `kernels`: whether a GPU runs our own
     kernels. `max_sequences` counts those of all streams together. `cores` None: the system chooses
-    the cores. `of_kind`: the kind's own options, an instance of DrafterKind.options.
+    the cores. `of_kind`: the kind's own options, an instance of DrafterKind.options; None: its
+    defaults, which serve_drafter fills in.
     """
 
     kind: str
@@ -129,15 +120,17 @@ class DrafterKind:
                 f"drafter kind {self.name!r}: the name has another meaning; rename it"
             )
 
-    def candidates_for(self, rule: Rule) -> CandidateKind:
+    def candidates_for(self, rule: str) -> CandidateKind:
         """How it makes its candidates for a rule."""
-        return self.candidates or _DRAWN_FOR.get(rule, CandidateKind.SHARED_NOISE)
+        return self.candidates or rule_named(rule).drawn_as or CandidateKind.SHARED_NOISE
 
     @property
-    def rules(self) -> frozenset[Rule]:
-        """The rules that its candidates fit."""
+    def rules(self) -> frozenset[str]:
+        """The names of the rules that its candidates fit."""
         return frozenset(
-            rule for rule, facts in FACTS.items() if self.candidates_for(rule) in facts.candidates
+            name
+            for name, rule in RULES.all().items()
+            if self.candidates_for(name) in rule.exact_for
         )
 
 
@@ -162,7 +155,7 @@ class DrafterInfo:
     """
 
     kind: str
-    rules: frozenset[Rule]
+    rules: frozenset[str]
     model: str = ""
     vocab_size: int = 0
     vocabulary_digest: bytes = b""

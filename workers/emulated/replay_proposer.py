@@ -11,15 +11,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import OverloadedError
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
-from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree
+from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.emulated.profiles import EMULATED, DeviceProfile
 from workers.emulated.replay_text import Guess, PrefixReader, ReplayText
 
@@ -27,7 +25,7 @@ EMULATED_KIND = "emulated"
 """The kind of an emulated drafter, as it describes itself. It is not registered: the configuration
 makes a kind with a model emulated by the key `emulated`.
 """
-EMULATED_RULES = frozenset({Rule.COUPLED})
+EMULATED_RULES = frozenset({"coupled"})
 
 _GAP = 1.0
 """The gap of every guess: this drafter cannot tell how sure it is."""

@@ -8,18 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.rules import Rule
 from tests.workers.verification.enumeration import Prefix, TinyModels
-from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.growth import Growth
 from workers.drafting.kinds.model import MODEL
-from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree
-from workers.verification.draft_probs import SparseProbs
+from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
+from workers.verification.candidates import SparseProbs
 
 PROMPT = (0,)
 
@@ -97,7 +93,7 @@ class BranchingProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.ONE_HOT})
+        rules = frozenset({"one-hot"})
         return DrafterInfo("branching", rules, "tiny", self._models.vocab_size, b"", 1000)
 
     def open(self, tree: DraftTree) -> None:
@@ -125,7 +121,7 @@ class BranchingProposer(TakesNoTime):
                     token_ids += [other, self._ranked((*path, other))[0]]
                     parents += [above, len(token_ids) - 1]
                 path, above = (*path, first), first_node
-            new = unknown_part(tree, token_ids, parents)
+            new = tree.unknown_part(token_ids, parents)
             result.drafts.append(Draft(tree, new, grant_used=True))
         return result
 

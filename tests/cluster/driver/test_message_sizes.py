@@ -38,7 +38,7 @@ from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import serve_drafter
 from workers.drafting.protocols import DrafterOptions
 from workers.target.stepper import StepParts
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
 

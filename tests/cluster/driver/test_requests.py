@@ -17,7 +17,7 @@ from cluster.driver.text import TextCodec
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.v1 import inference_pb2
 from paceline.wire import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
@@ -68,6 +68,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("branches", {"branches": 3, "window": 2}),
     ("branches", {"branches": 2, "rule": "rejection"}),
     ("drafter", {"drafter": "oracle"}),
+    ("rule", {"rule": "dice"}),
 ]
 BAD_INPUTS: list[tuple[str, GenerateInput]] = [
     ("prompt", ""),
@@ -127,7 +128,7 @@ UNSENDABLE: list[tuple[str, Callable[[], object]]] = [
         "stop_token_ids": [-1],
         "logit_bias": {-1: 1.0},
         "policy": "sideways",
-        "rule": "dice",
+        "rule": 3,
         "stopping": "never",
         "branches": -1,
         "drafter": 3,
@@ -148,7 +149,6 @@ def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any])
     [
         ("input", inference_pb2.GenerateRequest()),
         ("policy", inference_pb2.GenerateRequest(prompt="x", policy=99)),  # type: ignore[arg-type]
-        ("rule", inference_pb2.GenerateRequest(prompt="x", rule=99)),  # type: ignore[arg-type]
         ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=99)),  # type: ignore[arg-type]
     ],
 )
@@ -165,7 +165,7 @@ def test_defaults_are_the_checkpoint_s(resolver: RequestResolver) -> None:
     assert resolved.spec.prompt_length == len(resolved.prompt_token_ids)
     assert resolved.max_tokens == ROOM - len(resolved.prompt_token_ids)
     assert resolved.speculation == Speculation(window=6)
-    assert resolved.spec.rule is Rule.COUPLED
+    assert resolved.spec.rule == "coupled"
     assert resolved.tenant == ""
     assert resolved.request_id
     other = resolver.resolve("hello", GenerateOptions(), room=ROOM)
@@ -199,9 +199,9 @@ def test_what_is_set_wins(resolver: RequestResolver) -> None:
     assert resolved.prompt_token_ids == (5, 6)
     assert resolved.max_tokens == ROOM - 2
     assert resolved.speculation == Speculation(
-        PolicyName.OFF, 64, Rule.KSEQ, 4, Stopping.COST, "model"
+        PolicyName.OFF, 64, "kseq", 4, Stopping.COST, "model"
     )
-    assert resolved.spec.rule is Rule.KSEQ
+    assert resolved.spec.rule == "kseq"
     assert (resolved.stop.strings, resolved.tenant, resolved.request_id) == (
         ("END",),
         "ours",

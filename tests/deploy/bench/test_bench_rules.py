@@ -27,7 +27,7 @@ from paceline.options import GenerateOptions
 from tests.deploy.bench.benches import run_bench
 from tests.deploy.cli.test_generate import ROWS, write_rows
 from tests.deploy.conftest import Served
-from workers.verification.rules import Rule
+from workers.verification.rule import RULES
 
 
 def speed_row(name: str, speedup: float, **details: object) -> RuleRow:
@@ -135,7 +135,7 @@ def test_every_rule_is_timed_on_chains_and_trees() -> None:
     rows = time_rules(told.append, repeats=1, vocab_sizes=(200,), windows=(1, 8), batches=(1, 2))
     assert [f"time: {row.name}" for row in rows] == told
     # Chains of two windows and trees of one, two batches each; rejection has no trees.
-    assert len(rows) == 2 * (2 * len(Rule) + len(Rule) - 1)
+    assert len(rows) == 2 * (2 * len(RULES) + len(RULES) - 1)
     for row in rows:
         details = row.details
         assert 0 < details["best_ms"] <= row.ms <= details["worst_ms"]  # type: ignore[operator]
