@@ -90,7 +90,8 @@ class _Actor:
         if self._server is not None:
             await self._server.stop(grace)
 
-    def _serving(self, server: RunningServer) -> Serving:
+    def hold(self, server: RunningServer) -> Serving:
+        """Keep a server that has started, and end this process if it breaks."""
         self._server = server
         # When the actor dies, the controller notices.
         self._watch = asyncio.create_task(server.exit_when_broken())
@@ -119,12 +120,12 @@ class ShardActor(_Actor):
 
             options = shard_options(setup.config, plan, files)
             server = await serve_target_shard(options, host=host, port=port, progress=self._note)
-            return self._serving(server)
+            return self.hold(server)
         profile = load_profile(target.emulated, role="target")
         from workers.emulated.serve import serve_replay_target
 
         server = await serve_replay_target(files.folder, profile, host=host, port=port)
-        return self._serving(server)
+        return self.hold(server)
 
     def _note(self, done: int, total: int) -> None:
         self._loaded = done, total
@@ -141,7 +142,7 @@ class DrafterActor(_Actor):
             from workers.drafting.drafter import serve_drafter
 
             options = drafter_options(setup.config, plan, files)
-            return self._serving(await serve_drafter(options, host=host, port=port))
+            return self.hold(await serve_drafter(options, host=host, port=port))
         from workers.emulated.replay_text import Guess
         from workers.emulated.serve import serve_replay_drafter
 
@@ -153,7 +154,7 @@ class DrafterActor(_Actor):
             max_sequences=setup.config.target.max_num_seqs,
             host=host,
         )
-        return self._serving(server)
+        return self.hold(server)
 
 
 class DriverActor(_Actor):
@@ -211,7 +212,7 @@ class DriverActor(_Actor):
             options, host=config.server.host, port=port, on_made=self._made
         )
         spare_what_is_there()
-        serving = self._serving(server)
+        serving = self.hold(server)
         host, _, bound_port = serving.address.rpartition(":")
         if setup.host is None and host in _EVERYWHERE:  # Name the node of the cluster instead.
             return replace(serving, address=f"{_worker_host(setup)}:{bound_port}")
