@@ -87,7 +87,11 @@ class Node(Protocol):
         """The node after this child was refused."""
 
     def residual_V(self) -> NDArray[np.float64]:
-        """The unnormalized distribution of the token after all children were refused."""
+        """The distribution [V] of the token after all children were refused.
+
+        It need not be normalized, but its sum is above 0, even where a refusal is impossible:
+        rounding may cause one.
+        """
 
 
 Begin = Callable[[NDArray[np.float64], DraftDistribution | None, int], Node]

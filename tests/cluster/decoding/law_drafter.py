@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tests.workers.verification.enumeration import Prefix, TinyModels
 from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances, drawn_prior
-from workers.drafting.draw import MODEL_RULES
+from workers.drafting.draw import model_rules
 from workers.drafting.growth import Growth
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
@@ -44,7 +44,7 @@ class EnumeratedProposer:
 
     @property
     def info(self) -> DrafterInfo:
-        return DrafterInfo("model", "tiny", self._models.vocab_size, b"", 1000, MODEL_RULES)
+        return DrafterInfo("model", "tiny", self._models.vocab_size, b"", 1000, model_rules())
 
     def open(self, tree: DraftTree) -> None:
         self._grown[tree] = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
