@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from cluster.decoding.policies import PolicyName
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal as Proposal
 
@@ -187,7 +187,7 @@ class DrafterJoined:
     drafter: str
     max_position: int
     kind: str = "model"
-    rules: frozenset[Rule] = frozenset({Rule.COUPLED})
+    rules: frozenset[str] = frozenset({"coupled"})
     wants_top_tokens: bool = False
 
 
