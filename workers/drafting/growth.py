@@ -228,7 +228,7 @@ class Growth:
         self._drawn.sent(leaf, 0, leaf + 1)
         return NewNodes(self._drawn.of[leaf].children.token_ids, (leaf,))
 
-    def known(self) -> NewNodes:
+    def at_hand(self) -> NewNodes:
         """Branches to begin with candidates that earlier passes drew; there are many after an
         outcome.
 

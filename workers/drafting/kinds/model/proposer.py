@@ -110,8 +110,8 @@ class ModelProposer:
         self._offer(held.kv)
         held.growth.committed(kept)
 
-    def known(self, tree: DraftTree) -> NewNodes:
-        return self._held[tree].growth.known()
+    def at_hand(self, tree: DraftTree) -> NewNodes:
+        return self._held[tree].growth.at_hand()
 
     def promise(self, tree: DraftTree) -> float:
         return self._held[tree].growth.promise()
