@@ -9,6 +9,7 @@ import typer
 
 from paceline.address import parse_address
 from workers.drafting.protocols import DRAFTERS
+from workers.verification.rule import RULES
 
 
 def check_server(address: str | None) -> str | None:
@@ -33,7 +34,7 @@ TopPOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Row i uses seed + i.")]
 VerificationOption = Annotated[
-    str | None, typer.Option(help="coupled, rejection, kseq, recursive, mcsd or one-hot.")
+    str | None, typer.Option(help=f"A verification rule: {', '.join(RULES)}.")
 ]
 BranchesOption = Annotated[
     int | None, typer.Option(help="Candidates at each position, 1 to 8. 1 drafts chains.")

@@ -164,6 +164,6 @@ class BlockKeys:
         return keys
 
     @property
-    def at_hand(self) -> Sequence[bytes]:
+    def known(self) -> Sequence[bytes]:
         """The keys that have been computed."""
         return self._keys

@@ -53,7 +53,7 @@ class EnumeratedProposer:
         self._grown[tree].committed(kept)
 
     def at_hand(self, tree: DraftTree) -> NewNodes:
-        return self._grown[tree].known()
+        return self._grown[tree].at_hand()
 
     def promise(self, tree: DraftTree) -> float:
         return self._grown[tree].promise()
