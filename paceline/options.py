@@ -86,7 +86,7 @@ class GenerateOptions:
     - `policy`: "off", "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto";
     - `rule`: a verification rule that the server has, such as "coupled" (docs/rules.md);
     - `stopping`: the values of `paceline.rules.Stopping`;
-    - `drafter`: "model", "ngram" or "recycling".
+    - `drafter`: a kind of drafter that the server has, such as "model" (docs/rules.md).
 
     With `merge`, one drafter of each kind drafts, and their candidates form one tree. Requests of
     one `tenant` share the KV of equal prefixes and what drafters learn from text.

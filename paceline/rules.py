@@ -7,10 +7,7 @@ The limits ensure that what a server sends about one request fits into one messa
 from __future__ import annotations
 
 import enum
-from typing import Literal, get_args
 
-DrafterKind = Literal["model", "ngram", "recycling"]
-DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
 MAX_WINDOW = 64
 """Most candidates of a sequence that a step verifies; the minimum is 1."""
 MAX_BRANCHES = 8

@@ -5,11 +5,20 @@ The defaults together are the local demo. cluster/config/load.py reads files int
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from cluster.decoding.policies import PolicyName
@@ -20,17 +29,14 @@ from cluster.driver.fitting import (
     check_merge,
     check_policy_fits,
     check_rule_fits,
+    rules_by_kind,
 )
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.rules import (
-    DRAFTER_KINDS,
-    MAX_BRANCHES,
-    MAX_WINDOW,
-    DrafterKind,
-    Stopping,
-)
+from paceline.rules import MAX_BRANCHES, MAX_WINDOW, Stopping
 from paceline.text import did_you_mean
+from workers.drafting.protocols import DRAFTERS
 from workers.emulated.profiles import load_profile
+from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
 from workers.engine.load.weight_form import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
 from workers.process.registry import Registry
@@ -184,7 +190,7 @@ def model_or_emulated(given: Any, usual: str) -> Any:
 def check_emulated(config: Config) -> None:
     """Raise a refusal unless target and drafters are emulated alike, and speculation fits."""
     emulated = config.target.emulated is not None
-    models = [one for one in config.drafters if one.kind == "model"]
+    models = [one for one in config.drafters if one.model is not None]
     if any((one.emulated is not None) != emulated for one in models):
         raise refusal(
             "drafters: target and model drafters are all emulated or none is; give every "
@@ -229,25 +235,24 @@ _BYTE_UNITS = {
 }
 
 
-def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
-    """One of `available`. `later`: values that are planned and that this version refuses."""
+def _choice(*available: str) -> BeforeValidator:
+    """One of `available`."""
 
     def check(value: object) -> object:
         if value in available:
             return value
-        names = ", ".join(available)
-        if isinstance(value, str) and value in later:
-            raise refusal(f"{value!r} is not in this version; available: {names}")
         hint = did_you_mean(value, available) if isinstance(value, str) else ""
-        raise refusal(f"expected one of {names}, got {value!r}{hint}")
+        raise refusal(f"expected one of {', '.join(available)}, got {value!r}{hint}")
 
     return BeforeValidator(check)
 
 
-def _registered(registry: Registry[Any]) -> BeforeValidator:
-    """A name that is registered."""
+def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
+    """A name in the registry, or one of `besides`."""
 
     def check(value: object) -> object:
+        if value in besides:
+            return value
         try:
             return registry.get(str(value), field="").name
         except InvalidRequestError as error:
@@ -344,14 +349,12 @@ class TargetConfig(_Closed):
 class DrafterConfig(_Closed):
     """`count` drafters of one kind.
 
-    `model`, `emulated` and `prefix_cache` apply to kind "model" only. `emulated` names a latency
-    profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its second
-    guess is right at the rate `hit_rate`.
+    `model`, `emulated` and `prefix_cache` apply to kinds with a model only. `emulated` names a
+    latency profile. Such a drafter guesses right at the rate `acceptance`; where it is wrong, its
+    second guess is right at the rate `hit_rate`.
     """
 
-    kind: Annotated[DrafterKind, _choice(*DRAFTER_KINDS, later=("suffix", "heads", "mixed"))] = (
-        "model"
-    )
+    kind: Annotated[str, _registered(DRAFTERS)] = "model"
     model: Text | None = None
     emulated: Annotated[Text | None, profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
@@ -360,28 +363,55 @@ class DrafterConfig(_Closed):
     threads: AutoCount = "auto"
     # Whether sequences of one tenant share the KV of equal prefixes.
     prefix_cache: bool = True
+    # What the kind itself can be told (DrafterKind.options).
+    options: Mapping[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
     def _model_of_kind(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or given.get("kind", "model") != "model":
+        if not isinstance(given, dict):
             return given
-        return model_or_emulated(given, "demo-draft")
+        kind = DRAFTERS.all().get(given.get("kind", "model"))
+        if kind is None or kind.default_model is None:
+            return given
+        return model_or_emulated(given, kind.default_model)
 
     @model_validator(mode="after")
-    def _model_fits_kind(self) -> DrafterConfig:
-        for key in ("model", "emulated"):
-            if self.kind != "model" and getattr(self, key) is not None:
+    def _keys_fit_kind(self) -> DrafterConfig:
+        if DRAFTERS.all()[self.kind].default_model is None:
+            for key in ("model", "emulated"):
+                if getattr(self, key) is not None:
+                    raise refusal(
+                        f'a drafter of kind "{self.kind}" has no model; remove the key "{key}"'
+                    )
+            if "prefix_cache" in self.model_fields_set:
                 raise refusal(
-                    f'a drafter of kind "{self.kind}" has no model; remove the key "{key}"'
+                    f'a drafter of kind "{self.kind}" has no KV to share; remove the key '
+                    '"prefix_cache"'
                 )
-        if self.kind != "model" and "prefix_cache" in self.model_fields_set:
-            raise refusal(
-                f'a drafter of kind "{self.kind}" has no KV to share; remove the key "prefix_cache"'
-            )
+        self.options_of_kind()
         if self.emulated is None and {"acceptance", "hit_rate"} & self.model_fields_set:
             raise refusal('"acceptance" and "hit_rate" need an emulated drafter; remove them')
         return self
+
+    def options_of_kind(self) -> Any:
+        """The table `options` as the kind reads it, an instance of DrafterKind.options."""
+        options = DRAFTERS.all()[self.kind].options
+        names = [one.name for one in dataclasses.fields(options)]
+        for key in self.options:
+            if key not in names:
+                known = f"expected one of {', '.join(names)}" if names else "it has none"
+                raise refusal(
+                    f'options: a drafter of kind "{self.kind}" has no option {key!r}; {known}'
+                    f"{did_you_mean(key, names)}"
+                )
+        try:
+            return TypeAdapter(options).validate_python(dict(self.options))
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            place = ".".join(map(str, ("options", *wrong["loc"])))
+            message = wrong["msg"].replace("Input should be", "expected")
+            raise refusal(f"{place}: {message}, got {wrong['input']!r}") from None
 
 
 class SpeculationConfig(_Closed):
@@ -402,7 +432,7 @@ class SpeculationConfig(_Closed):
     # its drafter and with recycling; under policy "chain" it changes nothing.
     stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
     # The kind of drafter to use if several are deployed and fit.
-    drafter: Annotated[Literal["any"] | DrafterKind, _choice("any", *DRAFTER_KINDS)] = "any"
+    drafter: Annotated[str, _registered(DRAFTERS, "any")] = "any"
     # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
     # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
@@ -437,10 +467,12 @@ class Config(_Closed):
     plan: PlanConfig = PlanConfig()
 
     @property
-    def drafter_kinds(self) -> set[str]:
-        """The kinds of the drafters, as they call themselves to the driver."""
-        named = "model" if self.target.emulated is None else "emulated"
-        return {named if one.kind == "model" else one.kind for one in self.drafters}
+    def rules_by_kind(self) -> Mapping[str, frozenset[str]]:
+        """The kinds of the drafters, as they describe themselves, and the rules that they fit."""
+        found = rules_by_kind(one.kind for one in self.drafters if one.emulated is None)
+        if any(one.emulated is not None for one in self.drafters):
+            found[EMULATED_KIND] = EMULATED_RULES
+        return found
 
     @model_validator(mode="after")
     def _emulated_together(self) -> Config:
@@ -452,7 +484,7 @@ class Config(_Closed):
         """Check that the deployed drafters can do what requests get by default."""
         chosen = self.speculation
         rule = chosen.verification
-        kinds = self.drafter_kinds
+        drafters = self.rules_by_kind
         try:
             check_branches(rule, chosen.branches, chosen.window)
             check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
@@ -462,12 +494,12 @@ class Config(_Closed):
                 self.target.groups,
             )
             if chosen.drafter != "any":
-                check_deployed(chosen.drafter, kinds)
-                kinds = {chosen.drafter}
+                check_deployed(chosen.drafter, drafters)
+                drafters = {chosen.drafter: drafters[chosen.drafter]}
             if chosen.policy != "off":
-                check_rule_fits(rule, kinds)
+                check_rule_fits(rule, drafters)
             if chosen.merge:
-                check_merge(PolicyName(chosen.policy), rule, kinds)
+                check_merge(PolicyName(chosen.policy), rule, drafters)
         except InvalidRequestError as error:
             key = "verification" if error.field == "rule" else error.field
             raise refusal(

@@ -234,6 +234,7 @@ class Dispatch:
                 name,
                 description.max_position,
                 kind=description.kind,
+                has_model=description.has_model,
                 rules=description.rules,
                 wants_top_tokens=description.wants_top_tokens,
             )

@@ -23,7 +23,7 @@ from cluster.driver.outbox import Outbox
 from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 
 MAX_UNSENT = 10_000
 """Messages that a drafter may leave unread. Beyond that it counts as hung."""
@@ -45,6 +45,7 @@ class DrafterDescription:
     """How a drafter describes itself (drafting.proto, DescribeDrafterResponse)."""
 
     kind: str
+    has_model: bool
     max_position: int
     rules: frozenset[str]
     wants_top_tokens: bool
@@ -60,7 +61,7 @@ class DrafterListener(Protocol):
         """The drafter's stream broke."""
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """The drafter sent a message with `entries` entries (batch_size.py), at most MAX_ENTRIES.
+        """The drafter sent a message with `entries` entries (drafting.proto), at most MAX_ENTRIES.
 
         Returns how many of its proposals broke the contract.
         """
@@ -172,14 +173,16 @@ class DrafterLink:
         call = open_stream(stub.Draft)
         self._outbox = Outbox(call.write)
         self._overflown.clear()
-        self.meter.join(kind=description.kind, pid=description.pid)
+        rules = rules_from_wire(description.rules)
+        self.meter.join(kind=description.kind, pid=description.pid, rules=rules)
         try:
             self._listener.drafter_joined(
                 name,
                 DrafterDescription(
                     kind=description.kind,
+                    has_model=bool(description.model),
                     max_position=description.max_position,
-                    rules=rules_from_wire(description.rules),
+                    rules=rules,
                     wants_top_tokens=description.wants_top_tokens,
                 ),
             )

@@ -179,7 +179,7 @@ class Driver:
             generate_input,
             options,
             room=target.room,
-            drafters=running.drafters.kinds,
+            drafters=running.drafters.rules_by_kind,
             num_drafters=len(running.drafters.meters),
             num_groups=self._options.target_groups,
         )

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 
 from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
-from workers.verification.rule import RULES, CandidateKind, rule_named
+from paceline.rules import MAX_BRANCHES
+from workers.drafting.protocols import DRAFTERS
+from workers.verification.rule import RULES, rule_named
 
 
-def candidate_kind(rule: str, drafter: str) -> CandidateKind:
-    """The kind of candidates that a drafter drafts for a rule.
-
-    `drafter`: its kind. A model drafts as the rule asks, else with the target's noise.
-    """
-    if drafter != "model":
-        return CandidateKind.DETERMINISTIC
-    return rule_named(rule).drawn_as or CandidateKind.SHARED_NOISE
+def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[str]]:
+    """The rules that drafters of these registered kinds can draft for."""
+    return {kind: DRAFTERS.get(kind, field="drafter").rules for kind in kinds}
 
 
-def check_rule_fits(rule: str, drafters: Collection[str], *, field: str = "rule") -> None:
+def check_rule_fits(
+    rule: str, drafters: Mapping[str, Collection[str]], *, field: str = "rule"
+) -> None:
     """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
-    Without drafters nothing is drafted, which fits every rule. `field`: the caller's name for it.
+    `drafters`: the rules that each kind can draft for. Without drafters nothing is drafted, which
+    fits every rule. `field`: the caller's name for the rule.
     """
-    if not drafters or any(_fits(rule, drafter) for drafter in drafters):
+    if not drafters or any(rule in rules for rules in drafters.values()):
         return
-    given = " and ".join(
-        f"{candidate_kind(rule, drafter).value} candidates of the drafter {drafter!r}"
-        for drafter in sorted(drafters)
-    )
+    given = " and ".join(_candidates_of(kind, rule) for kind in sorted(drafters))
     needs = "needs draft probabilities and " if rule_named(rule).needs_draft_probs else ""
-    fitting = " or ".join(repr(kind) for kind in DRAFTER_KINDS if _fits(rule, kind))
+    fitting = " or ".join(repr(name) for name, kind in DRAFTERS.all().items() if rule in kind.rules)
     raise InvalidRequestError(
         field,
         f"the rule {rule!r} {needs}is not exact for {given}: choose another rule, or the "
@@ -40,8 +36,11 @@ def check_rule_fits(rule: str, drafters: Collection[str], *, field: str = "rule"
     )
 
 
-def _fits(rule: str, drafter: str) -> bool:
-    return candidate_kind(rule, drafter) in rule_named(rule).exact_for
+def _candidates_of(kind: str, rule: str) -> str:
+    """What a drafter proposes for a rule, in words. Its kind may be registered elsewhere only."""
+    known = DRAFTERS.all().get(kind)
+    made = "" if known is None else f"{known.candidates_for(rule).value} "
+    return f"{made}candidates of the drafter {kind!r}"
 
 
 def check_deployed(wanted: str, deployed: Collection[str]) -> None:
@@ -110,14 +109,16 @@ def merges(rule: str) -> bool:
     return not rule_named(rule).needs_draft_probs
 
 
-def check_merge(policy: PolicyName, rule: str, kinds: Collection[str] | None) -> None:
+def check_merge(
+    policy: PolicyName, rule: str, drafters: Mapping[str, Collection[str]] | None
+) -> None:
     """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
-    `kinds`: of the usable drafters; None: not known.
+    `drafters`: the rules that each usable kind can draft for; None: not known.
     """
     if not merges(rule):
         merging = " and ".join(repr(one) for one in RULES if merges(one))
-        given = "" if kinds is None else f" of {_named_together(kinds)}"
+        given = "" if drafters is None else f" of {_named_together(drafters)}"
         raise InvalidRequestError(
             "merge",
             f"candidates{given} can be merged only under the rules {merging}, got "
@@ -132,9 +133,9 @@ def check_merge(policy: PolicyName, rule: str, kinds: Collection[str] | None) ->
             f"the policy {policy.value!r} {reason}, so it merges nothing: choose 'chain', "
             "'lockstep', 'fanout' or 'auto'",
         )
-    if kinds is None:
+    if drafters is None:
         return
-    fitting = [kind for kind in kinds if candidate_kind(rule, kind) in rule_named(rule).exact_for]
+    fitting = [kind for kind, rules in drafters.items() if rule in rules]
     if len(fitting) < 2:
         raise InvalidRequestError(
             "merge",
@@ -151,7 +152,7 @@ def check_merge_alone(drafter: str | None) -> None:
         )
 
 
-def _named_together(kinds: Collection[str]) -> str:
+def _named_together(kinds: Iterable[str]) -> str:
     return " and ".join(repr(kind) for kind in sorted(kinds))
 
 

@@ -30,6 +30,8 @@ class WorkerMeter:
     malformed: int = 0
     suspect: bool = False
     overruns: int = 0
+    rules: frozenset[str] = frozenset()
+    """The rules that a drafter can draft for."""
     trouble: str = ""
     """Why the worker could not be used at the last try."""
     failures: int = 0
@@ -38,13 +40,14 @@ class WorkerMeter:
     _passes_before: int = 0
     _away_since: float = field(default_factory=time.monotonic)
 
-    def join(self, *, kind: str, pid: int) -> None:
-        """The worker can be used from now on."""
+    def join(self, *, kind: str, pid: int, rules: frozenset[str] = frozenset()) -> None:
+        """The worker can be used from now on. `rules`: those that a drafter can draft for."""
         if pid != self.pid:
             self.failures = 0
         self._passes_before = self.passes
         self.kind = kind
         self.pid = pid
+        self.rules = rules
         self.connected = True
         self.joins += 1
 

@@ -13,7 +13,7 @@ from cluster.driver.requests import Speculation, widest_proposal
 from paceline.errors import ProtocolError
 from paceline.rules import MAX_PROPOSED
 from paceline.v1 import drafting_pb2
-from workers.drafting.draft_probs_wire import distributions_from_wire
+from workers.drafting.wire import distributions_from_wire
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.rule import rule_named
 

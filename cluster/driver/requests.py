@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
@@ -22,6 +22,7 @@ from cluster.driver.fitting import (
     check_rule_fits,
     merges,
     most_branches,
+    rules_by_kind,
 )
 from cluster.driver.stop_strings import StopStrings
 from cluster.driver.text import TextCodec
@@ -29,8 +30,9 @@ from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, Message
 from paceline.options import GenerateOptions
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Stopping
+from paceline.rules import MAX_BRANCHES, MAX_WINDOW, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
+from workers.drafting.protocols import DRAFTERS
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.verification.rule import RULES
 
@@ -95,17 +97,17 @@ class RequestResolver:
         options: GenerateOptions,
         *,
         room: int,
-        drafters: frozenset[str] | None = None,
+        drafters: Mapping[str, Collection[str]] | None = None,
         num_drafters: int | None = None,
         num_groups: int = 1,
     ) -> ResolvedRequest:
         """Check a request and return what to decode. Raises InvalidRequestError with the field.
 
-        `room`: the most tokens of a sequence. `drafters`: the deployed kinds; None: not known.
-        `num_drafters`: how many are deployed. `num_groups`: target groups. This tokenizes, so call
-        it off the event loop.
+        `room`: the most tokens of a sequence. `drafters`: the deployed kinds, and the rules that
+        each can draft for; None: not known. `num_drafters`: how many are deployed. `num_groups`:
+        target groups. This tokenizes, so call it off the event loop.
         """
-        speculation = self._speculation(options)
+        speculation = self._speculation(options, drafters or ())
         if num_drafters is not None:
             check_layout(speculation.policy, num_drafters, num_groups)
         _check_drafters(speculation, drafters)
@@ -187,7 +189,7 @@ class RequestResolver:
                 )
         return tuple(token_ids)
 
-    def _speculation(self, options: GenerateOptions) -> Speculation:
+    def _speculation(self, options: GenerateOptions, deployed: Collection[str]) -> Speculation:
         defaults = self._defaults
         rule = RULES.get(_given(options.rule, defaults.rule), field="rule").name
         policy = _named(PolicyName, "policy", options.policy, defaults.policy)
@@ -198,9 +200,8 @@ class RequestResolver:
         check_branches(rule, branches, window)
         check_policy_fits(policy, rule, branches)
         drafter = _given(options.drafter, defaults.drafter)
-        if drafter is not None and drafter not in DRAFTER_KINDS:
-            known = ", ".join(DRAFTER_KINDS)
-            raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
+        if options.drafter is not None and options.drafter not in deployed:
+            DRAFTERS.get(options.drafter, field="drafter")  # Raises if it is not registered.
         merge = _given(options.merge, defaults.merge and merges(rule))
         if merge:
             check_merge_alone(drafter)
@@ -217,19 +218,21 @@ class RequestResolver:
         )
 
 
-def _check_drafters(speculation: Speculation, deployed: frozenset[str] | None) -> None:
+def _check_drafters(
+    speculation: Speculation, deployed: Mapping[str, Collection[str]] | None
+) -> None:
     """Raise InvalidRequestError if no drafter could draft what was asked for."""
     if speculation.policy is PolicyName.OFF:
         return
-    kinds = deployed
-    if speculation.drafter is not None:
-        kinds = frozenset({speculation.drafter})
-        if deployed is not None:
-            check_deployed(speculation.drafter, deployed)
-    if kinds is not None:
-        check_rule_fits(speculation.rule, kinds)
+    if speculation.drafter is not None and deployed is not None:
+        check_deployed(speculation.drafter, deployed)
+        deployed = {speculation.drafter: deployed[speculation.drafter]}
+    elif speculation.drafter is not None and speculation.drafter in DRAFTERS:
+        deployed = rules_by_kind([speculation.drafter])
+    if deployed is not None:
+        check_rule_fits(speculation.rule, deployed)
         if speculation.merge:
-            check_merge(speculation.policy, speculation.rule, kinds)
+            check_merge(speculation.policy, speculation.rule, deployed)
 
 
 def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:

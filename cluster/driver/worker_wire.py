@@ -19,7 +19,7 @@ from cluster.decoding.instructions import (
 from paceline.channel import PART_BYTES
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
 from paceline.wire import spec_to_wire, stopping_to_wire
-from workers.drafting.draft_probs_wire import distributions_to_wire
+from workers.drafting.wire import distributions_to_wire
 from workers.verification.rule import RULES
 
 DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft

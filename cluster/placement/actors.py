@@ -119,7 +119,7 @@ class ShardActor(_Actor):
             server = await serve_target_shard(options, host=host, port=port, progress=self._note)
             return self._serving(server)
         profile = load_profile(target.emulated, role="target")
-        from workers.emulated.serve import serve_replay_target
+        from workers.emulated.target import serve_replay_target
 
         server = await serve_replay_target(files.folder, profile, host=host, port=port)
         return self._serving(server)
@@ -133,7 +133,6 @@ class DrafterActor(_Actor):
 
     async def serve(self, setup: WorkerSetup, plan: WorkerPlan, port: int) -> Serving:
         """Load and serve. Raises what serve_drafter and resolve_model raise."""
-        assert plan.kind != "target"
         files = None if plan.model is None else await files_of(setup.home, plan.model)
         host = _worker_host(setup)
         if plan.drafter is None or plan.drafter.emulated is None:
@@ -141,8 +140,8 @@ class DrafterActor(_Actor):
 
             options = drafter_options(setup.config, plan, files)
             return self._serving(await serve_drafter(options, host=host, port=port))
+        from workers.emulated.drafter import serve_replay_drafter
         from workers.emulated.replay_text import Guess
-        from workers.emulated.serve import serve_replay_drafter
 
         assert files is not None
         (server,) = await serve_replay_drafter(

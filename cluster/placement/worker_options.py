@@ -14,7 +14,7 @@ from cluster.config.model import Config
 from cluster.placement.plan import WorkerPlan
 
 if TYPE_CHECKING:
-    from workers.drafting.drafter import DrafterOptions
+    from workers.drafting.protocols import DrafterOptions
     from workers.models.catalog import ModelFiles
     from workers.target.shard import TargetShardOptions
 
@@ -52,15 +52,15 @@ def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> Target
 
 def drafter_options(config: Config, plan: WorkerPlan, files: ModelFiles | None) -> DrafterOptions:
     """The options of a drafter that computes. `files`: those of its model; None: it has none."""
-    from workers.drafting.drafter import DrafterOptions
+    from workers.drafting.protocols import DrafterOptions
 
-    assert plan.kind != "target"
     assert plan.drafter is not None
     options = DrafterOptions(
         kind=plan.kind,
         threads=plan.threads,
         max_sequences=config.target.max_num_seqs,
         cores=plan.cores,
+        of_kind=plan.drafter.options_of_kind(),
     )
     if files is None:
         return options

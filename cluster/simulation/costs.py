@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
+from workers.drafting.desk import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
 
 
 @dataclass(frozen=True, slots=True)

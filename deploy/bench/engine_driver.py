@@ -37,12 +37,10 @@ from paceline.prefix_hash import hash_on, hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
 from paceline.wire import fill_response
-from workers.drafting.batch_size import count_entries
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.nodes import Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
-from workers.drafting.tree import DraftTree
-from workers.drafting.wire import apply_request, to_responses
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
+from workers.drafting.tree import DraftTree, Kept, NewNodes
+from workers.drafting.wire import apply_request, count_entries, to_responses
 from workers.engine.load.checkpoint import describe_checkpoint
 from workers.process.garbage import spare_what_is_there
 
@@ -161,7 +159,7 @@ class _Loop:
         session = drafter.open_session()
         if load.policy != PolicyName.OFF.value:
             rules = frozenset({"coupled"})
-            dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", room, rules, False))
+            dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", True, room, rules, False))
         spare_what_is_there()
         self._admit(dispatch)
         taken: list[float] = []
@@ -323,7 +321,7 @@ class _Proposer(TakesNoTime):
     def __init__(self, text: _Text, max_position: int) -> None:
         self._text = text
         rules = frozenset({"coupled"})
-        self.info = DrafterInfo("model", "recorded", 0, b"", max_position, rules)
+        self.info = DrafterInfo("model", rules, "recorded", max_position=max_position)
 
     def open(self, tree: DraftTree) -> None:
         pass

@@ -22,7 +22,7 @@ from deploy.rows.inputs import DEFAULT_INPUT, BadRow, read_rows
 from paceline.errors import UnavailableError
 from paceline.generation import Message
 from paceline.sampling import SequenceSpec
-from workers.emulated.recording import (
+from workers.emulated.replay_text import (
     MAX_RANK,
     RecordedSequence,
     Recording,

@@ -48,6 +48,7 @@ from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 from paceline.sampling import SamplingParams, SequenceSpec
+from workers.drafting.protocols import DRAFTERS
 from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,
@@ -88,9 +89,8 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 WIDTHS = (1, 2, 4)
 """Children of a node, or paths."""
 
-TRAIN_FREE = ("ngram", "recycling")
 TRAIN_FREE_SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))
-"""Windows and branches of both."""
+"""Windows and branches of each kind of drafter without a model."""
 BY_COST = (16, 8)
 """Window and branches within which Token Recycling stops by cost; n-grams have no estimates."""
 
@@ -130,12 +130,15 @@ class RulesSettings:
     quick: bool = False
 
 
+def train_free_kinds() -> list[str]:
+    """The kinds of drafters without a model."""
+    return [name for name, kind in DRAFTERS.all().items() if kind.default_model is None]
+
+
 def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]:
     """What the parts need: `drafted` has a model drafter and a core each, `plain` the others."""
     speculation = config.speculation.model_copy(update={"wait_ms": WAIT_MS})
-    drafter = next(
-        (one for one in config.drafters if one.kind == "model"), DrafterConfig(model="demo-draft")
-    )
+    drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
 
     def deployment(threads: int, *drafters: DrafterConfig) -> Config:
         target = config.target.model_copy(update={"threads": threads})
@@ -144,9 +147,7 @@ def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]
     both = {
         "drafted": deployment(1, drafter.model_copy(update={"count": 1, "threads": 1})),
         "plain": deployment(
-            CORES,
-            DrafterConfig(kind="ngram", threads=1),
-            DrafterConfig(kind="recycling", threads=1),
+            CORES, *(DrafterConfig(kind=kind, threads=1) for kind in train_free_kinds())
         ),
     }
     needed = frozenset[str]().union(*(NEEDED[part] for part in parts))
@@ -457,7 +458,7 @@ def train_free_contenders(client: Client) -> list[RequestContender]:
     contenders = [
         RequestContender(OFF, client, GenerateOptions(temperature=0.0, seed=0, policy=OFF))
     ]
-    shapes = [(drafter, *shape, "fixed") for drafter in TRAIN_FREE for shape in TRAIN_FREE_SHAPES]
+    shapes = [(kind, *shape, "fixed") for kind in train_free_kinds() for shape in TRAIN_FREE_SHAPES]
     for drafter, window, branches, stopping in [*shapes, ("recycling", *BY_COST, "cost")]:
         options = GenerateOptions(
             temperature=0.0,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.address import parse_address
+from workers.drafting.protocols import DRAFTERS
 from workers.verification.rule import RULES
 
 
@@ -42,9 +43,7 @@ StoppingOption = Annotated[
     str | None,
     typer.Option(help="When a drafter stops early: fixed (never), adaedl, confidence or cost."),
 ]
-DrafterOption = Annotated[
-    str | None, typer.Option(help="Kind of drafter: model, ngram or recycling.")
-]
+DrafterOption = Annotated[str | None, typer.Option(help=f"Kind of drafter: {', '.join(DRAFTERS)}.")]
 MergeOption = Annotated[
     bool | None,
     typer.Option("--merge/--no-merge", help="Have a drafter of each kind draft, in one tree."),

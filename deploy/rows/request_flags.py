@@ -16,10 +16,12 @@ from cluster.driver.fitting import (
     check_merge_alone,
     check_policy_fits,
     check_rule_fits,
+    rules_by_kind,
 )
 from paceline.errors import InvalidRequestError
-from paceline.rules import DRAFTER_KINDS, MAX_WINDOW, Stopping
+from paceline.rules import MAX_WINDOW, Stopping
 from paceline.sampling import SamplingParams
+from workers.drafting.protocols import DRAFTERS
 from workers.verification.rule import RULES, Promise, rule_named
 
 T = TypeVar("T")
@@ -112,9 +114,10 @@ class RequestFlags:
             rule = self.verification or "coupled"
             check_policy_fits(PolicyName(self.policy), rule, self.branches or 1)
         check_name("stopping", self.stopping, (stopping.value for stopping in Stopping))
-        check_name("drafter", self.drafter, DRAFTER_KINDS)
+        check_name("drafter", self.drafter, DRAFTERS)
         if self.drafter is not None and self.verification is not None and self.policy != "off":
-            check_rule_fits(self.verification, {self.drafter}, field="verification")
+            drafters = rules_by_kind([self.drafter])
+            check_rule_fits(self.verification, drafters, field="verification")
         if self.merge:
             check_merge_alone(self.drafter)
             if self.policy is not None and self.policy != "off":
@@ -140,15 +143,15 @@ def check_drafters(
         check_layout(policy, num_drafters, config.target.groups)
     if set(asked) == {PolicyName.OFF}:
         return
-    rule, kinds = flags.verification or chosen.verification, config.drafter_kinds
+    rule, drafters = flags.verification or chosen.verification, config.rules_by_kind
     wanted = flags.drafter or chosen.drafter
     if wanted != "any":
-        check_deployed(wanted, kinds)
-        kinds = {wanted}
-    check_rule_fits(rule, kinds, field="verification")
+        check_deployed(wanted, drafters)
+        drafters = {wanted: drafters[wanted]}
+    check_rule_fits(rule, drafters, field="verification")
     for policy in asked:
         if flags.merge and policy is not PolicyName.OFF:
-            check_merge(policy, rule, kinds)
+            check_merge(policy, rule, drafters)
 
 
 def parse_list(name: str, text: str, parse: Callable[[str], T], expected: str) -> list[T]:

@@ -158,7 +158,15 @@ def test_every_key_can_be_written(tmp_path: Path) -> None:
         ("[speculation]\nwait_ms = nan", "speculation.wait_ms: expected"),
         (
             "[[drafters]]\nkind = 'suffix'",
-            "drafters[0].kind: 'suffix' is not in this version",
+            "drafters[0].kind: expected one of model, ngram, recycling, got 'suffix'",
+        ),
+        (
+            "[[drafters]]\nkind = 'ngrams'",
+            "drafters[0].kind: expected one of model, ngram, recycling, got 'ngrams'; did you mean",
+        ),
+        (
+            "[[drafters]]\nkind = 'ngram'\noptions = { least = 2 }",
+            "drafters[0]: options: a drafter of kind \"ngram\" has no option 'least'; it has none",
         ),
         ("[[drafters]]\nkind = 'recycling'\nmodel = 'x'", 'of kind "recycling" has no model'),
         ("[[drafters]]\nkind = 'ngram'\nmodel = 'x'", 'of kind "ngram" has no model'),

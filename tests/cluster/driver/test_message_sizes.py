@@ -35,7 +35,8 @@ from tests.cluster.system import (
     start_drafter,
 )
 from tests.tiny import make_tiny_checkpoint
-from workers.drafting.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.protocols import DrafterOptions
 from workers.target.stepper import StepParts
 from workers.verification.candidates import SparseProbs
 

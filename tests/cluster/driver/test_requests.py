@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cluster.decoding.policies import PolicyName
+from cluster.driver.fitting import rules_by_kind
 from cluster.driver.requests import RequestResolver, Speculation
 from cluster.driver.text import TextCodec
 from paceline import GenerateOptions, Message
@@ -250,7 +251,8 @@ def test_rules_and_drafters_that_fit(
     kinds = frozenset({"model", "ngram", "recycling"})
 
     def resolve(deployed: frozenset[str] | None, **options: Any) -> None:
-        resolver.resolve("hi", GenerateOptions(rule=rule, **options), room=ROOM, drafters=deployed)
+        drafters = None if deployed is None else rules_by_kind(deployed)
+        resolver.resolve("hi", GenerateOptions(rule=rule, **options), room=ROOM, drafters=drafters)
 
     for kind in kinds:
         for deployed, options in (({kind}, {}), (kinds, {"drafter": kind})):
@@ -271,7 +273,7 @@ def test_rules_and_drafters_that_fit(
 def test_a_kind_that_is_not_deployed(resolver: RequestResolver) -> None:
     options = GenerateOptions(drafter="recycling")
     with pytest.raises(InvalidRequestError, match="'recycling' is deployed") as caught:
-        resolver.resolve("hi", options, room=ROOM, drafters=frozenset({"model", "ngram"}))
+        resolver.resolve("hi", options, room=ROOM, drafters=rules_by_kind(("model", "ngram")))
     assert caught.value.field == "drafter"
     assert "model, ngram" in str(caught.value)
     resolver.resolve("hi", options, room=ROOM, drafters=None)

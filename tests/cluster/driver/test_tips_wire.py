@@ -18,11 +18,9 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2
 from workers.drafting.desk import DraftingDesk, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
-from workers.drafting.nodes import NewNodes
-from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import Draft
-from workers.drafting.telling import proposals_of
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.proposal import Proposal, proposals_of
+from workers.drafting.protocols import Draft
+from workers.drafting.tree import DraftTree, Grant, NewNodes
 from workers.drafting.wire import to_responses
 
 _SPECULATION = Speculation(branches=3)
