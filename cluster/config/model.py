@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -22,17 +23,9 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from cluster.decoding.policies import PolicyName
-from cluster.driver.fitting import (
-    check_branches,
-    check_deployed,
-    check_layout,
-    check_merge,
-    check_policy_fits,
-    check_rule_fits,
-    rules_by_kind,
-)
+from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
-from paceline.rules import MAX_BRANCHES, MAX_WINDOW, Stopping
+from paceline.options import GenerateOptions, check_option
 from paceline.text import did_you_mean
 from workers.drafting.protocols import DRAFTERS
 from workers.emulated.profiles import load_profile
@@ -49,27 +42,23 @@ def refusal(message: str) -> PydanticCustomError:
     return PydanticCustomError("paceline", "{message}", {"message": message})
 
 
-def check_profile(name: str, role: Literal["target", "drafter"]) -> None:
-    """Raise a refusal unless `name` is a latency profile for the role."""
-    try:
-        load_profile(name, role=role)
-    except ConfigError as error:
-        raise refusal(str(error)) from None
+def _profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
+    """Check that a value is the name of a latency profile for the role. None is left alone."""
+
+    def check(value: object) -> object:
+        if isinstance(value, str):
+            try:
+                load_profile(value, role=role)
+            except ConfigError as error:
+                raise refusal(str(error)) from None
+        return value
+
+    return BeforeValidator(check)
 
 
 SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName)
 
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-def _profile(role: Literal["target", "drafter"]) -> BeforeValidator:
-    def check(value: object) -> object:
-        if not isinstance(value, str):
-            raise refusal(f"expected the name of a latency profile, got {value!r}")
-        check_profile(value, role)
-        return value
-
-    return BeforeValidator(check)
 
 
 def _ratio(value: object) -> object:
@@ -103,10 +92,10 @@ class PlanConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     # Latency profiles (workers/emulated/profiles).
-    target: Annotated[tuple[Annotated[str, _profile("target")], ...], _Listed, _SOME] = (
+    target: Annotated[tuple[Annotated[str, _profile_of("target")], ...], _Listed, _SOME] = (
         "70b-4xh100",
     )
-    drafter: Annotated[tuple[Annotated[str, _profile("drafter")], ...], _Listed, _SOME] = (
+    drafter: Annotated[tuple[Annotated[str, _profile_of("drafter")], ...], _Listed, _SOME] = (
         "1b-h100",
     )
     hosts: Annotated[int, Field(ge=1, le=100_000)] = 1
@@ -147,17 +136,6 @@ class PlanConfig(BaseModel):
                 "concurrency and requests_per_second are both given; leave one of the two out"
             )
         return self
-
-
-def profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
-    """Check that a value is None or the name of a latency profile for the role."""
-
-    def check(value: object) -> object:
-        if isinstance(value, str):
-            check_profile(value, role)
-        return value
-
-    return BeforeValidator(check)
 
 
 def target_or_emulated(given: Any, usual: str) -> Any:
@@ -247,6 +225,19 @@ def _choice(*available: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _option(name: str) -> AfterValidator:
+    """A default for the request option `name`, in its bounds (paceline/options.py)."""
+
+    def check(value: Any) -> Any:
+        try:
+            check_option(name, value)
+        except InvalidRequestError as error:
+            raise refusal(str(error).removeprefix(f"{name}: ")) from None
+        return value
+
+    return AfterValidator(check)
+
+
 def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
     """A name in the registry, or one of `besides`."""
 
@@ -307,7 +298,7 @@ class TargetConfig(_Closed):
     """
 
     model: Text = "demo"
-    emulated: Annotated[Text | None, profile_of("target")] = None
+    emulated: Annotated[Text | None, _profile_of("target")] = None
     # Shards that the model is cut into, each a process with a part of every layer.
     tensor_parallel: Annotated[int, Field(ge=1)] = 1
     # Target groups: copies of the whole model, each on devices of its own.
@@ -356,7 +347,7 @@ class DrafterConfig(_Closed):
 
     kind: Annotated[str, _registered(DRAFTERS)] = "model"
     model: Text | None = None
-    emulated: Annotated[Text | None, profile_of("drafter")] = None
+    emulated: Annotated[Text | None, _profile_of("drafter")] = None
     acceptance: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.8
     hit_rate: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.5
     count: Annotated[int, Field(ge=1, le=64)] = 1
@@ -425,18 +416,34 @@ class SpeculationConfig(_Closed):
     ] = "chain"
     verification: Annotated[str, _registered(RULES)] = "coupled"
     # The most candidates of a sequence that a step verifies.
-    window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
+    window: Annotated[int, _option("window")] = 8
     # Candidates at each position; 1: chains.
-    branches: Annotated[int, Field(ge=1, le=MAX_BRANCHES)] = 1
+    branches: Annotated[int, _option("branches")] = 1
     # When a drafter stops before the window is full. "cost" pays off with a policy that waits for
     # its drafter and with recycling; under policy "chain" it changes nothing.
-    stopping: Annotated[str, _choice(*(stopping.value for stopping in Stopping))] = "fixed"
+    stopping: Annotated[str, _option("stopping")] = "fixed"
     # The kind of drafter to use if several are deployed and fit.
     drafter: Annotated[str, _registered(DRAFTERS, "any")] = "any"
     # One drafter of each kind that fits drafts for a request; one tree holds all candidates.
     merge: bool = False
     # The longest that a step of a waiting policy ("lockstep", "pearl") waits, in milliseconds.
     wait_ms: Annotated[float, Field(gt=0, le=60_000, allow_inf_nan=False)] = 1000.0
+
+    def defaults(self) -> Speculation:
+        """How a request without options of its own speculates.
+
+        Raises InvalidRequestError, which names the option, if the keys do not fit together.
+        """
+        options = GenerateOptions(
+            policy=self.policy,
+            rule=self.verification,
+            window=self.window,
+            branches=self.branches,
+            stopping=self.stopping,
+            drafter=None if self.drafter == "any" else self.drafter,
+            merge=self.merge,
+        )
+        return speculation_of(options, Speculation())
 
 
 class ServerConfig(_Closed):
@@ -482,30 +489,23 @@ class Config(_Closed):
     @model_validator(mode="after")
     def _drafters_fit(self) -> Config:
         """Check that the deployed drafters can do what requests get by default."""
-        chosen = self.speculation
-        rule = chosen.verification
-        drafters = self.rules_by_kind
         try:
-            check_branches(rule, chosen.branches, chosen.window)
-            check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
-            check_layout(
-                PolicyName(chosen.policy),
-                sum(drafter.count for drafter in self.drafters),
-                self.target.groups,
-            )
-            if chosen.drafter != "any":
-                check_deployed(chosen.drafter, drafters)
-                drafters = {chosen.drafter: drafters[chosen.drafter]}
-            if chosen.policy != "off":
-                check_rule_fits(rule, drafters)
-            if chosen.merge:
-                check_merge(PolicyName(chosen.policy), rule, drafters)
+            self.check_speculation(self.speculation.defaults())
         except InvalidRequestError as error:
             key = "verification" if error.field == "rule" else error.field
             raise refusal(
                 f"speculation.{key}: {str(error).removeprefix(f'{error.field}: ')}"
             ) from None
         return self
+
+    def check_speculation(self, speculation: Speculation) -> None:
+        """Raise InvalidRequestError if what is deployed cannot speculate like this."""
+        check_deployment(
+            speculation,
+            self.rules_by_kind,
+            num_drafters=sum(drafter.count for drafter in self.drafters),
+            num_groups=self.target.groups,
+        )
 
     def deployment(self) -> dict[str, Any]:
         """What the workers are: the tables of target and drafters, as JSON.

@@ -1,14 +1,120 @@
-"""Checks that rule, policy and drafters fit together, for a configuration and for each request."""
+"""How a request speculates, and whether its policy, rule and drafters fit together.
+
+The driver asks for each request, the configuration for its defaults, and commands for their flags.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
 
 from cluster.decoding.policies import PolicyName, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.rules import MAX_BRANCHES
+from paceline.options import GenerateOptions
+from paceline.rules import MAX_BRANCHES, Stopping
 from workers.drafting.protocols import DRAFTERS
 from workers.verification.rule import RULES, rule_named
+
+ValueT = TypeVar("ValueT")
+NameT = TypeVar("NameT", bound=enum.Enum)
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How a request speculates. `drafter`: a kind of drafter; None: any that fits the rule."""
+
+    policy: PolicyName = PolicyName.CHAIN
+    window: int = 8
+    rule: str = "coupled"
+    branches: int = 1
+    stopping: Stopping = Stopping.FIXED
+    drafter: str | None = None
+    merge: bool = False
+
+
+def speculation_of(
+    options: GenerateOptions, defaults: Speculation, deployed: Collection[str] = ()
+) -> Speculation:
+    """How a request with these options speculates, with the defaults filled in.
+
+    `deployed`: kinds of drafters that a request may name although they are not registered here.
+    Raises InvalidRequestError, which names the option, for unknown names and for options that do
+    not fit together.
+    """
+    rule = RULES.get(_given(options.rule, defaults.rule), field="rule").name
+    policy = _named(PolicyName, "policy", options.policy, defaults.policy)
+    window = _given(options.window, defaults.window)
+    # Values that the caller left out yield to those that were given.
+    most = min(window, most_branches(policy, rule))
+    branches = _given(options.branches, min(defaults.branches, most))
+    check_branches(rule, branches, window)
+    check_policy_fits(policy, rule, branches)
+    drafter = _given(options.drafter, defaults.drafter)
+    if options.drafter is not None and options.drafter not in deployed:
+        DRAFTERS.get(options.drafter, field="drafter")  # Raises if it is not registered.
+    merge = _given(options.merge, defaults.merge and merges(rule))
+    if merge:
+        check_merge_alone(drafter)
+    if options.merge and policy is not PolicyName.OFF:
+        check_merge(policy, rule, None)
+    return Speculation(
+        policy=policy,
+        window=window,
+        rule=rule,
+        branches=branches,
+        stopping=_named(Stopping, "stopping", options.stopping, defaults.stopping),
+        drafter=drafter,
+        merge=merge,
+    )
+
+
+def _named(kind: type[NameT], field: str, name: str | None, default: NameT) -> NameT:
+    """The member of an enum with this name. Raises InvalidRequestError."""
+    if name is None:
+        return default
+    try:
+        return kind(name)
+    except ValueError:
+        known = ", ".join(one.value for one in kind)
+        raise InvalidRequestError(field, f"expected one of {known}, got {name!r}") from None
+
+
+def _given(value: ValueT | None, default: ValueT) -> ValueT:
+    return default if value is None else value
+
+
+def check_deployment(
+    speculation: Speculation,
+    drafters: Mapping[str, Collection[str]] | None = None,
+    *,
+    num_drafters: int | None = None,
+    num_groups: int = 1,
+) -> None:
+    """Raise InvalidRequestError if what is deployed cannot speculate like this.
+
+    `drafters`: the deployed kinds, and the rules that each can draft for. `num_drafters`: how many
+    are deployed, beside `num_groups` target groups. None: not known.
+    """
+    if num_drafters is not None:
+        check_layout(speculation.policy, num_drafters, num_groups)
+    if speculation.policy is PolicyName.OFF:
+        return
+    if speculation.drafter is not None and drafters is not None:
+        check_deployed(speculation.drafter, drafters)
+        drafters = {speculation.drafter: drafters[speculation.drafter]}
+    elif speculation.drafter is not None and speculation.drafter in DRAFTERS:
+        drafters = rules_by_kind([speculation.drafter])
+    if drafters is not None:
+        check_rule_fits(speculation.rule, drafters)
+        if speculation.merge:
+            check_merge(speculation.policy, speculation.rule, drafters)
+
+
+def widest_proposal(speculation: Speculation) -> int:
+    """The most candidates at one position, or paths, that a drafter may send."""
+    return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
 
 
 def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -16,13 +122,11 @@ def rules_by_kind(kinds: Iterable[str]) -> dict[str, frozenset[str]]:
     return {kind: DRAFTERS.get(kind, field="drafter").rules for kind in kinds}
 
 
-def check_rule_fits(
-    rule: str, drafters: Mapping[str, Collection[str]], *, field: str = "rule"
-) -> None:
+def check_rule_fits(rule: str, drafters: Mapping[str, Collection[str]]) -> None:
     """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
     `drafters`: the rules that each kind can draft for. Without drafters nothing is drafted, which
-    fits every rule. `field`: the caller's name for the rule.
+    fits every rule.
     """
     if not drafters or any(rule in rules for rules in drafters.values()):
         return
@@ -30,7 +134,7 @@ def check_rule_fits(
     needs = "needs draft probabilities and " if rule_named(rule).needs_draft_probs else ""
     fitting = " or ".join(repr(name) for name, kind in DRAFTERS.all().items() if rule in kind.rules)
     raise InvalidRequestError(
-        field,
+        "rule",
         f"the rule {rule!r} {needs}is not exact for {given}: choose another rule, or the "
         f"drafter {fitting}",
     )
@@ -158,8 +262,6 @@ def _named_together(kinds: Iterable[str]) -> str:
 
 def check_branches(rule: str, branches: int, window: int) -> None:
     """Raise InvalidRequestError unless the rule takes `branches` candidates at a position."""
-    if not 1 <= branches <= MAX_BRANCHES:
-        raise InvalidRequestError("branches", f"expected 1 to {MAX_BRANCHES}, got {branches}")
     if branches > 1 and rule_named(rule).chain_only:
         raise InvalidRequestError(
             "branches",

@@ -1,4 +1,4 @@
-"""Counters of the driver for its operators."""
+"""Counters of the driver for its operators, and the names that shards have there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from paceline.generation import WorkerStats
 FAILURES = 6
 """Attempts in a row that a worker's process must fail, each with work at hand, before the
 controller ends it. A process that fails its steps ends itself after three."""
+
+
+def shard_name(rank: int, *, group: int, num_groups: int) -> str:
+    """ "shard-0", or "replica-1.shard-0" if the target has several groups."""
+    return f"shard-{rank}" if num_groups == 1 else f"replica-{group}.shard-{rank}"
 
 
 @dataclass(slots=True)

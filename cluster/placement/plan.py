@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from cluster.config.model import Config, DrafterConfig
-from cluster.driver.shard_names import shard_name
+from cluster.driver.meters import shard_name
 from paceline.errors import UnavailableError
 
 Bundle = dict[str, float]

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from cluster.config.load import Config, DrafterConfig, TargetConfig
+from cluster.config.model import Config, DrafterConfig, TargetConfig
 from deploy.bench.harness import (
     CORES,
     Asked,

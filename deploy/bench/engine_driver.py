@@ -24,13 +24,14 @@ from cluster.decoding.instructions import RunStep
 from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
-from cluster.driver.drafter_link import DrafterDescription
+from cluster.driver.drafter_links import DrafterDescription
+from cluster.driver.fitting import Speculation
 from cluster.driver.generation import Generation
-from cluster.driver.requests import ResolvedRequest, Speculation
+from cluster.driver.requests import ResolvedRequest
 from cluster.driver.stop_strings import StopStrings
-from cluster.driver.target_description import TargetDescription
+from cluster.driver.target_groups import TargetDescription
 from cluster.driver.text import TextCodec, TextStream
-from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, step_messages
+from cluster.driver.wire import DraftInstruction, drafts_to_wire, step_messages
 from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
 from paceline.errors import PacelineError, UnavailableError
 from paceline.prefix_hash import hash_on, hash_prefix

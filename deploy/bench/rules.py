@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from cluster.config.load import Config, DrafterConfig
+from cluster.config.model import Config, DrafterConfig
 from deploy.bench.decode import encode_prompts
 from deploy.bench.harness import (
     CORES,

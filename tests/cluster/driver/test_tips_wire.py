@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.driver.proposals_wire import read_proposals, tips_from_wire
-from cluster.driver.requests import Speculation
+from cluster.driver.fitting import Speculation
+from cluster.driver.wire import read_proposals, tips_from_wire
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import MAX_PROPOSED
