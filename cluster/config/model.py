@@ -247,7 +247,7 @@ def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
         try:
             return registry.get(str(value), field="").name
         except InvalidRequestError as error:
-            raise refusal(str(error).removeprefix(": ")) from None
+            raise refusal(error.args[1]) from None
 
     return BeforeValidator(check)
 

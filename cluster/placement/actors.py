@@ -122,7 +122,7 @@ class ShardActor(_Actor):
             server = await serve_target_shard(options, host=host, port=port, progress=self._note)
             return self.hold(server)
         profile = load_profile(target.emulated, role="target")
-        from workers.emulated.serve import serve_replay_target
+        from workers.emulated.target import serve_replay_target
 
         server = await serve_replay_target(files.folder, profile, host=host, port=port)
         return self.hold(server)
@@ -143,8 +143,8 @@ class DrafterActor(_Actor):
 
             options = drafter_options(setup.config, plan, files)
             return self.hold(await serve_drafter(options, host=host, port=port))
+        from workers.emulated.drafter import serve_replay_drafter
         from workers.emulated.replay_text import Guess
-        from workers.emulated.serve import serve_replay_drafter
 
         assert files is not None
         (server,) = await serve_replay_drafter(

@@ -86,19 +86,8 @@ of the noise, so that all of it is computed."""
 NODES = 8
 """Candidates per step in part "acceptance", for every shape."""
 TEMPERATURES = (0.0, 0.7, 1.0)
-SHAPES: Sequence[tuple[str, int]] = (
-    ("coupled", 1),
-    ("rejection", 1),
-    ("coupled", 2),
-    ("kseq", 2),
-    ("recursive", 2),
-    ("mcsd", 2),
-    ("coupled", 4),
-    ("kseq", 4),
-    ("recursive", 4),
-    ("mcsd", 4),
-)
-"""Rules and children of a node, or paths. On a chain kseq, recursive and mcsd are rejection."""
+WIDTHS = (1, 2, 4)
+"""Children of a node, or paths."""
 
 TRAIN_FREE_SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))
 """Windows and branches of each kind of drafter without a model."""
@@ -337,13 +326,26 @@ class _Counts:
     accepted: int = 0
 
 
+def _shapes() -> list[tuple[str, int]]:
+    """Rules that a model drafts for, each with one of WIDTHS.
+
+    On a chain the rules of drawn trees are rejection, and are left out.
+    """
+    return [
+        (name, width)
+        for width in WIDTHS
+        for name, rule in RULES.all().items()
+        if rule.drawn_as is not None and (rule.shares_noise or rule.chain_only == (width == 1))
+    ]
+
+
 def measure_acceptance(
     client: Client, prompts: Prompts, *, max_tokens: int, tell: Callable[[str], None]
 ) -> list[RuleRow]:
     """A row for each shape and temperature."""
     rows: list[RuleRow] = []
     for temperature in TEMPERATURES:
-        for rule, branches in SHAPES:
+        for rule, branches in _shapes():
             tell(f"acceptance: {rule}, {candidates_shown(branches)}, temperature {temperature:g}")
             counts = _Counts()
             for number, prompt in enumerate(prompts):
@@ -520,7 +522,7 @@ def _acceptance_goals(rows: Sequence[RuleRow]) -> Iterator[Goal]:
     }
     for (rule, candidates, temperature), theirs in counts.items():
         coupled = counts.get(("coupled", candidates, temperature))
-        if rule in ("kseq", "recursive") and coupled is not None:
+        if rule != "coupled" and candidates != candidates_shown(1) and coupled is not None:
             pairs = list(zip(coupled, theirs, strict=True))
             yield Goal(
                 f"length, {candidates}, T={temperature:g}: coupled / {rule}",

@@ -14,6 +14,7 @@ from paceline.address import parse_address
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions, check_options
 from workers.drafting.protocols import DRAFTERS
+from workers.verification.rule import RULES
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ TopPOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Row i uses seed + i.")]
 VerificationOption = Annotated[
-    str | None, typer.Option(help="coupled, rejection, kseq, recursive, mcsd or one-hot.")
+    str | None, typer.Option(help=f"A verification rule: {', '.join(RULES)}.")
 ]
 BranchesOption = Annotated[
     int | None, typer.Option(help="Candidates at each position, 1 to 8. 1 drafts chains.")

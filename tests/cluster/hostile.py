@@ -184,6 +184,7 @@ class HungTarget(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, vocabulary_digest: bytes) -> None:
         self.digest = vocabulary_digest
+        self.rules = list(RULES)
 
     async def DescribeTarget(
         self, request: target_pb2.DescribeTargetRequest, context: Any
@@ -196,7 +197,7 @@ class HungTarget(target_pb2_grpc.TargetServiceServicer):
             block_size=128,
             num_blocks=8,
             tensor_parallel=1,
-            rules=RULES,
+            rules=self.rules,
         )
 
     async def Step(

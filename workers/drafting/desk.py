@@ -335,7 +335,7 @@ class DraftingDesk:
         everyone = list(self._all_trees())
         first_new = {tree: len(tree.tokens) for _, tree in self._ready_trees()}
         self.changed()
-        self._extend_by_what_is_known(list(first_new), failures)
+        self._extend_by_what_is_at_hand(list(first_new), failures)
         failed = dict(failures.declined)
         ready = [tree for tree in first_new if tree not in failed]
         result = self.proposer.run_pass(ready, pass_ms=self._pass_ms)
@@ -387,11 +387,11 @@ class DraftingDesk:
         self.changed()
         return True
 
-    def _extend_by_what_is_known(self, trees: Sequence[DraftTree], failures: Pass) -> None:
+    def _extend_by_what_is_at_hand(self, trees: Sequence[DraftTree], failures: Pass) -> None:
         """Add nodes that the proposer knows without a pass."""
         for tree in trees:
             try:
-                known = self.proposer.known(tree)
+                known = self.proposer.at_hand(tree)
                 if known.token_ids:
                     tree.extend(known)
             except Exception as error:

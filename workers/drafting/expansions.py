@@ -65,6 +65,14 @@ class Expansions:
         if token_ids[index] in token_ids[:index]:
             self.copies.add(number)
 
+    def under(self, nodes: Sequence[int]) -> list[tuple[int, int]]:
+        """All candidates (node, index) under these nodes."""
+        return [
+            (node, index)
+            for node in nodes
+            for index in range(len(self.of[node].children.token_ids))
+        ]
+
     def reached(self, tree: DraftTree) -> list[float]:
         """The probability of each node, the root included, that it will be committed."""
         reached = [1.0] * (tree.end + 1)

@@ -247,7 +247,7 @@ class Proposer(Protocol):
         `top_tokens`: what the target told since the last call, for a drafter that wants it.
         """
 
-    def known(self, tree: DraftTree) -> NewNodes:
+    def at_hand(self, tree: DraftTree) -> NewNodes:
         """Nodes for a ready tree that need no pass, because their logits are there already.
 
         The caller adds them before the next pass, which may feed them. An empty result does not end
@@ -277,7 +277,7 @@ class TakesNoTime:
     def settle(self, tree: DraftTree, count: int) -> None:
         """Do nothing: no state is kept of a text."""
 
-    def known(self, tree: DraftTree) -> NewNodes:
+    def at_hand(self, tree: DraftTree) -> NewNodes:
         """No nodes."""
         return NewNodes()
 

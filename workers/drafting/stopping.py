@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.rules import Stopping
-from workers.drafting.tree import Grant, Kept
+from workers.drafting.tree import DraftTree, Grant, Kept
 
 if TYPE_CHECKING:
     import torch
@@ -267,6 +267,8 @@ class Stopper:
 
     def __init__(self, stopping: Stopping, shared: DrafterStopping) -> None:
         self.rule = shared.rule(stopping)
+        self.stopped: set[int] = set()
+        """The nodes below which nothing is drafted before the next outcome."""
         self._signals: dict[int, TokenSignal] = {}
         self._kept = 0
         self._is_told = False
@@ -292,6 +294,21 @@ class Stopper:
     def note(self, node: int, signal: TokenSignal) -> None:
         """Keep the signal of a node that was drafted."""
         self._signals[node] = signal
+
+    def stops(self, tree: DraftTree, node: int, pass_ms: float) -> bool:
+        """Whether to draft nothing below a node of the tree. It stays so until the next outcome."""
+        if self.rule is None:
+            return False
+        if node in self.stopped:
+            return True
+        return self.stops_below(node, tree.path_to(node), tree.grant, pass_ms=pass_ms)
+
+    def stops_below(self, node: int, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
+        """The same for the last node of `path`, which need not be in the tree yet."""
+        stops = self.stops_after(path, grant, pass_ms=pass_ms)
+        if stops:
+            self.stopped.add(node)
+        return stops
 
     def stops_after(self, path: Sequence[int], grant: Grant, *, pass_ms: float) -> bool:
         """Whether to draft nothing after the nodes of `path`, a path from the root.
@@ -321,6 +338,7 @@ class Stopper:
         and refused. `longest`: the longest draft that was allowed, in tokens.
         """
         self._is_told = False
+        self.stopped = set()
         if self.rule is None:
             return
         drafted = [self._signals[node] for node in (*kept.path, *refused)]

@@ -125,8 +125,8 @@ class ReplayProposer:
         held.growth.committed(kept)
         held.num_unfed += len(kept.token_ids) - len(kept.path)
 
-    def known(self, tree: DraftTree) -> NewNodes:
-        return self._held[tree].growth.known()
+    def at_hand(self, tree: DraftTree) -> NewNodes:
+        return self._held[tree].growth.at_hand()
 
     def promise(self, tree: DraftTree) -> float:
         return self._held[tree].growth.promise()

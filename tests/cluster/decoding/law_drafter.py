@@ -52,8 +52,8 @@ class EnumeratedProposer:
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         self._grown[tree].committed(kept)
 
-    def known(self, tree: DraftTree) -> NewNodes:
-        return self._grown[tree].known()
+    def at_hand(self, tree: DraftTree) -> NewNodes:
+        return self._grown[tree].at_hand()
 
     def promise(self, tree: DraftTree) -> float:
         return self._grown[tree].promise()

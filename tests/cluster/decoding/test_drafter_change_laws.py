@@ -41,8 +41,8 @@ from tests.workers.verification.enumeration import (
     is_exact,
     unordered_trees,
 )
-from workers.verification import kseq
 from workers.verification.candidates import CandidateTree
+from workers.verification.rules import kseq
 
 pytestmark = pytest.mark.long
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from paceline.v1 import inference_pb2
 from paceline.wire import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.verification.rule import RULES
 
 ROOM = 512
 
@@ -69,6 +71,7 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("branches", {"branches": 2, "rule": "rejection"}),
     ("drafter", {"drafter": "oracle"}),
     ("rule", {"rule": "dice"}),
+    ("rule", {"rule": "Coupled"}),
 ]
 BAD_INPUTS: list[tuple[str, GenerateInput]] = [
     ("prompt", ""),
@@ -91,6 +94,12 @@ def test_bad_options(resolver: RequestResolver, field: str, values: dict[str, An
     with pytest.raises(InvalidRequestError) as caught:
         resolver.resolve(*_through_the_wire("hello", options), room=ROOM)
     assert caught.value.field == field
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones(resolver: RequestResolver) -> None:
+    expected = f"rule: expected one of {', '.join(RULES)}, got 'copuled'; did you mean coupled"
+    with pytest.raises(InvalidRequestError, match=re.escape(expected)):
+        resolver.resolve("hello", GenerateOptions(rule="copuled"), room=ROOM)
 
 
 @pytest.mark.parametrize(("field", "generate_input"), BAD_INPUTS)
@@ -128,7 +137,7 @@ UNSENDABLE: list[tuple[str, Callable[[], object]]] = [
         "stop_token_ids": [-1],
         "logit_bias": {-1: 1.0},
         "policy": "sideways",
-        "rule": 3,
+        "rule": ["coupled"],
         "stopping": "never",
         "branches": -1,
         "drafter": 3,
@@ -149,6 +158,7 @@ def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any])
     [
         ("input", inference_pb2.GenerateRequest()),
         ("policy", inference_pb2.GenerateRequest(prompt="x", policy=99)),  # type: ignore[arg-type]
+        ("rule", inference_pb2.GenerateRequest(prompt="x", rule="a" * 129)),
         ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=99)),  # type: ignore[arg-type]
     ],
 )

@@ -19,8 +19,8 @@ from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.cpu.engine import Slice
 from workers.engine.local_cache import LocalCache
 from workers.engine.open import AnyEngine
+from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.distribution import check_likeliest
-from workers.verification.row_params import Row, choose_tokens
 from workers.verification.rule import rule_named
 from workers.verification.staging import to_device, to_host
 
@@ -110,8 +110,8 @@ class ModelProposer:
         self._offer(held.kv)
         held.growth.committed(kept)
 
-    def known(self, tree: DraftTree) -> NewNodes:
-        return self._held[tree].growth.known()
+    def at_hand(self, tree: DraftTree) -> NewNodes:
+        return self._held[tree].growth.at_hand()
 
     def promise(self, tree: DraftTree) -> float:
         return self._held[tree].growth.promise()
