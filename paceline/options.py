@@ -83,7 +83,7 @@ class GenerateOptions:
     The protocol says what each option does: inference.proto, GenerateRequest, and types.proto,
     SamplingParams. The names that an option may have:
 
-    - `policy`: "off", "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto";
+    - `policy`: one of those that the server knows (`ModelDescription.policies`), such as "chain";
     - `rule` and `stopping`: the values of `paceline.rules.Rule` and `paceline.rules.Stopping`;
     - `drafter`: "model", "ngram" or "recycling".
 
@@ -111,7 +111,7 @@ class GenerateOptions:
         default=(), metadata={"check": _Size(MAX_STOP_TOKENS, "tokens")}
     )
     ignore_eos: bool = False
-    policy: str | None = None
+    policy: str | None = _name()
     rule: str | None = None
     window: int | None = _integer(1, MAX_WINDOW)
     stopping: str | None = None

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import POLICIES, policy_named
 from cluster.driver.fitting import (
     check_branches,
     check_deployed,
@@ -50,8 +50,6 @@ def check_profile(name: str, role: Literal["target", "drafter"]) -> None:
         raise refusal(str(error)) from None
 
 
-SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName)
-
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -75,10 +73,12 @@ def _ratio(value: object) -> object:
 
 
 def _policy(value: object) -> object:
-    if value in SIMULATED_POLICIES:
-        return value
-    hint = did_you_mean(value, SIMULATED_POLICIES) if isinstance(value, str) else ""
-    raise refusal(f"expected one of {', '.join(SIMULATED_POLICIES)}, got {value!r}{hint}")
+    if not isinstance(value, str):
+        raise refusal(f"expected one of {', '.join(POLICIES)}, got {value!r}")
+    try:
+        return policy_named(value).name
+    except InvalidRequestError as error:
+        raise refusal(str(error).removeprefix(f"{error.field}: ")) from None
 
 
 def _listed(value: object) -> object:
@@ -87,6 +87,7 @@ def _listed(value: object) -> object:
 
 
 _Listed = BeforeValidator(_listed)
+Policy = Annotated[str, BeforeValidator(_policy)]
 _SOME = Field(min_length=1, strict=False)
 
 
@@ -110,8 +111,8 @@ class PlanConfig(BaseModel):
         "2:1",
         "1:4",
     )
-    policies: Annotated[tuple[Annotated[str, BeforeValidator(_policy)], ...], _Listed, _SOME] = (
-        SIMULATED_POLICIES
+    policies: Annotated[tuple[Policy, ...], _Listed, _SOME] = Field(
+        default_factory=lambda: tuple(POLICIES)
     )
     # The link between a driver and a drafter: round trip in milliseconds, and Mbit/s.
     rtt_ms: Annotated[float, Field(ge=0, le=60_000, allow_inf_nan=False)] = 0.1
@@ -374,12 +375,7 @@ class DrafterConfig(_Closed):
 class SpeculationConfig(_Closed):
     """Defaults for requests. None of them belongs to the deployment."""
 
-    policy: Annotated[
-        str,
-        _choice(
-            *(policy.value for policy in PolicyName),
-        ),
-    ] = "chain"
+    policy: Policy = "chain"
     verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
     # The most candidates of a sequence that a step verifies.
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
@@ -442,19 +438,19 @@ class Config(_Closed):
         kinds = self.drafter_kinds
         try:
             check_branches(rule, chosen.branches, chosen.window)
-            check_policy_fits(PolicyName(chosen.policy), rule, chosen.branches)
+            check_policy_fits(chosen.policy, rule, chosen.branches)
             check_layout(
-                PolicyName(chosen.policy),
+                chosen.policy,
                 sum(drafter.count for drafter in self.drafters),
                 self.target.groups,
             )
             if chosen.drafter != "any":
                 check_deployed(chosen.drafter, kinds)
                 kinds = {chosen.drafter}
-            if chosen.policy != "off":
+            if policy_named(chosen.policy).drafts:
                 check_rule_fits(rule, kinds)
             if chosen.merge:
-                check_merge(PolicyName(chosen.policy), rule, kinds)
+                check_merge(chosen.policy, rule, kinds)
         except InvalidRequestError as error:
             key = "verification" if error.field == "rule" else error.field
             raise refusal(

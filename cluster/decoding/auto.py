@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cluster.decoding.beliefs import Beliefs
-from cluster.decoding.choices import Choice
+from cluster.decoding.choices import FANOUT, OFF
 from cluster.decoding.cohorts import Cohort, Cohorts, Plan
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, StepDone
@@ -89,13 +89,13 @@ class Controller:
             self._num_begun += 1
             pilot.try_out(FIRST_WINDOW)
             return
-        if latest is None or latest.choice is Choice.OFF:
+        if latest is None or latest.choice.rests:
             pilot.rest()
             pilot.probe_after = 0
             return
         choice = latest.choice
         if choice.policy.replicates:
-            choice = Choice.FANOUT  # Only a running sequence shows whether a group is to spare.
+            choice = FANOUT  # Only a running sequence shows whether a group is to spare.
         if pilot.allows(choice) and not choice.policy.waits:
             pilot.follow(choice)
         pilot.window = min(pilot.limit, max(latest.window, pilot.branches))
@@ -156,7 +156,7 @@ class Controller:
         """
         pilot.verdicts += 1
         for choices in (pilot.choices, self.choices):
-            choices[pilot.choice.value] = choices.get(pilot.choice.value, 0) + 1
+            choices[pilot.choice.name] = choices.get(pilot.choice.name, 0) + 1
         if tree.num_candidates or pilot.rests or drafter is None:
             pilot.restarted_at = None
         elif pilot.restarted_at is None:
@@ -186,7 +186,7 @@ class Controller:
             return
         if cohort.trial is not None and cohort.tries(pilot):
             plan = cohort.trial
-        if plan.choice is Choice.OFF:
+        if plan.choice.rests:
             if not pilot.rests:
                 pilot.rest()
             elif pilot.verdicts >= pilot.probe_after and plan.hopeful:
@@ -226,8 +226,8 @@ class Controller:
 
     def _decide(self, cohort: Cohort, conditions: Conditions) -> None:
         before = cohort.plan
-        rested = before is not None and before.choice is Choice.OFF
-        plain = off(conditions).tokens_per_ms * self.beliefs.factor(Choice.OFF)
+        rested = before is not None and before.choice.rests
+        plain = off(conditions).tokens_per_ms * self.beliefs.factor(OFF)
         options = self._options(cohort, conditions)
         best = next(one for one in options if one.proven)
         needed = plain * GAIN_TO_DRAFT
@@ -239,7 +239,7 @@ class Controller:
                 cohort.rest_for = min(2 * cohort.rest_for, LAST_REST) if again else FIRST_REST
             hopeful = replace(conditions, chances=(HOPE,) * len(conditions.chances))
             hopes = self._options(cohort, hopeful)[0].worth >= plain * GAIN_TO_DRAFT
-            resting = Option(Choice.OFF, best.window, off(conditions), plain, plain)
+            resting = Option(OFF, best.window, off(conditions), plain, plain)
             cohort.plan = self._planned(cohort, conditions, resting, plain, hopeful=hopes)
         cohort.trial = None
         if options[0] is not best and options[0].worth >= needed:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.decoding.choices import Choice
+from cluster.decoding.choices import FANOUT, Choice
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, is_believable
 from cluster.decoding.forecast import Conditions, Forecast, StepMs, granted_ahead
 from cluster.decoding.hits import FIRST_HIT_RATE, Hits
+from cluster.decoding.lookahead import forks_within
 from cluster.decoding.outlook import chain_outlook, shape_of
 from cluster.decoding.pilot import FIRST_GUESS, UNSETTLED, Acceptance, Correction, Pilot
-from cluster.decoding.policies import forks_within
 from cluster.decoding.timings import DraftTimes, Mean, StepModel
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
@@ -56,7 +56,7 @@ class Beliefs:
         for name, acceptance in self._acceptances.items():
             found[f"{name}.acceptance"] = acceptance.mean
         for policy, rate in self._hits.rates().items():
-            found[f"{policy.value}.hit_rate"] = rate
+            found[f"{policy}.hit_rate"] = rate
         return found
 
     def drafted(self, event: Proposed) -> None:
@@ -272,7 +272,7 @@ class Beliefs:
 
     def hopes_for_branches(self) -> bool:
         """Whether branches sent ahead may pay, by what is known."""
-        return self._hits.rate(Choice.FANOUT) >= FIRST_HIT_RATE / 2
+        return self._hits.rate(FANOUT) >= FIRST_HIT_RATE / 2
 
     def proven(self, choice: Choice) -> bool:
         """Whether enough is known of the choice for all members to follow it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import enum
+from dataclasses import dataclass
+from functools import cache
 
-from cluster.decoding.lookahead import LookaheadPolicy
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import POLICIES, LookaheadPolicy
+from cluster.decoding.policies import chain, fanout, off
 from paceline.rules import Rule
 
 TREE_WIDTH = 2
@@ -13,45 +14,28 @@ TREE_WIDTH = 2
 third, and with more branches each gets fewer candidates."""
 
 
-class Choice(enum.Enum):
-    """A policy, with or without trees. The value is its name in the statistics.
+@dataclass(frozen=True, slots=True, eq=False)
+class Choice:
+    """A policy, with or without trees. There is one of each (`choice_of`).
 
-    `named`: the policy's name in requests. `width`: candidates that a step verifies at one
-    position. If it is above 1, a step verifies the chain and the likeliest of what is held for
-    other outcomes. Where nothing is (`chain`, and `fanout` in a large batch), the drafter grows a
-    tree instead.
+    `name`: in the statistics. `width`: candidates that a step verifies at one position. If it is
+    above 1, a step verifies the chain and the likeliest of what is held for other outcomes. Where
+    nothing is (`chain`, and `fanout` in a large batch), the drafter grows a tree instead.
     """
 
-    OFF = "off", PolicyName.OFF
-    LOCKSTEP = "lockstep", PolicyName.LOCKSTEP
-    PEARL = "pearl", PolicyName.PEARL
-    CHAIN = "chain", PolicyName.CHAIN
-    CHAIN_TREE = "chain-tree", PolicyName.CHAIN, TREE_WIDTH
-    FANOUT = "fanout", PolicyName.FANOUT
-    FANOUT_TREE = "fanout-tree", PolicyName.FANOUT, TREE_WIDTH
-    SPREAD = "spread", PolicyName.SPREAD
-    SPREAD_TREE = "spread-tree", PolicyName.SPREAD, TREE_WIDTH
-    REPLICAS = "replicas", PolicyName.REPLICAS
-
-    named: PolicyName
+    name: str
+    policy: LookaheadPolicy
     width: int
-
-    def __new__(cls, value: str, named: PolicyName, width: int = 1) -> Choice:
-        """Make a member. `value`: its name in the statistics."""
-        made = object.__new__(cls)
-        made._value_ = value
-        made.named, made.width = named, width
-        return made
-
-    @property
-    def policy(self) -> LookaheadPolicy:
-        """The policy itself."""
-        return policy_named(self.named)
 
     @property
     def is_tree(self) -> bool:
         """Whether steps verify several candidates at a position."""
         return self.width > 1
+
+    @property
+    def rests(self) -> bool:
+        """Whether it is plain decoding."""
+        return not self.policy.drafts
 
     def allowed(self, rule: Rule, *, branches: int, merge: bool) -> bool:
         """Whether a request with this rule, these branches and merged drafters or not can have it.
@@ -60,8 +44,32 @@ class Choice(enum.Enum):
         verify trees under every policy, so they cannot have these.
         """
         needs = self.policy.needs
-        if merge and (needs.chains_only or needs.drafters > 1):
+        if merge and not needs.allow_merging:
             return False
         if self.is_tree and (branches > 1 or merge or rule is not Rule.COUPLED):
             return False
-        return rule in needs.rules and not (needs.chains_only and branches > 1)
+        return needs.serve(rule) and not (needs.chains_only and branches > 1)
+
+
+@cache
+def choice_of(policy: LookaheadPolicy, width: int = 1) -> Choice:
+    """The choice of a policy, with trees if `width` is above 1."""
+    return Choice(policy.name if width == 1 else f"{policy.name}-tree", policy, width)
+
+
+OFF, CHAIN, FANOUT = choice_of(off.OFF), choice_of(chain.CHAIN), choice_of(fanout.FANOUT)
+
+
+@cache
+def drafting_choices() -> tuple[Choice, ...]:
+    """The choices among which `auto` chooses if it drafts, in the order of their places.
+
+    A policy has trees too, unless it takes only chains or waits for its drafter.
+    """
+    found = []
+    placed = [one for one in POLICIES.all().values() if one.place_in_auto is not None]
+    for policy in sorted(placed, key=lambda one: one.place_in_auto or 0):
+        found.append(choice_of(policy))
+        if not (policy.needs.chains_only or policy.waits):
+            found.append(choice_of(policy, TREE_WIDTH))
+    return tuple(found)

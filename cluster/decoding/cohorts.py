@@ -118,7 +118,7 @@ class Cohort:
         resized = not 1 / RESIZED < self.members / max(1, self.decided_for) < RESIZED
         if self.plan is None or self.doubted or self.behind or resized:
             stands = 1
-        elif self.plan.choice is Choice.OFF and self.trial is None:
+        elif self.plan.choice.rests and self.trial is None:
             stands = self.rest_for
         return self.members * max(0, step - self.decided_at - stands + 1)
 

@@ -70,6 +70,10 @@ class _View:
         return self._sequence.request.spec.rule is Rule.COUPLED
 
     @property
+    def acceptance(self) -> float | None:
+        return self._sequence.counts.acceptance
+
+    @property
     def pace(self) -> float:
         return self._sequence.pace
 

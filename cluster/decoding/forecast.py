@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from cluster.decoding.lookahead import forks_within
 from cluster.decoding.outlook import Outlook, chain_outlook, shape_of
-from cluster.decoding.policies import forks_within
 
 _NEGLIGIBLE = 0.01
 _MOST_STEPS = 48
@@ -131,7 +131,7 @@ def run_ahead(
 
 
 def granted_ahead(window: int, groups: int = 1) -> int:
-    """Candidates granted beyond what is committed (policies.py, Chain and Replicas)."""
+    """Candidates granted beyond what is committed (policies/chain.py and replicas.py)."""
     return groups * (window + 1) + window
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.decoding.choices import Choice
+from cluster.decoding.choices import FANOUT, Choice
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.pilot import Pilot
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.timings import Mean
 from cluster.decoding.token_tree import TokenTree
 from cluster.decoding.windows import lead_length
@@ -21,9 +20,9 @@ class Hits:
     """Hit rates and lengths of branches, by policy; a part of the beliefs (beliefs.py)."""
 
     def __init__(self) -> None:
-        # The share of positions with a wrong first candidate where another one was right; and the
-        # candidates then held after it.
-        self._rates: dict[PolicyName, Mean] = {}
+        # By name of the policy: the share of positions with a wrong first candidate where another
+        # one was right. By choice: the candidates then held after it.
+        self._rates: dict[str, Mean] = {}
         self._lengths: dict[Choice, Mean] = {}
 
     @property
@@ -31,7 +30,7 @@ class Hits:
         """Verdicts against a first candidate, decayed, that all rates rest on."""
         return sum(rate.weight for rate in self._rates.values())
 
-    def rates(self) -> dict[PolicyName, float]:
+    def rates(self) -> dict[str, float]:
         """The counted rates, by the policy that made the second guesses."""
         return {policy: rate.value for policy, rate in self._rates.items()}
 
@@ -73,9 +72,9 @@ class Hits:
         return _leaning(self._lengths.get(choice), likely)
 
 
-def _foreseen_as(choice: Choice) -> PolicyName:
-    """The policy whose branches a choice uses. With several groups these are fanout's."""
-    return PolicyName.FANOUT if choice.policy.replicates else choice.named
+def _foreseen_as(choice: Choice) -> str:
+    """Name of the policy whose branches a choice uses. With several groups these are fanout's."""
+    return FANOUT.policy.name if choice.policy.replicates else choice.policy.name
 
 
 def _leaning(mean: Mean | None, prior: float) -> float:

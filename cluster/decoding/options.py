@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from cluster.decoding.beliefs import Beliefs
-from cluster.decoding.choices import Choice
+from cluster.decoding.choices import CHAIN, FANOUT, Choice, drafting_choices
 from cluster.decoding.cohorts import Cohort
 from cluster.decoding.forecast import Conditions, Forecast, lockstep, run_ahead
-from cluster.decoding.policies import forks_within
+from cluster.decoding.lookahead import forks_within
 
 GAIN_TO_CHANGE = 1.03
 """Factor by which a policy's forecast must exceed the one in use to replace it."""
@@ -59,8 +59,8 @@ def options_of(
     crowd = max(1, cohort.members, beliefs.sequences // max(1, num_drafters))
     forks = forks_within(1, pace=0.0, crowd=crowd) > 0
     found = []
-    for choice, ahead in _FORECASTS.items():
-        policy = choice.policy
+    for choice in drafting_choices():
+        policy, ahead = choice.policy, _forecast_of(choice)
         if not pilot.allows(choice) or policy.needs.drafters > num_drafters:
             continue
         if policy.needs.groups > num_groups:
@@ -68,9 +68,9 @@ def options_of(
         if forks != policy.fans_out and (policy.fans_out or choice.is_tree):
             continue
         proven = beliefs.proven(choice)
-        if choice is Choice.CHAIN and not forks and pilot.allows(Choice.FANOUT):
+        if choice is CHAIN and not forks and pilot.allows(FANOUT):
             # `fanout` without branches is the same, and gets them once there are fewer sequences.
-            choice = Choice.FANOUT if beliefs.hopes_for_branches() else choice
+            choice = FANOUT if beliefs.hopes_for_branches() else choice
         is_followed = cohort.plan is not None and cohort.plan.choice is choice
         preference = GAIN_TO_CHANGE if choice in in_use else 1.0
         if policy.waits:
@@ -114,24 +114,20 @@ def _first_of_the_best(options: list[Option], within: float) -> Option:
     return next(one for one in options if one.worth >= enough)
 
 
-def _pearl(conditions: Conditions, window: int) -> Forecast:
-    """Forecast of `pearl`, whose window is no longer than what is drafted in a step."""
+def _forecast_of(choice: Choice) -> Callable[[Conditions, int], Forecast]:
+    """How the choice is forecast, as a function of the conditions and the window."""
+    if not choice.policy.drafting_is_free:
+        return lockstep
+    if choice.policy.waits:
+        return _in_step
+    return _tree if choice.is_tree else run_ahead
+
+
+def _in_step(conditions: Conditions, window: int) -> Forecast:
+    """Target and drafter wait for each other: a window is no longer than is drafted in a step."""
     pace = round(conditions.step_ms(0, 0) / conditions.pass_ms)
     return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
 
 
 def _tree(conditions: Conditions, window: int) -> Forecast:
     return run_ahead(conditions, window, is_tree=True)
-
-
-_FORECASTS: dict[Choice, Callable[[Conditions, int], Forecast]] = {
-    Choice.LOCKSTEP: lockstep,
-    Choice.PEARL: _pearl,
-    Choice.CHAIN: run_ahead,
-    Choice.CHAIN_TREE: _tree,
-    Choice.FANOUT: run_ahead,
-    Choice.FANOUT_TREE: _tree,
-    Choice.SPREAD: run_ahead,
-    Choice.SPREAD_TREE: _tree,
-    Choice.REPLICAS: run_ahead,
-}

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cluster.decoding.choices import Choice
+from cluster.decoding.choices import CHAIN, OFF, Choice
 from cluster.decoding.counts import CountedVerdict, Foresight
 from cluster.decoding.events import Request
 from cluster.decoding.lookahead import LookaheadPolicy
-from cluster.decoding.policies import Off
+from cluster.decoding.policies.off import Off
 from paceline.rules import Rule
 
 if TYPE_CHECKING:
@@ -132,8 +132,8 @@ class Pilot:
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(FIRST_GUESS))
     level: int | None = None
     cohort: Cohort | None = None
-    choice: Choice = Choice.CHAIN
-    policy: LookaheadPolicy = field(default_factory=lambda: Choice.CHAIN.policy)
+    choice: Choice = CHAIN
+    policy: LookaheadPolicy = CHAIN.policy
     window: int = 1
     promised: float = 0.0
     patience: float = math.inf
@@ -181,13 +181,13 @@ class Pilot:
         """Decode plainly until the next probe. After a failed probe the rest is twice as long."""
         failed_again = self.trying and self.probe_after > 0
         self.probe_after = min(2 * self.probe_after, LAST_PROBE) if failed_again else FIRST_PROBE
-        self.choice, self.policy = Choice.OFF, RESTING
+        self.choice, self.policy = OFF, RESTING
         self.promised = 1.0
         self.trying, self.verdicts = False, 0
 
     def try_out(self, window: int) -> None:
         """Draft for a few steps with `window` candidates a path, to measure acceptance."""
-        self.follow(Choice.CHAIN)
+        self.follow(CHAIN)
         self.window = min(self.limit, window * self.branches)
         self.promised = 0.0
         self.trying, self.verdicts = True, 0

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cluster.decoding.events import DrafterJoined
-from cluster.decoding.policies import MOST_CHAINS
+from cluster.decoding.lookahead import MOST_CHAINS
 from cluster.decoding.sequence import Sequence
 
 _SLOW_CHANGE = 0.9
@@ -114,8 +114,8 @@ class Roster(dict[str, RosterEntry]):
             known.pass_ms = kept * known.pass_ms + (1 - kept) * 1000 * pass_seconds
 
     def crowd(self, drafter: RosterEntry, most_chains: float) -> int:
-        """Sequences among which a drafter's branches are shared out (policies.py, MOST_CHAINS): its
-        own, or as many more as leave the driver no more than `most_chains` of all drafters.
+        """Sequences among which a drafter's branches are shared out (MOST_CHAINS): its own, or as
+        many more as leave the driver no more than `most_chains` of all drafters.
         """
         shared = MOST_CHAINS * sum(one.load for one in self.values()) / most_chains
         return max(drafter.load, math.ceil(shared))

@@ -10,9 +10,9 @@ from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
 from cluster.decoding.held_kv import HeldKv
 from cluster.decoding.instructions import SequenceStats, Slice
-from cluster.decoding.lookahead import LookaheadPolicy
+from cluster.decoding.lookahead import LookaheadPolicy, policy_named
 from cluster.decoding.pilot import Pilot
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
 from paceline.rules import Rule
@@ -89,14 +89,15 @@ class Sequence:
     @classmethod
     def admitted(cls, request: Request, now: float) -> Sequence:
         """The sequence of a new request. It has only its prompt."""
+        policy = policy_named(request.policy)
         return cls(
             request=request,
             admitted_at=now,
             tree=_tree_of(request, request.prompt_token_ids, request.prompt_hash),
-            policy=policy_named(request.policy),
+            policy=policy,
             max_length=len(request.prompt_token_ids) + request.max_tokens,
             window=request.window,
-            pilot=Pilot.of(request) if request.policy is PolicyName.AUTO else None,
+            pilot=Pilot.of(request) if policy.adapts else None,
             ready_since=now,
         )
 
@@ -235,8 +236,7 @@ def _tree_of(
     request: Request, token_ids: Iterable[int], prefix_hash: int | None = None
 ) -> TokenTree:
     """A tree with these committed tokens and no candidates."""
-    policy = policy_named(request.policy)
-    fans_out = policy.fans_out and request.spec.rule in policy_named(PolicyName.FANOUT).needs.rules
+    fans_out = policy_named(request.policy).fans_out and FANOUT.needs.serve(request.spec.rule)
     return TokenTree(
         tuple(token_ids),
         prompt_hash=prefix_hash,

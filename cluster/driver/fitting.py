@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import POLICIES, policy_named
 from paceline.errors import InvalidRequestError
 from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, Rule
 from workers.verification.rules import FACTS, CandidateKind
@@ -62,51 +62,51 @@ def check_deployed(wanted: str, deployed: Collection[str]) -> None:
         )
 
 
-def most_branches(policy: PolicyName, rule: Rule) -> int:
+def most_branches(policy: str, rule: Rule) -> int:
     """The most candidates at a position that policy and rule allow."""
     only_chains = FACTS[rule].chain_only or policy_named(policy).needs.chains_only
     return 1 if only_chains else MAX_BRANCHES
 
 
-def check_policy_fits(policy: PolicyName, rule: Rule, branches: int) -> None:
+def check_policy_fits(policy: str, rule: Rule, branches: int) -> None:
     """Raise InvalidRequestError unless policy, rule and candidates a position fit together."""
     needs = policy_named(policy).needs
     if branches > 1 and needs.chains_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the policy {policy.value!r}, which drafts only chains, got "
+            f"expected 1 for the policy {policy!r}, which drafts only chains, got "
             f"{branches}; choose another policy for trees",
         )
-    if rule not in needs.rules:
-        served = " or ".join(sorted(repr(one.value) for one in needs.rules))
+    if not needs.serve(rule):
+        served = " or ".join(repr(one.value) for one in Rule if needs.serve(one))
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} needs the rule {served}, whose verdicts a drafter can "
+            f"the policy {policy!r} needs the rule {served}, whose verdicts a drafter can "
             f"foresee, got {rule.value!r}; choose another policy or rule",
         )
 
 
-def check_layout(policy: PolicyName, num_drafters: int, num_groups: int) -> None:
+def check_layout(policy: str, num_drafters: int, num_groups: int) -> None:
     """Raise InvalidRequestError if the layout lacks what the policy needs."""
     needs = policy_named(policy).needs
     if num_groups < needs.groups:
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} needs at least {needs.groups} target groups, and the "
-            f"layout has {num_groups}: raise target.groups in the configuration, or choose the "
-            "policy 'fanout'",
+            f"the policy {policy!r} needs at least {needs.groups} target groups, and the "
+            f"layout has {num_groups}: raise target.groups in the configuration, or choose another "
+            "policy",
         )
     needed = needs.drafters
     if num_drafters < needed:
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} needs at least {needed} drafters, and the layout has "
+            f"the policy {policy!r} needs at least {needed} drafters, and the layout has "
             f"{num_drafters}: raise the count of a drafter or add another one to the "
-            "configuration, or choose the policy 'fanout'",
+            "configuration, or choose another policy",
         )
 
 
-def can_have(policy: PolicyName, num_drafters: int, num_groups: int) -> bool:
+def can_have(policy: str, num_drafters: int, num_groups: int) -> bool:
     """Whether the layout has what the policy needs."""
     needs = policy_named(policy).needs
     return num_drafters >= needs.drafters and num_groups >= needs.groups
@@ -116,7 +116,7 @@ MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
 """Rules under which candidates of several drafters may be siblings."""
 
 
-def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -> None:
+def check_merge(policy: str, rule: Rule, kinds: Collection[str] | None) -> None:
     """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
     `kinds`: of the usable drafters; None: not known.
@@ -130,12 +130,13 @@ def check_merge(policy: PolicyName, rule: Rule, kinds: Collection[str] | None) -
             "choose another rule, or one drafter",
         )
     needs = policy_named(policy).needs
-    if needs.chains_only or needs.drafters > 1:
+    if not needs.allow_merging:
         reason = "drafts only chains" if needs.chains_only else "shares out its drafters itself"
+        drafting = [one for one in POLICIES.all().values() if one.drafts]
+        others = [repr(one.name) for one in drafting if one.needs.allow_merging]
         raise InvalidRequestError(
             "merge",
-            f"the policy {policy.value!r} {reason}, so it merges nothing: choose 'chain', "
-            "'lockstep', 'fanout' or 'auto'",
+            f"the policy {policy!r} {reason}, so it merges nothing: choose {' or '.join(others)}",
         )
     if kinds is None:
         return

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar, cast
 
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import policy_named
 from cluster.driver.fitting import (
     MERGING_RULES,
     check_branches,
@@ -48,7 +48,7 @@ NameT = TypeVar("NameT", bound=enum.Enum)
 class Speculation:
     """How a request speculates. `drafter`: a kind of drafter; None: any that fits the rule."""
 
-    policy: PolicyName = PolicyName.CHAIN
+    policy: str = "chain"
     window: int = 8
     rule: Rule = Rule.COUPLED
     branches: int = 1
@@ -87,6 +87,7 @@ class RequestResolver:
         self._codec = codec
         self._checkpoint = checkpoint
         self._defaults = defaults
+        policy_named(defaults.policy)  # Loads all policies before several threads ask for one.
 
     def resolve(
         self,
@@ -189,13 +190,13 @@ class RequestResolver:
     def _speculation(self, options: GenerateOptions) -> Speculation:
         defaults = self._defaults
         rule = _named(Rule, "rule", options.rule, defaults.rule)
-        policy = _named(PolicyName, "policy", options.policy, defaults.policy)
+        policy = policy_named(_given(options.policy, defaults.policy))
         window = _in_range("window", _given(options.window, defaults.window), 1, MAX_WINDOW)
         # Values that the caller left out yield to those that were given.
-        most = min(window, most_branches(policy, rule))
+        most = min(window, most_branches(policy.name, rule))
         branches = _given(options.branches, min(defaults.branches, most))
         check_branches(rule, branches, window)
-        check_policy_fits(policy, rule, branches)
+        check_policy_fits(policy.name, rule, branches)
         drafter = _given(options.drafter, defaults.drafter)
         if drafter is not None and drafter not in DRAFTER_KINDS:
             known = ", ".join(DRAFTER_KINDS)
@@ -203,10 +204,10 @@ class RequestResolver:
         merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
         if merge:
             check_merge_alone(drafter)
-        if options.merge and policy is not PolicyName.OFF:
-            check_merge(policy, rule, None)
+        if options.merge and policy.drafts:
+            check_merge(policy.name, rule, None)
         return Speculation(
-            policy=policy,
+            policy=policy.name,
             window=window,
             rule=rule,
             branches=branches,
@@ -218,7 +219,7 @@ class RequestResolver:
 
 def _check_drafters(speculation: Speculation, deployed: frozenset[str] | None) -> None:
     """Raise InvalidRequestError if no drafter could draft what was asked for."""
-    if speculation.policy is PolicyName.OFF:
+    if not policy_named(speculation.policy).drafts:
         return
     kinds = deployed
     if speculation.drafter is not None:

@@ -184,7 +184,6 @@ class DriverActor(_Actor):
 
         `patience`: seconds that requests wait for a lost target, if above _PATIENCE_SECONDS.
         """
-        from cluster.decoding.policies import PolicyName
         from cluster.driver.driver import DriverOptions
         from cluster.driver.requests import Speculation
         from cluster.driver.service import serve_driver
@@ -200,7 +199,7 @@ class DriverActor(_Actor):
             target_groups=config.target.groups,
             drafter_addresses=drafters,
             speculation=Speculation(
-                policy=PolicyName(chosen.policy),
+                policy=chosen.policy,
                 window=chosen.window,
                 rule=Rule(chosen.verification),
                 branches=chosen.branches,

@@ -21,13 +21,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import policy_named
 from cluster.simulation import closed_forms
 from deploy.bench.harness import Asked, Document, Report, Suite, register, table
 from deploy.bench.lookahead_cells import (
     ACCEPTANCES,
     HIT_RATES,
-    HITS_BRANCHES,
     NATURAL,
     RTTS_MS,
     Cell,
@@ -191,14 +190,12 @@ def result_of(
     """What has been measured; `simulated` None: there is more to come."""
     counted = measured.counted
     plain = {
-        (one.cell.load, one.cell.batch): one
-        for one in counted
-        if one.cell.policy is PolicyName.OFF and one.runs
+        (one.cell.load, one.cell.batch): one for one in counted if one.runs and not one.cell.drafts
     }
     compared = [
         one
         for one in counted
-        if one.cell.policy is not PolicyName.OFF and one.runs
+        if one.runs and one.cell.drafts
         if (one.cell.load, one.cell.batch) in plain
     ]
     failed = [one for one in counted if one.errors]
@@ -240,8 +237,8 @@ def same_text(result: LookaheadResult, one: CellResult) -> bool:
 def num_gpus(result: LookaheadResult, cell: Cell) -> int:
     """What a cell's devices are in GPUs; the demo pair's cores are counted as such."""
     if cell.load == NATURAL:
-        return 1 if cell.policy is PolicyName.OFF else 2
-    drafters = 0 if cell.policy is PolicyName.OFF else cell.num_drafters
+        return 2 if cell.drafts else 1
+    drafters = cell.num_drafters if cell.drafts else 0
     return cell.num_targets * result.target.gpus + drafters * result.drafter.gpus
 
 
@@ -523,7 +520,7 @@ def _is_alike(one: CellResult, other: CellResult) -> bool:
     """Whether two cells answer the same load over the same link; plain decoding has no link."""
     if (one.cell.load, one.cell.batch) != (other.cell.load, other.cell.batch):
         return False
-    if other.cell.policy is PolicyName.OFF:
+    if not other.cell.drafts:
         return True
     conditions = [(cell.rtt_ms, cell.acceptance) for cell in (one.cell, other.cell)]
     return conditions[0] == conditions[1]
@@ -535,13 +532,13 @@ def _per_gpu(result: LookaheadResult, one: CellResult) -> float:
 
 def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
     cell, run = one.cell, one.median
-    off, natural = cell.policy is PolicyName.OFF, cell.load == NATURAL
+    off, natural = not cell.drafts, cell.load == NATURAL
     gain = speedup(result, one)
     ideal = None if off else _ideal(result, one)
     simulated = result.simulated.get(cell)
     return {
         "name": cell.name,
-        "policy": cell.policy.value,
+        "policy": cell.policy,
         "emulated": not natural,
         "rtt_ms": None if off else cell.rtt_ms,
         "acceptance": None if off else _acceptance(one),
@@ -580,7 +577,7 @@ def _acceptance(one: CellResult) -> float | str:
 
 def _hit_rate(one: CellResult) -> float | str | None:
     cell = one.cell
-    if cell.load == "recorded" and cell.policy.value in HITS_BRANCHES:
+    if cell.load == "recorded" and policy_named(cell.policy).fans_out:
         return "recorded"
     return cell.hit_rate
 
@@ -604,9 +601,9 @@ def _ideal(result: LookaheadResult, one: CellResult) -> float:
 def _theory(result: LookaheadResult, one: CellResult) -> float | None:
     """Of the policies that have a closed form."""
     cell, times = one.cell, _times(result, one)
-    if cell.policy is PolicyName.LOCKSTEP:
+    if cell.policy == "lockstep":
         return closed_forms.lockstep(one.acceptance, cell.window, **times, rtt_ms=cell.rtt_ms)
-    if cell.policy is PolicyName.PEARL:
+    if cell.policy == "pearl":
         return closed_forms.pearl(one.acceptance, **times)
     return None
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.decoding.events import Request
-from cluster.decoding.policies import PolicyName
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.simulation.costs import HostCosts
 from cluster.simulation.figures import in_swing_of
@@ -214,7 +213,7 @@ async def measure_cell(
 ) -> CellRun:
     """Decode `load`, `cell.batch` requests at a time. `guess`: how the pair's drafters do."""
     drafters: Mapping[str, str] = {}
-    if cell.policy is not PolicyName.OFF:
+    if cell.drafts:
         drafters = pair.drafters(cell.rtt_ms, guess, cell.num_drafters)
     driver = Driver(
         DriverOptions(
@@ -300,7 +299,7 @@ async def _request(driver: Driver, cell: Cell, request: LoadRequest) -> _Answer:
         top_p=1.0,
         seed=request.seed,
         ignore_eos=True,
-        policy=cell.policy.value,
+        policy=cell.policy,
         window=cell.window or None,
         branches=cell.branches,
         stopping="fixed",
@@ -332,7 +331,7 @@ def simulated_speed(
     The same requests, luck, profiles and policy: what it says beside what was measured is how well
     the simulator's costs of driver, drafters and messages (cluster/simulation/costs.py) fit.
     """
-    off = cell.policy is PolicyName.OFF
+    off = not cell.drafts
     layout = Layout(
         target=target,
         policy=cell.policy,
@@ -372,7 +371,7 @@ def simulated_speed(
 
 def _costs_here(cell: Cell) -> HostCosts:
     """Driver, targets and drafters of a cell share this host's cores."""
-    processes = 1 + cell.num_targets + (0 if cell.policy is PolicyName.OFF else cell.num_drafters)
+    processes = 1 + cell.num_targets + (cell.num_drafters if cell.drafts else 0)
     beyond = processes - FITTED_PROCESSES * len(os.sched_getaffinity(0))
     return HostCosts().times(1 + CROWDING * max(0.0, beyond))
 

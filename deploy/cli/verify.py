@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from cluster.config.model import Config
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import POLICIES, policy_named
 from cluster.driver.fitting import check_branches, check_policy_fits
 from deploy.cli.options import (
     BranchesOption,
@@ -38,7 +38,6 @@ from deploy.rows.request_flags import (
     RequestFlags,
     check_at_least_one,
     check_drafters,
-    check_policy,
     check_sampling,
     check_text,
     check_window,
@@ -64,7 +63,7 @@ def parse_matrix(
     if temperature is not None:
         temperatures = parse_list("temperature", temperature, float, "numbers, such as 0,0.7")
     for name in policies:
-        check_policy(name)
+        policy_named(name)
     for size in windows:
         check_window(size)
     for number in concurrencies:
@@ -88,12 +87,11 @@ def check_matrix(
         if temperature is not None:
             check_text(flags.verification, temperature)
     for variant in matrix.variants:
-        policy = PolicyName(variant.policy)
-        check_policy_fits(policy, Rule(flags.verification), branches or 1)
+        check_policy_fits(variant.policy, Rule(flags.verification), branches or 1)
     if branches is None:
         return
     for variant in matrix.variants:
-        if variant.policy != "off":
+        if policy_named(variant.policy).drafts:
             window = variant.window or config.speculation.window
             check_branches(Rule(flags.verification), branches, window)
 
@@ -122,7 +120,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         top_p: TopPOption = None,
         seed: SeedOption = 0,
         policy: Annotated[
-            str, typer.Option(help="One or several, such as lockstep,chain.")
+            str, typer.Option(help=f"One or several of {', '.join(POLICIES)}.")
         ] = "chain",
         verification: VerificationOption = None,
         window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,

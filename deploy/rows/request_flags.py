@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cluster.config.model import Config
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import policy_named
 from cluster.driver.fitting import (
     check_branches,
     check_deployed,
@@ -65,11 +65,6 @@ def check_name(flag: str, name: str | None, known: Iterable[str]) -> None:
         raise InvalidRequestError(flag, f"expected one of {', '.join(names)}, got {name!r}")
 
 
-def check_policy(policy: str | None) -> None:
-    """Raise InvalidRequestError unless the policy is missing or one of this version."""
-    check_name("policy", policy, (name.value for name in PolicyName))
-
-
 def check_text(verification: str | None, temperature: float) -> None:
     """Raise InvalidRequestError if the rule keeps the law of plain decoding but not its text."""
     rule = Rule(verification or Rule.COUPLED)
@@ -102,7 +97,7 @@ class RequestFlags:
         check_at_least_one("max-tokens", self.max_tokens)
         check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         check_seed(self.seed)
-        check_policy(self.policy)
+        drafts = self.policy is None or policy_named(self.policy).drafts
         check_name("verification", self.verification, (rule.value for rule in Rule))
         check_window(self.window)
         if self.branches is not None:
@@ -110,16 +105,16 @@ class RequestFlags:
             check_branches(rule, self.branches, self.window or MAX_WINDOW)
         if self.policy is not None:
             rule = Rule(self.verification or Rule.COUPLED)
-            check_policy_fits(PolicyName(self.policy), rule, self.branches or 1)
+            check_policy_fits(self.policy, rule, self.branches or 1)
         check_name("stopping", self.stopping, (stopping.value for stopping in Stopping))
         check_name("drafter", self.drafter, DRAFTER_KINDS)
-        if self.drafter is not None and self.verification is not None and self.policy != "off":
+        if self.drafter is not None and self.verification is not None and drafts:
             check_rule_fits(Rule(self.verification), {self.drafter}, field="verification")
         if self.merge:
             check_merge_alone(self.drafter)
-            if self.policy is not None and self.policy != "off":
+            if self.policy is not None and drafts:
                 rule = Rule(self.verification or Rule.COUPLED)
-                check_merge(PolicyName(self.policy), rule, None)
+                check_merge(self.policy, rule, None)
 
     def seed_of(self, index: int) -> int:
         """The seed of row `index`: the run's seed plus the index."""
@@ -134,11 +129,12 @@ def check_drafters(
     `policies`: those of a run with several; None: that of the flags, else the configuration's.
     """
     chosen = config.speculation
-    asked = [PolicyName(name) for name in policies or [flags.policy or chosen.policy]]
+    asked = policies or [flags.policy or chosen.policy]
     num_drafters = sum(drafter.count for drafter in config.drafters)
     for policy in asked:
         check_layout(policy, num_drafters, config.target.groups)
-    if set(asked) == {PolicyName.OFF}:
+    drafting = [policy for policy in asked if policy_named(policy).drafts]
+    if not drafting:
         return
     rule, kinds = Rule(flags.verification or chosen.verification), config.drafter_kinds
     wanted = flags.drafter or chosen.drafter
@@ -146,8 +142,8 @@ def check_drafters(
         check_deployed(wanted, kinds)
         kinds = {wanted}
     check_rule_fits(rule, kinds, field="verification")
-    for policy in asked:
-        if flags.merge and policy is not PolicyName.OFF:
+    if flags.merge:
+        for policy in drafting:
             check_merge(policy, rule, kinds)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import policy_named
 from cluster.driver.fitting import most_branches
 from deploy.rows.batch import Answer, Failure, answers_in_order
 from deploy.rows.comparison import (
@@ -138,13 +138,13 @@ class Verifier:
             branches = min(branches, variant.window)
         if branches is not None:
             rule = Rule(self._flags.verification or Rule.COUPLED)
-            branches = min(branches, most_branches(PolicyName(variant.policy), rule))
+            branches = min(branches, most_branches(variant.policy, rule))
         flags = replace(
             self._flags,
             temperature=temperature,
             policy=variant.policy,
             window=variant.window,
-            branches=None if variant.policy == "off" else branches,
+            branches=branches if policy_named(variant.policy).drafts else None,
         )
         shown = "" if temperature is None else f", temperature {temperature:g}"
         with self._progress.counting(f"{variant}{shown}", len(rows)) as advance:

@@ -18,7 +18,6 @@ from cluster.decoding.events import (
     TargetJoined,
 )
 from cluster.decoding.instructions import CloseDraft, Instruction, OpenDraft, RunStep, Suspect
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.roster import (
     FIRST_REST,
     LONGEST_REST,
@@ -45,7 +44,7 @@ class Steps:
         for name in drafters:
             self.carry_out(self.scheduler.handle(DrafterJoined(0, name, 9000)))
         for number in sequences:
-            asked = request(number, (1, 2, 3), max_tokens=8000, policy=PolicyName.CHAIN)
+            asked = request(number, (1, 2, 3), max_tokens=8000, policy="chain")
             self.carry_out(self.scheduler.handle(Admitted(0, asked)))
 
     def carry_out(self, instructions: Iterable[Instruction]) -> None:
