@@ -1,4 +1,4 @@
-"""How the answer to a step is handled.
+"""How the answer to a step is handled: whether it fits, what it commits, where a sequence ends.
 
 First the sequences grow, which is all that the next step needs. `settle` does the rest once that
 step is on its way: counts, estimates, and messages to drafters and callers.
@@ -7,19 +7,18 @@ step is on its way: counts, estimates, and messages to drafters and callers.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster.decoding.auto.cohorts import FIRST_WINDOW
 from cluster.decoding.batching import Batching
 from cluster.decoding.counts import CountedVerdict, Foresight, counted
 from cluster.decoding.events import SequenceVerdict, StepDone
-from cluster.decoding.group import Group
 from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
-from cluster.decoding.pilot import FIRST_WINDOW
 from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.sequence import Refusal, Replica, Sequence
-from cluster.decoding.state import DecodingState, Outbox
-from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
-from paceline.errors import RequestFaultError
+from cluster.decoding.state import DecodingState, Group, Outbox
+from paceline.errors import ProtocolError, RequestFaultError
 from paceline.rules import Rule
 
 
@@ -286,3 +285,86 @@ def _count(state: DecodingState, now: float, sequence: Sequence, verdict: Counte
         sequence.first_token_at = now
         sequence.first_tokens = verdict.committed
         sequence.since_first_token = state.utilization.mark(now)
+
+
+def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_size: int) -> None:
+    """Raise ProtocolError unless the verdicts answer the step.
+
+    Each must belong to a slice that asks for one and accept a path of its window. An error in place
+    of an answer is allowed.
+    """
+    asked = [part for part in step.slices if part.verdict]
+    if [part.sequence_id for part in asked] != [v.sequence_id for v in verdicts]:
+        raise ProtocolError(f"the verdicts of step {step.step} do not match its slices")
+    for part, verdict in zip(asked, verdicts, strict=True):
+        sequence_id, window = part.sequence_id, part.window
+        if verdict.error is not None:
+            continue
+        if not 0 <= verdict.num_accepted <= window or not (0 <= verdict.token_id < vocab_size):
+            raise ProtocolError(
+                f"the verdict of sequence {sequence_id} accepts {verdict.num_accepted} of "
+                f"{window} candidates and adds token {verdict.token_id} "
+                f"of a vocabulary of {vocab_size}"
+            )
+        accepted = accepted_path(verdict)
+        is_told = verdict.accepted or part.parents  # Else the path is the start of the chain.
+        if is_told and (len(accepted) != verdict.num_accepted or not _is_path(part, accepted)):
+            raise ProtocolError(
+                f"the verdict of sequence {sequence_id} accepts the candidates "
+                f"{list(accepted)}, which do not form a path of its window"
+            )
+
+
+def _is_path(part: Slice, accepted: tuple[int, ...]) -> bool:
+    """Whether these candidates of a window are a path from its root."""
+    if not part.parents:
+        return accepted == tuple(range(len(accepted)))
+    above = 0
+    for index in accepted:
+        if not 0 <= index < part.window or part.parents[index] != above:
+            return False
+        above = index + 1
+    return True
+
+
+def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:
+    """Indices of the accepted path. In a chain these are the first `num_accepted`."""
+    if verdict.accepted or not verdict.num_accepted:
+        return verdict.accepted
+    return tuple(range(verdict.num_accepted))
+
+
+def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
+    """Whether the token after an accepted window is left to the candidates that follow it.
+
+    Rules that toss coins need this: the run-ahead was drawn as if its own first token came next, so
+    that token must be verified (docs/policies.md, pearl). The decision depends on what has arrived,
+    never on a token's value. If no candidate was accepted, the token is taken, because otherwise
+    the step would have brought nothing.
+    """
+    if sequence.request.spec.rule is Rule.COUPLED or not accepted:
+        return False
+    return sequence.tree.run_ahead_follows(accepted)
+
+
+def cut_at_end(
+    sequence: Sequence, offset: int, committed: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """The part of newly committed tokens that the caller gets, and why the sequence ends there.
+
+    `offset`: output tokens before them. The reason is None if the sequence goes on.
+    """
+    request = sequence.request
+    room = request.max_tokens - offset
+    kept, reason = committed, None
+    if len(committed) >= room:
+        kept, reason = committed[:room], FinishReason.LENGTH
+    for index, token_id in enumerate(kept):
+        if token_id in request.spec.end_token_ids:
+            kept, reason = kept[: index + 1], FinishReason.STOP
+            break
+    if request.stop_scanner is not None:
+        stop = request.stop_scanner.first_stop(kept)
+        if stop is not None:
+            kept, reason = kept[:stop], FinishReason.STOP
+    return kept, reason

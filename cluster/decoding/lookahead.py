@@ -183,7 +183,7 @@ class LookaheadPolicy(ABC):
     """Whether several target groups may verify one sequence."""
 
     adapts: bool = False
-    """Whether the controller (auto.py) chooses each sequence's policy and window."""
+    """Whether a controller (auto/controller.py) chooses policy and window for each sequence."""
 
     place_in_auto: int | None = None
     """`auto` compares policies in this order, and of equally good ones takes the first. None: it

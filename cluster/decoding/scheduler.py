@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cluster.decoding.answers import Answer, settle, take_answer
-from cluster.decoding.batching import Batching
+from cluster.decoding.answers import Answer, check_verdicts, settle, take_answer
+from cluster.decoding.batching import Batching, Target
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
@@ -28,14 +28,11 @@ from cluster.decoding.events import (
     TargetLost,
     Tick,
 )
-from cluster.decoding.group import Group
 from cluster.decoding.instructions import FinishReason, Instruction, RunStep, WakeAt
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.proposals import take_proposals
-from cluster.decoding.residents import Target
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.state import DecodingState, Outbox
-from cluster.decoding.verdicts import check_verdicts
+from cluster.decoding.state import DecodingState, Group, Outbox
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import (
     PromptTooLongError,

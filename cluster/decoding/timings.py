@@ -4,11 +4,11 @@ Workers tell how long a pass took; all else is read off the driver's clock. What
 
 - `StepCosts`: the pace of drafters (lookahead.py), and what drafters need to stop by cost.
 - `DriverShare`: how many branches drafters may grow (lookahead.py, MOST_CHAINS).
-- `StepModel`, `DraftTimes`: the forecasts of `auto` (beliefs.py).
+- `StepModel`, `DraftTimes`: the forecasts of `auto` (auto/beliefs.py).
 - `Utilization`: nothing; it is reported.
 
 What a prompt adds to a step is in prefill.py. How fast one drafter is beside another is in
-roster.py.
+drafters.py.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from cluster.decoding.drafters import MALFORMED_LIMIT
 from cluster.decoding.events import Proposal
-from cluster.decoding.roster import MALFORMED_LIMIT
 from cluster.driver.requests import Speculation, widest_proposal
 from paceline.errors import ProtocolError
 from paceline.rules import MAX_PROPOSED, Rule

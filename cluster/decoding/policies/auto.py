@@ -1,4 +1,4 @@
-"""The controller (cluster/decoding/auto.py) chooses policy and window for each sequence."""
+"""A controller (cluster/decoding/auto) chooses policy and window for each sequence."""
 
 from __future__ import annotations
 

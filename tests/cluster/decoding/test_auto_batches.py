@@ -7,12 +7,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.decoding.auto import FIRST_TRIED, SHARE_TRIED, Controller
-from cluster.decoding.choices import CHAIN, OFF, TREE_WIDTH, choice_of
-from cluster.decoding.cohorts import FIRST_STANDS, STANDS, Cohorts, Plan
+from cluster.decoding.auto.cohorts import (
+    CHAIN,
+    FIRST_STANDS,
+    OFF,
+    STANDS,
+    TREE_WIDTH,
+    Acceptance,
+    Cohorts,
+    Pilot,
+    Plan,
+    choice_of,
+)
+from cluster.decoding.auto.controller import FIRST_TRIED, SHARE_TRIED, Controller
 from cluster.decoding.events import Proposal, Proposed, StepDone
 from cluster.decoding.instructions import RunStep, Slice
-from cluster.decoding.pilot import Acceptance, Pilot
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.scripts import verdict_of
 from tests.cluster.decoding.true_text import request

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.decoding.auto import Controller
+from cluster.decoding.auto.cohorts import FIRST_PROBE, RESTING, Acceptance, Pilot
+from cluster.decoding.auto.controller import Controller
 from cluster.decoding.events import (
     Admitted,
     DrafterJoined,
@@ -16,7 +17,6 @@ from cluster.decoding.events import (
     TargetJoined,
 )
 from cluster.decoding.instructions import Instruction, RunStep, Slice
-from cluster.decoding.pilot import FIRST_PROBE, RESTING, Acceptance, Pilot
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.scripts import PROMPT, proposal, verdict, verdict_of

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.decoding.choices import OFF, choice_of, drafting_choices
+from cluster.decoding.auto.cohorts import OFF, choice_of, drafting_choices
 from cluster.decoding.policies.replicas import REPLICAS
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.token_tree import TokenTree

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from cluster.decoding.drafters import FIRST_PAUSE, LONGEST_PAUSE
+from cluster.decoding.drafters import (
+    FIRST_PAUSE,
+    FIRST_REST,
+    LONGEST_PAUSE,
+    LONGEST_REST,
+    UNANSWERED_OUTCOMES,
+    UNANSWERED_SECONDS,
+)
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
@@ -18,12 +25,6 @@ from cluster.decoding.events import (
     TargetJoined,
 )
 from cluster.decoding.instructions import CloseDraft, Instruction, OpenDraft, RunStep, Suspect
-from cluster.decoding.roster import (
-    FIRST_REST,
-    LONGEST_REST,
-    UNANSWERED_OUTCOMES,
-    UNANSWERED_SECONDS,
-)
 from cluster.decoding.scheduler import Scheduler
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.true_text import VOCAB_SIZE, request

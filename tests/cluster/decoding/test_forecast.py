@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from cluster.decoding.forecast import Conditions, lockstep, off, run_ahead
+from cluster.decoding.auto.forecast import Conditions, lockstep, off, run_ahead
 
 STEP, PASS = 18.7, 2.6
 

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
+from cluster.decoding.auto.forecast import Shape, chain_outlook, shape_of
 from cluster.decoding.counts import firsts_along
-from cluster.decoding.outlook import Shape, chain_outlook, shape_of
 from cluster.decoding.windows import RANK_CHANCES, Node, likeliest
 
 

@@ -16,7 +16,7 @@ from cluster.decoding.events import (
 )
 from cluster.decoding.instructions import Finish, FinishReason, Refuse, RunStep
 from cluster.decoding.scheduler import Scheduler
-from cluster.decoding.suspects import MOST_LOST_STEPS
+from cluster.decoding.waiting import MOST_LOST_STEPS
 from paceline.errors import RequestFaultError
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token

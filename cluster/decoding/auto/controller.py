@@ -19,18 +19,39 @@ fail, and only a few sequences of a batch are probed at a time.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from cluster.decoding.beliefs import Beliefs
-from cluster.decoding.choices import FANOUT, OFF
-from cluster.decoding.cohorts import Cohort, Cohorts, Plan
+from cluster.decoding.auto.beliefs import Beliefs
+from cluster.decoding.auto.cohorts import (
+    CHAIN,
+    FANOUT,
+    FIRST_WINDOW,
+    OFF,
+    Choice,
+    Cohort,
+    Cohorts,
+    Pilot,
+    Plan,
+    drafting_choices,
+)
+from cluster.decoding.auto.forecast import Conditions, Forecast, lockstep, off, run_ahead
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, StepDone
-from cluster.decoding.forecast import Conditions, off
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.options import Option, options_of
-from cluster.decoding.pilot import FIRST_WINDOW, Pilot
+from cluster.decoding.lookahead import forks_within
 from cluster.decoding.token_tree import TokenTree
+
+GAIN_TO_CHANGE = 1.03
+"""Factor by which a policy's forecast must exceed the one in use to replace it."""
+
+AS_GOOD = 1 / 200
+"""Windows of a policy whose forecasts differ by at most this share are equally good."""
+
+GAIN_TO_WAIT = 1.03
+CANDIDATES_TO_WAIT = 12
+"""A policy that waits for its drafter can be slower than plain decoding. So its forecast must
+exceed others by this factor, and this many candidates of the cohort must have been tried."""
 
 GAIN_TO_DRAFT = 1.01
 """Draft only if the forecast gain over plain decoding exceeds this factor."""
@@ -55,6 +76,116 @@ PROBE_CANDIDATES, PROBE_VERDICTS, PROBE_WINDOW = 6, 16, 2
 FIRST_TRIED, SHARE_TRIED, SHARE_THAT_FOLLOWS = 8, 16, 2
 """How many sequences may be tried at a time while nothing is known; later, one in SHARE_TRIED of
 the batch. One in SHARE_THAT_FOLLOWS may change its policy in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A choice with its best window.
+
+    `worth`: tokens/ms. `preferred`: the figure by which options are compared. `proven`: enough is
+    known for all members to follow.
+    """
+
+    choice: Choice
+    window: int
+    forecast: Forecast
+    worth: float
+    preferred: float
+    proven: bool = True
+
+
+def options_of(
+    cohort: Cohort,
+    conditions: Conditions,
+    beliefs: Beliefs,
+    *,
+    num_drafters: int,
+    num_groups: int,
+) -> list[Option]:
+    """All options that draft, each choice with its best window; the best comes first.
+
+    The choice in use is preferred, and so are choices that do not wait.
+    """
+    pilot = cohort.member
+    in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
+    before = cohort.plan.window if cohort.plan else pilot.window
+    # In a large crowd no branches are granted: `fanout` is `chain`, whose drafter may as well grow
+    # trees. With branches, fanout's own trees serve better.
+    crowd = max(1, cohort.members, beliefs.sequences // max(1, num_drafters))
+    forks = forks_within(1, pace=0.0, crowd=crowd) > 0
+    found = []
+    for choice in drafting_choices():
+        policy, ahead = choice.policy, _forecast_of(choice)
+        if not pilot.allows(choice) or policy.needs.drafters > num_drafters:
+            continue
+        if policy.needs.groups > num_groups:
+            continue
+        if forks != policy.fans_out and (policy.fans_out or choice.is_tree):
+            continue
+        proven = beliefs.proven(choice)
+        if choice is CHAIN and not forks and pilot.allows(FANOUT):
+            # `fanout` without branches is the same, and gets them once there are fewer sequences.
+            choice = FANOUT if beliefs.hopes_for_branches() else choice
+        is_followed = cohort.plan is not None and cohort.plan.choice is choice
+        preference = GAIN_TO_CHANGE if choice in in_use else 1.0
+        if policy.waits:
+            alone = beliefs.sequences == 1
+            if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
+                continue  # Waiting in a batch misses a step of the other sequences.
+            preference /= GAIN_TO_WAIT
+        given = (
+            beliefs.given(choice, conditions, cohort, crowd)
+            if forks or choice.is_tree
+            else conditions
+        )
+        if policy.replicates:
+            given = replace(given, groups=num_groups)
+        factor = beliefs.factor(choice)
+        tried = []
+        for depth in _depths(before // cohort.like.branches, len(given.chances)):
+            forecast = ahead(given, depth)
+            worth = beliefs.worth(forecast, given, cohort) * factor
+            window = min(cohort.like.limit, depth * cohort.like.branches)
+            preferred = worth * preference
+            tried.append(Option(choice, window, forecast, worth, preferred, proven or is_followed))
+        # A larger window leaves room for luck, but makes branches longer, which costs something.
+        # With several groups a small window's grant runs out, which the forecast does not show.
+        is_small = policy.fans_out and not policy.replicates
+        within = GAIN_TO_CHANGE - 1 if policy.replicates else AS_GOOD
+        found.append(_first_of_the_best(tried if is_small else tried[::-1], within))
+    return sorted(found, key=lambda one: one.preferred, reverse=True)
+
+
+def _depths(before: int, deepest: int) -> list[int]:
+    """Powers of two up to twice the depth before, since larger steps must be measured first."""
+    deepest = max(1, min(deepest, 2 * before))
+    return sorted({1 << power for power in range(deepest.bit_length())} | {deepest})
+
+
+def _first_of_the_best(options: list[Option], within: float) -> Option:
+    """The first option whose worth is within the share `within` of the best."""
+    best = max(one.worth for one in options)
+    enough = best - abs(best) * within
+    return next(one for one in options if one.worth >= enough)
+
+
+def _forecast_of(choice: Choice) -> Callable[[Conditions, int], Forecast]:
+    """How the choice is forecast, as a function of the conditions and the window."""
+    if not choice.policy.drafting_is_free:
+        return lockstep
+    if choice.policy.waits:
+        return _in_step
+    return _tree if choice.is_tree else run_ahead
+
+
+def _in_step(conditions: Conditions, window: int) -> Forecast:
+    """Target and drafter wait for each other: a window is no longer than is drafted in a step."""
+    pace = round(conditions.step_ms(0, 0) / conditions.pass_ms)
+    return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
+
+
+def _tree(conditions: Conditions, window: int) -> Forecast:
+    return run_ahead(conditions, window, is_tree=True)
 
 
 class Controller:
