@@ -1,7 +1,7 @@
 """How the answer to a step is handled: whether it fits, what it commits, where a sequence ends.
 
-First the sequences grow, which is all that the next step needs. `settle` does the rest once that
-step is on its way: counts, estimates, and messages to drafters and callers.
+`commit_answer` lets the sequences grow, which is all that the next step needs. `report_answer`
+follows once that step is on its way: counts, estimates, and messages to drafters and callers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cluster.decoding.events import SequenceVerdict, StepDone
 from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
 from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.sequence import Refusal, Replica, Sequence
-from cluster.decoding.state import DecodingState, Group, Outbox
+from cluster.decoding.state import DecodingState, Deferred, TargetGroup
 from paceline.errors import ProtocolError, RequestFaultError
 from paceline.rules import Rule
 
@@ -76,16 +76,16 @@ class Answer:
 
     @property
     def steers(self) -> bool:
-        """Whether settling the answer may change a sequence's policy."""
+        """Whether reporting the answer may change a sequence's policy."""
         return any(commit.sequence.pilot is not None for commit in self.commits)
 
 
-def take_answer(
-    state: DecodingState, group: Group, step: RunStep, event: StepDone, out: Outbox
+def commit_answer(
+    state: DecodingState, group: TargetGroup, step: RunStep, event: StepDone, out: Deferred
 ) -> Answer:
     """Commit the verdicts on a group's step in flight. They must fit the step.
 
-    `settle` must follow before the next event.
+    `report_answer` must follow before the next event.
     """
     batching = group.batching
     state.totals.steps += 1
@@ -131,7 +131,7 @@ def _fail(
     sequence: Sequence,
     part: Slice,
     reason: str,
-    out: Outbox,
+    out: Deferred,
 ) -> None:
     """Handle an error in place of a verdict. What the target computed is not usable.
 
@@ -156,7 +156,7 @@ def _fail(
     state.refuse(lead, error, out)
 
 
-def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
+def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
     """Count what was committed, tell callers and drafters of it, and learn the step's time."""
     event, step = answer.event, answer.step
     state.auto.answered(event, num_drafters=len(state.drafters.names), num_groups=state.groups_each)
@@ -189,7 +189,7 @@ def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
         )
 
 
-def _begin_as_chosen(state: DecodingState, out: Outbox) -> None:
+def _begin_as_chosen(state: DecodingState, out: Deferred) -> None:
     """Start waiting `auto` sequences with the first choice that was made for new ones.
 
     While prompts are computed, drafters run far ahead, so all of these sequences would fill their
@@ -210,7 +210,7 @@ def _commit(
     sequence: Sequence,
     part: Slice,
     verdict: SequenceVerdict,
-    out: Outbox,
+    out: Deferred,
 ) -> None:
     tree, batching = sequence.tree, answer.batching
     offset, position = sequence.counts.committed, tree.num_committed
@@ -239,7 +239,7 @@ def _commit_what_is_new(
     member: Sequence,
     part: Slice,
     verdict: SequenceVerdict,
-    out: Outbox,
+    out: Deferred,
 ) -> None:
     """Commit a verdict where several groups verify. Others may have said the same (replicas.py)."""
     sequence = member.lead if isinstance(member, Replica) else member
@@ -261,7 +261,7 @@ def _commit_what_is_new(
         sequence.steer(sequence.pilot)  # It may have had to wait for this.
 
 
-def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Outbox) -> None:
+def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Deferred) -> None:
     """Make the sequence ready for its next window, unless it ends here or is paused."""
     sequence, now = commit.sequence, answer.event.now
     kept, reason = cut_at_end(sequence, commit.offset, commit.token_ids)

@@ -272,7 +272,7 @@ class Drafters:
         known = self._drafters.get(drafter)
         return self._costs.step_ms / known.pass_ms if known is not None and known.pass_ms else 0.0
 
-    def known(self, drafter: str) -> bool:
+    def has_joined(self, drafter: str) -> bool:
         """Whether the drafter can be used."""
         return drafter in self._drafters
 

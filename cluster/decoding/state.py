@@ -18,7 +18,7 @@ from paceline.errors import PacelineError
 
 
 @dataclass(slots=True)
-class Group:
+class TargetGroup:
     """One of the groups that serve the target's model. They share only the waiting line."""
 
     number: int
@@ -69,7 +69,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Outbox:
+class Deferred:
     """Instructions that wait until the next step is sent: to drafters first, then to callers."""
 
     drafters: list[Instruction] = field(default_factory=list)
@@ -79,7 +79,9 @@ class Outbox:
 class DecodingState:
     """All sequences, block pools, grants and counts."""
 
-    def __init__(self, groups: Iterable[Group], waiting: WaitingLine, *, serves_auto: bool) -> None:
+    def __init__(
+        self, groups: Iterable[TargetGroup], waiting: WaitingLine, *, serves_auto: bool
+    ) -> None:
         self.groups = tuple(groups)
         self.waiting = waiting
         self.paused: dict[int, Sequence] = {}
@@ -161,7 +163,7 @@ class DecodingState:
                 break
         return len(self.waiting) < count
 
-    def _group_of(self, running: Sequence) -> Group:
+    def _group_of(self, running: Sequence) -> TargetGroup:
         assert running.kv.group is not None
         return self.groups[running.kv.group]
 
@@ -184,7 +186,7 @@ class DecodingState:
             sequence.kv = sequence.replicas.pop(0).kv
             self._group_of(sequence).batching.running[sequence.sequence_id] = sequence
 
-    def share_groups(self, out: Outbox) -> None:
+    def share_groups(self, out: Deferred) -> None:
         """Give free groups in turn to running sequences whose policy uses several groups."""
         if len(self.groups) == 1 or self.waiting:
             return
@@ -211,7 +213,7 @@ class DecodingState:
                 group.batching.let_in(replica)
                 self.drafters.grant(taker, out.drafters)
 
-    def assign(self, out: Outbox) -> None:
+    def assign(self, out: Deferred) -> None:
         """Give running sequences the drafters that they want."""
         running = self.running
         self.drafters.share_out(running, out.drafters)  # Sequences with several give some back.
@@ -237,13 +239,13 @@ class DecodingState:
         else:
             self._group_of(sequence).batching.remove(sequence)
 
-    def refuse(self, sequence: Sequence, error: PacelineError, out: Outbox) -> None:
+    def refuse(self, sequence: Sequence, error: PacelineError, out: Deferred) -> None:
         """End a sequence that cannot be decoded."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         out.callers.append(Refuse(sequence.sequence_id, error))
 
-    def pause(self, sequence: Sequence, out: Outbox) -> None:
+    def pause(self, sequence: Sequence, out: Deferred) -> None:
         """Stop decoding a sequence, once its step in flight is answered, until `resume`."""
         sequence.paused = True
         self.drafters.release(sequence, out.drafters)
@@ -260,7 +262,7 @@ class DecodingState:
         if self.paused.pop(sequence.sequence_id, None) is not None:
             self.waiting.put_back(sequence)
 
-    def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
+    def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Deferred) -> None:
         """End a sequence."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)

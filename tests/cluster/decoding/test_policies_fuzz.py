@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cluster.decoding.lookahead import DraftView, Wait
 from cluster.decoding.policies import lockstep, pearl
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.state import DecodingState, Outbox
+from cluster.decoding.state import DecodingState, Deferred
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.schedules import Schedule
 
@@ -65,7 +65,7 @@ def test_the_fuzzer_notices_a_sequence_that_is_not_resumed(monkeypatch: pytest.M
 def test_the_fuzzer_notices_a_pause_that_keeps_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a paused sequence stays in the batch."""
 
-    def careless_pause(state: DecodingState, sequence: Sequence, out: Outbox) -> None:
+    def careless_pause(state: DecodingState, sequence: Sequence, out: Deferred) -> None:
         sequence.paused = True
 
     monkeypatch.setattr(DecodingState, "pause", careless_pause)

@@ -197,16 +197,16 @@ def test_a_cancelled_sequence_keeps_its_blocks_until_its_step_is_done() -> None:
 def test_the_next_step_goes_out_before_anything_is_counted_or_told() -> None:
     scheduler = started()
     scheduler.handle(proposal(PROMPT, 10, 11, 12))
-    (step,) = scheduler.begin(verdict(1, 0, 10))
+    (step,) = scheduler.steps_for(verdict(1, 0, 10))
     assert step.slices[0].token_ids == (10, 11, 12)
     assert scheduler.totals.counts.committed == 0
     with pytest.raises(AssertionError, match="before the rest of the last one"):
-        scheduler.begin(Tick(1.0))
-    out = scheduler.rest()
+        scheduler.steps_for(Tick(1.0))
+    out = scheduler.messages()
     assert out[0] == SendOutcome("d", 1, 3, (10,))
     assert out[-1] == Emit(1, 0, (10,), 0)
     assert scheduler.totals.counts.committed == 1
-    assert scheduler.rest() == []
+    assert scheduler.messages() == []
 
 
 def test_who_waits_for_its_drafter_does_not_hold_up_the_others_step() -> None:
@@ -214,20 +214,20 @@ def test_who_waits_for_its_drafter_does_not_hold_up_the_others_step() -> None:
     scheduler.handle(Admitted(0.2, request(2, (4, 5), policy="off")))
     scheduler.handle(proposal(PROMPT, 10, 11))
     scheduler.handle(verdict(1, 0, 10))
-    scheduler.begin(StepDone(1.1, 2, (SequenceVerdict(2, 0, 20),)))
+    scheduler.steps_for(StepDone(1.1, 2, (SequenceVerdict(2, 0, 20),)))
     before = scheduler.totals.counts.committed
-    scheduler.rest()
-    (step,) = scheduler.begin(StepDone(1.2, 3, (SequenceVerdict(2, 0, 21),)))
+    scheduler.messages()
+    (step,) = scheduler.steps_for(StepDone(1.2, 3, (SequenceVerdict(2, 0, 21),)))
     assert [part.sequence_id for part in step.slices] == [2], "the first one waits for a window"
     assert before == 1
     assert scheduler.totals.counts.committed == 2, "what the answer brought is not counted yet"
-    scheduler.rest()
+    scheduler.messages()
     assert scheduler.totals.counts.committed == 3
 
 
 def test_who_comes_in_is_opened_after_drafters_heard_of_the_step_before() -> None:
     scheduler = started()
     scheduler.handle(Admitted(0.5, request(2, (4, 5))))
-    scheduler.begin(verdict(1, 0, 10))
-    told = [type(one) for one in scheduler.rest()]
+    scheduler.steps_for(verdict(1, 0, 10))
+    told = [type(one) for one in scheduler.messages()]
     assert told.index(SendOutcome) < told.index(OpenDraft)
