@@ -120,16 +120,16 @@ class Roster(dict[str, RosterEntry]):
 
     def heard(self, now: float, drafter: str, pass_seconds: float, *, drafted: bool) -> None:
         """A pass of the drafter took so long; `drafted`: it gave candidates."""
-        known = self.get(drafter)
-        if known is None:
+        entry = self.get(drafter)
+        if entry is None:
             return
-        known.heard_at, known.steps_unheard = now, 0
-        known.unanswered, known.owes_since = 0, None
+        entry.heard_at, entry.steps_unheard = now, 0
+        entry.unanswered, entry.owes_since = 0, None
         if drafted:
-            known.rest = FIRST_REST
+            entry.rest = FIRST_REST
         if drafted and pass_seconds > 0:
-            kept = _SLOW_CHANGE if known.pass_ms else 0.0
-            known.pass_ms = kept * known.pass_ms + (1 - kept) * 1000 * pass_seconds
+            kept = _SLOW_CHANGE if entry.pass_ms else 0.0
+            entry.pass_ms = kept * entry.pass_ms + (1 - kept) * 1000 * pass_seconds
 
     def crowd(self, drafter: RosterEntry, most_chains: float) -> int:
         """Sequences among which a drafter's branches are shared out (MOST_CHAINS): its own, or as
@@ -148,11 +148,11 @@ class Roster(dict[str, RosterEntry]):
 
     def overdraws(self, drafter: str, entries: int) -> bool:
         """Take a message's entries from its allowance; whether that is exceeded now."""
-        known = self.get(drafter)
-        if known is None:
+        entry = self.get(drafter)
+        if entry is None:
             return False
-        known.allowance -= MESSAGE_ENTRIES + entries
-        return known.allowance < 0
+        entry.allowance -= MESSAGE_ENTRIES + entries
+        return entry.allowance < 0
 
     def taken_for_dead(self, now: float) -> list[str]:
         """Those that owe an answer for too long, and rest from now on."""
@@ -269,8 +269,8 @@ class Drafters:
 
     def pace(self, drafter: str) -> float:
         """Passes of the drafter in the time of a step; 0: not known yet."""
-        known = self._drafters.get(drafter)
-        return self._costs.step_ms / known.pass_ms if known is not None and known.pass_ms else 0.0
+        entry = self._drafters.get(drafter)
+        return self._costs.step_ms / entry.pass_ms if entry is not None and entry.pass_ms else 0.0
 
     def has_joined(self, drafter: str) -> bool:
         """Whether the drafter can be used."""

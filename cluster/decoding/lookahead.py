@@ -160,6 +160,7 @@ class LookaheadPolicy(ABC):
     """Who published it, and where; None: nobody."""
 
     needs: Needs = Needs()
+    """What it asks of a request and of the layout."""
 
     drafts: bool = True
     """Whether a drafter is wanted."""
