@@ -134,7 +134,7 @@ class Scheduler:
 
         Raises ProtocolError, changing nothing, if a StepDone does not answer the step in flight.
         """
-        assert self._answer is None, "an event before the messages of the last one"
+        assert self._answer is None, "an event before the rest of the last one"
         out = self._out
         match event:
             case Admitted():
