@@ -96,7 +96,7 @@ class GenerateOptions:
     The protocol says what each option does: inference.proto, GenerateRequest, and types.proto,
     SamplingParams. The names that an option may have:
 
-    - `policy`: "off", "lockstep", "pearl", "chain", "fanout", "spread", "replicas" or "auto";
+    - `policy`: one of those that the server has (`ModelDescription.policies`), such as "chain";
     - `rule`: a verification rule that the server has, such as "coupled" (docs/rules.md);
     - `stopping`: the values of `paceline.rules.Stopping`;
     - `drafter`: a kind of drafter that the server has, such as "model" (docs/rules.md).
@@ -121,7 +121,7 @@ class GenerateOptions:
     stop: Sequence[str] = field(default=(), metadata={"check": _check_stop})
     stop_token_ids: Sequence[int] = field(default=(), metadata={"check": _check_stop_token_ids})
     ignore_eos: bool = False
-    policy: str | None = None
+    policy: str | None = _name()
     rule: str | None = _name()
     window: int | None = _number(
         1, MAX_WINDOW, f"1 to {MAX_WINDOW} candidates (plain decoding is the policy 'off')"

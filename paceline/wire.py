@@ -46,16 +46,6 @@ ANY_VOCABULARY = 1 << 32
 """A vocabulary size that exceeds every uint32 token id."""
 
 # The stubs give the numbers of each enum a type of its own. Any stands for all of them.
-_POLICIES: dict[str, Any] = {
-    "off": inference_pb2.LOOKAHEAD_POLICY_OFF,
-    "lockstep": inference_pb2.LOOKAHEAD_POLICY_LOCKSTEP,
-    "chain": inference_pb2.LOOKAHEAD_POLICY_CHAIN,
-    "pearl": inference_pb2.LOOKAHEAD_POLICY_PEARL,
-    "fanout": inference_pb2.LOOKAHEAD_POLICY_FANOUT,
-    "spread": inference_pb2.LOOKAHEAD_POLICY_SPREAD,
-    "replicas": inference_pb2.LOOKAHEAD_POLICY_REPLICAS,
-    "auto": inference_pb2.LOOKAHEAD_POLICY_AUTO,
-}
 _STOPPINGS: dict[str, Any] = {
     Stopping.FIXED.value: types_pb2.STOPPING_RULE_FIXED,
     Stopping.ADAEDL.value: types_pb2.STOPPING_RULE_ADAEDL,
@@ -71,13 +61,12 @@ _ORIGINS: dict[Origin, Any] = {
     "target": types_pb2.TOKEN_ORIGIN_TARGET,
     "draft": types_pb2.TOKEN_ORIGIN_DRAFT,
 }
-_POLICY_NAMES: dict[int, str] = {number: name for name, number in _POLICIES.items()}
 _STOPPING_NAMES: dict[int, str] = {number: name for name, number in _STOPPINGS.items()}
 _REASON_NAMES: dict[int, FinishReason] = {number: name for name, number in _REASONS.items()}
 _ORIGIN_NAMES: dict[int, Origin] = {number: name for name, number in _ORIGINS.items()}
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
-_ENUMS = {"policy": _POLICIES, "stopping": _STOPPINGS}
+_ENUMS = {"stopping": _STOPPINGS}
 """Options that are names here and numbers on the wire."""
 
 _EXPECTED = {
@@ -424,22 +413,22 @@ def description_to_wire(description: ModelDescription) -> inference_pb2.Describe
         max_model_len=description.max_model_len,
         end_token_ids=description.end_token_ids,
         default_sampling=types_pb2.SamplingParams(**_values_of(description.default_sampling)),
-        policies=[_POLICIES[name] for name in description.policies],
-        default_policy=_POLICIES[description.default_policy],
+        policies=description.policies,
+        default_policy=description.default_policy,
         default_window=description.default_window,
     )
 
 
 def description_from_wire(response: inference_pb2.DescribeModelResponse) -> ModelDescription:
-    """What is served, from a message. Policies that this version does not know are left out."""
+    """What is served, from a message."""
     return ModelDescription(
         model=response.model,
         vocab_size=response.vocab_size,
         max_model_len=response.max_model_len,
         end_token_ids=tuple(response.end_token_ids),
         default_sampling=_read(SamplingParams, response.default_sampling),
-        policies=tuple(_POLICY_NAMES[p] for p in response.policies if p in _POLICY_NAMES),
-        default_policy=_POLICY_NAMES.get(response.default_policy, str(response.default_policy)),
+        policies=tuple(response.policies),
+        default_policy=response.default_policy,
         default_window=response.default_window,
     )
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from cluster.decoding.policies import PolicyName
 from deploy.bench.lookahead import (
     DRAFTER_PROFILE,
     TARGET_PROFILE,
@@ -40,7 +39,7 @@ from workers.emulated.stand_in import make_stand_in
 
 BATCHES = (1, 4, 16)
 RTTS_MS = (0.1, 10.0)
-POLICIES = (PolicyName.CHAIN, PolicyName.PEARL, PolicyName.FANOUT)
+POLICIES = ("chain", "pearl", "fanout")
 MAX_TOKENS = 160
 """Enough steps that one more or less at the end is little."""
 ACCEPTANCE, HIT_RATE = ACCEPTANCES[1], HIT_RATES[0]
@@ -65,7 +64,7 @@ def main(output: Path) -> None:
         run, foretold = one.runs[0], simulated[one.cell]
         rows.append(
             {
-                "policy": one.cell.policy.value,
+                "policy": one.cell.policy,
                 "rtt_ms": one.cell.rtt_ms,
                 "batch": one.cell.batch,
                 "tokens_per_second": run.tokens_per_second,

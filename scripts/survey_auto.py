@@ -20,7 +20,6 @@ from typing import Annotated
 
 import typer
 
-from cluster.decoding.policies import PolicyName
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
 from cluster.simulation.trial import in_swing_of
@@ -36,21 +35,21 @@ PAIRS = (
 TOKENS = {1: 400, 2: 300, 4: 300, 8: 200, 16: 120, 64: 60}
 """Output tokens of a request, by how many there are at once."""
 FIXED = (
-    (PolicyName.LOCKSTEP, 2, 1),
-    (PolicyName.LOCKSTEP, 4, 1),
-    (PolicyName.LOCKSTEP, 8, 1),
-    (PolicyName.PEARL, 8, 1),
-    (PolicyName.CHAIN, 2, 1),
-    (PolicyName.CHAIN, 4, 1),
-    (PolicyName.CHAIN, 8, 1),
-    (PolicyName.FANOUT, 4, 1),
-    (PolicyName.FANOUT, 8, 1),
-    (PolicyName.FANOUT, 12, 1),
-    (PolicyName.FANOUT, 12, 2),
-    (PolicyName.FANOUT, 32, 2),
+    ("lockstep", 2, 1),
+    ("lockstep", 4, 1),
+    ("lockstep", 8, 1),
+    ("pearl", 8, 1),
+    ("chain", 2, 1),
+    ("chain", 4, 1),
+    ("chain", 8, 1),
+    ("fanout", 4, 1),
+    ("fanout", 8, 1),
+    ("fanout", 12, 1),
+    ("fanout", 12, 2),
+    ("fanout", 32, 2),
 )
 """Policy, window and branches: with more than one a step verifies trees."""
-FIXED_OF_GROUPS = ((PolicyName.REPLICAS, 4, 1), (PolicyName.REPLICAS, 8, 1))
+FIXED_OF_GROUPS = (("replicas", 4, 1), ("replicas", 8, 1))
 """Beside these where the layout has several target groups."""
 AUTO_WINDOW = 32
 OF_THE_BEST, OF_PLAIN = 0.95, 0.98
@@ -99,27 +98,27 @@ def survey(cells: Sequence[Cell], *, tokens: int | None, in_swing: bool) -> Iter
     for cell in cells:
 
         def speed(
-            policy: PolicyName, window: int, branches: int = 1, cell: Cell = cell
+            policy: str, window: int, branches: int = 1, cell: Cell = cell
         ) -> tuple[float, Fleet]:
             return _speed(cell, policy, window, branches, tokens=tokens, in_swing=in_swing)
 
-        plain, _ = speed(PolicyName.OFF, 1)
+        plain, _ = speed("off", 1)
         fixed = {
-            f"{policy.value} {window}{' tree' if branches > 1 else ''}": speed(
-                policy, window, branches
-            )[0]
+            f"{policy} {window}{' tree' if branches > 1 else ''}": speed(policy, window, branches)[
+                0
+            ]
             for policy, window, branches in FIXED + FIXED_OF_GROUPS * (cell.groups > 1)
         }
         fixed["off"] = plain
         best = max(fixed, key=fixed.__getitem__)
-        auto, fleet = speed(PolicyName.AUTO, AUTO_WINDOW)
+        auto, fleet = speed("auto", AUTO_WINDOW)
         choices = dict(fleet.drivers[0].scheduler.speculation().choices)
         yield Row(cell, plain, fixed[best] / plain, best, auto / plain, choices)
 
 
 def _speed(
     cell: Cell,
-    policy: PolicyName,
+    policy: str,
     window: int,
     branches: int,
     *,
@@ -142,7 +141,7 @@ def _speed(
     load = Load(cell.batch, 16, tokens or TOKENS[cell.batch], guess, concurrency=cell.batch)
     fleet = Fleet(layout, load)
     fleet.run()
-    assert fleet.same_text, f"{policy.value} gave another text"
+    assert fleet.same_text, f"{policy} gave another text"
     if in_swing:
         tokens_in_swing, seconds = in_swing_of(fleet.answered)
         return tokens_in_swing / seconds, fleet

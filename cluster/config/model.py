@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import POLICIES
 from cluster.driver.fitting import Speculation, check_deployment, rules_by_kind, speculation_of
 from paceline.errors import ConfigError, InvalidRequestError
 from paceline.options import GenerateOptions, check_option
@@ -56,8 +56,6 @@ def _profile_of(role: Literal["target", "drafter"]) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-SIMULATED_POLICIES = tuple(policy.value for policy in PolicyName)
-
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -70,11 +68,21 @@ def _ratio(value: object) -> object:
     return value
 
 
-def _policy(value: object) -> object:
-    if value in SIMULATED_POLICIES:
-        return value
-    hint = did_you_mean(value, SIMULATED_POLICIES) if isinstance(value, str) else ""
-    raise refusal(f"expected one of {', '.join(SIMULATED_POLICIES)}, got {value!r}{hint}")
+def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
+    """A name in the registry, or one of `besides`."""
+
+    def check(value: object) -> object:
+        if value in besides:
+            return value
+        try:
+            return registry.get(str(value), field="").name
+        except InvalidRequestError as error:
+            raise refusal(error.args[1]) from None
+
+    return BeforeValidator(check)
+
+
+Policy = Annotated[str, _registered(POLICIES)]
 
 
 def _listed(value: object) -> object:
@@ -106,8 +114,8 @@ class PlanConfig(BaseModel):
         "2:1",
         "1:4",
     )
-    policies: Annotated[tuple[Annotated[str, BeforeValidator(_policy)], ...], _Listed, _SOME] = (
-        SIMULATED_POLICIES
+    policies: Annotated[tuple[Policy, ...], _Listed, _SOME] = Field(
+        default_factory=lambda: tuple(POLICIES)
     )
     # The link between a driver and a drafter: round trip in milliseconds, and Mbit/s.
     rtt_ms: Annotated[float, Field(ge=0, le=60_000, allow_inf_nan=False)] = 0.1
@@ -236,20 +244,6 @@ def _option(name: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
-
-
-def _registered(registry: Registry[Any], *besides: str) -> BeforeValidator:
-    """A name in the registry, or one of `besides`."""
-
-    def check(value: object) -> object:
-        if value in besides:
-            return value
-        try:
-            return registry.get(str(value), field="").name
-        except InvalidRequestError as error:
-            raise refusal(error.args[1]) from None
-
-    return BeforeValidator(check)
 
 
 def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
@@ -408,12 +402,7 @@ class DrafterConfig(_Closed):
 class SpeculationConfig(_Closed):
     """Defaults for requests. None of them belongs to the deployment."""
 
-    policy: Annotated[
-        str,
-        _choice(
-            *(policy.value for policy in PolicyName),
-        ),
-    ] = "chain"
+    policy: Policy = "chain"
     verification: Annotated[str, _registered(RULES)] = "coupled"
     # The most candidates of a sequence that a step verifies.
     window: Annotated[int, _option("window")] = 8

@@ -1,25 +1,24 @@
-"""How the answer to a step is handled.
+"""How the answer to a step is handled: whether it fits, what it commits, where a sequence ends.
 
-First the sequences grow, which is all that the next step needs. `settle` does the rest once that
-step is on its way: counts, estimates, and messages to drafters and callers.
+`commit_answer` lets the sequences grow, which is all that the next step needs. `report_answer`
+follows once that step is on its way: counts, estimates, and messages to drafters and callers.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from cluster.decoding.auto.cohorts import FIRST_WINDOW
 from cluster.decoding.batching import Batching
 from cluster.decoding.counts import CountedVerdict, Foresight, counted
 from cluster.decoding.events import SequenceVerdict, StepDone
-from cluster.decoding.group import Group
 from cluster.decoding.instructions import Emit, FinishReason, RunStep, Slice
-from cluster.decoding.pilot import FIRST_WINDOW
 from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.sequence import Refusal, Replica, Sequence
-from cluster.decoding.state import DecodingState, Outbox
-from cluster.decoding.verdicts import accepted_path, cut_at_end, gives_up_bonus
-from paceline.errors import RequestFaultError
+from cluster.decoding.state import DecodingState, Deferred, TargetGroup
+from paceline.errors import ProtocolError, RequestFaultError
 from workers.verification.rule import rule_named
 
 
@@ -77,16 +76,16 @@ class Answer:
 
     @property
     def steers(self) -> bool:
-        """Whether settling the answer may change a sequence's policy."""
+        """Whether reporting the answer may change a sequence's policy."""
         return any(commit.sequence.pilot is not None for commit in self.commits)
 
 
-def take_answer(
-    state: DecodingState, group: Group, step: RunStep, event: StepDone, out: Outbox
+def commit_answer(
+    state: DecodingState, group: TargetGroup, step: RunStep, event: StepDone, out: Deferred
 ) -> Answer:
     """Commit the verdicts on a group's step in flight. They must fit the step.
 
-    `settle` must follow before the next event.
+    `report_answer` must follow before the next event.
     """
     batching = group.batching
     state.totals.steps += 1
@@ -132,7 +131,7 @@ def _fail(
     sequence: Sequence,
     part: Slice,
     reason: str,
-    out: Outbox,
+    out: Deferred,
 ) -> None:
     """Handle an error in place of a verdict. What the target computed is not usable.
 
@@ -157,7 +156,7 @@ def _fail(
     state.refuse(lead, error, out)
 
 
-def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
+def report_answer(state: DecodingState, answer: Answer, out: Deferred) -> None:
     """Count what was committed, tell callers and drafters of it, and learn the step's time."""
     event, step = answer.event, answer.step
     state.auto.answered(event, num_drafters=len(state.drafters.names), num_groups=state.groups_each)
@@ -190,7 +189,7 @@ def settle(state: DecodingState, answer: Answer, out: Outbox) -> None:
         )
 
 
-def _begin_as_chosen(state: DecodingState, out: Outbox) -> None:
+def _begin_as_chosen(state: DecodingState, out: Deferred) -> None:
     """Start waiting `auto` sequences with the first choice that was made for new ones.
 
     While prompts are computed, drafters run far ahead, so all of these sequences would fill their
@@ -211,7 +210,7 @@ def _commit(
     sequence: Sequence,
     part: Slice,
     verdict: SequenceVerdict,
-    out: Outbox,
+    out: Deferred,
 ) -> None:
     tree, batching = sequence.tree, answer.batching
     offset, position = sequence.counts.committed, tree.num_committed
@@ -240,7 +239,7 @@ def _commit_what_is_new(
     member: Sequence,
     part: Slice,
     verdict: SequenceVerdict,
-    out: Outbox,
+    out: Deferred,
 ) -> None:
     """Commit a verdict where several groups verify. Others may have said the same (replicas.py)."""
     sequence = member.lead if isinstance(member, Replica) else member
@@ -262,7 +261,7 @@ def _commit_what_is_new(
         sequence.steer(sequence.pilot)  # It may have had to wait for this.
 
 
-def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Outbox) -> None:
+def _go_on_or_end(state: DecodingState, answer: Answer, commit: Commit, out: Deferred) -> None:
     """Make the sequence ready for its next window, unless it ends here or is paused."""
     sequence, now = commit.sequence, answer.event.now
     kept, reason = cut_at_end(sequence, commit.offset, commit.token_ids)
@@ -286,3 +285,86 @@ def _count(state: DecodingState, now: float, sequence: Sequence, verdict: Counte
         sequence.first_token_at = now
         sequence.first_tokens = verdict.committed
         sequence.since_first_token = state.utilization.mark(now)
+
+
+def check_verdicts(step: RunStep, verdicts: Iterable[SequenceVerdict], vocab_size: int) -> None:
+    """Raise ProtocolError unless the verdicts answer the step.
+
+    Each must belong to a slice that asks for one and accept a path of its window. An error in place
+    of an answer is allowed.
+    """
+    asked = [part for part in step.slices if part.verdict]
+    if [part.sequence_id for part in asked] != [v.sequence_id for v in verdicts]:
+        raise ProtocolError(f"the verdicts of step {step.step} do not match its slices")
+    for part, verdict in zip(asked, verdicts, strict=True):
+        sequence_id, window = part.sequence_id, part.window
+        if verdict.error is not None:
+            continue
+        if not 0 <= verdict.num_accepted <= window or not (0 <= verdict.token_id < vocab_size):
+            raise ProtocolError(
+                f"the verdict of sequence {sequence_id} accepts {verdict.num_accepted} of "
+                f"{window} candidates and adds token {verdict.token_id} "
+                f"of a vocabulary of {vocab_size}"
+            )
+        accepted = accepted_path(verdict)
+        is_told = verdict.accepted or part.parents  # Else the path is the start of the chain.
+        if is_told and (len(accepted) != verdict.num_accepted or not _is_path(part, accepted)):
+            raise ProtocolError(
+                f"the verdict of sequence {sequence_id} accepts the candidates "
+                f"{list(accepted)}, which do not form a path of its window"
+            )
+
+
+def _is_path(part: Slice, accepted: tuple[int, ...]) -> bool:
+    """Whether these candidates of a window are a path from its root."""
+    if not part.parents:
+        return accepted == tuple(range(len(accepted)))
+    above = 0
+    for index in accepted:
+        if not 0 <= index < part.window or part.parents[index] != above:
+            return False
+        above = index + 1
+    return True
+
+
+def accepted_path(verdict: SequenceVerdict) -> tuple[int, ...]:
+    """Indices of the accepted path. In a chain these are the first `num_accepted`."""
+    if verdict.accepted or not verdict.num_accepted:
+        return verdict.accepted
+    return tuple(range(verdict.num_accepted))
+
+
+def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
+    """Whether the token after an accepted window is left to the candidates that follow it.
+
+    Rules that toss coins need this: the run-ahead was drawn as if its own first token came next, so
+    that token must be verified (docs/policies.md, pearl). The decision depends on what has arrived,
+    never on a token's value. If no candidate was accepted, the token is taken, because otherwise
+    the step would have brought nothing.
+    """
+    if rule_named(sequence.request.spec.rule).shares_noise or not accepted:
+        return False
+    return sequence.tree.run_ahead_follows(accepted)
+
+
+def cut_at_end(
+    sequence: Sequence, offset: int, committed: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """The part of newly committed tokens that the caller gets, and why the sequence ends there.
+
+    `offset`: output tokens before them. The reason is None if the sequence goes on.
+    """
+    request = sequence.request
+    room = request.max_tokens - offset
+    kept, reason = committed, None
+    if len(committed) >= room:
+        kept, reason = committed[:room], FinishReason.LENGTH
+    for index, token_id in enumerate(kept):
+        if token_id in request.spec.end_token_ids:
+            kept, reason = kept[: index + 1], FinishReason.STOP
+            break
+    if request.stop_scanner is not None:
+        stop = request.stop_scanner.first_stop(kept)
+        if stop is not None:
+            kept, reason = kept[:stop], FinishReason.STOP
+    return kept, reason

@@ -167,3 +167,15 @@ def _at_least(histogram: list[int]) -> tuple[int, ...]:
     """How many values are at least 1, at least 2, ..., up to the largest that occurs."""
     counts = list(accumulate(reversed(histogram[1:])))
     return tuple(reversed(counts[counts.count(0) :]))
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the scheduler began; `counts` are those of all sequences together."""
+
+    steps: int = 0
+    finished: int = 0
+    prefilled: int = 0
+    dropped_proposals: int = 0
+    malformed_proposals: int = 0
+    counts: Counts = field(default_factory=Counts)

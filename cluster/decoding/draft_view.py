@@ -70,6 +70,10 @@ class _View:
         return rule_named(self._sequence.request.spec.rule).shares_noise
 
     @property
+    def acceptance(self) -> float | None:
+        return self._sequence.counts.acceptance
+
+    @property
     def pace(self) -> float:
         return self._sequence.pace
 

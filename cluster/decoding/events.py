@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.decoding.policies import PolicyName
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal as Proposal
@@ -40,7 +39,7 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     spec: SequenceSpec
     max_tokens: int
-    policy: PolicyName
+    policy: str
     window: int
     stop_scanner: StopScanner | None = None
     stopping: Stopping = Stopping.FIXED

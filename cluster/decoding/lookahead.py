@@ -1,4 +1,8 @@
-"""The interface of a lookahead policy: what it sees, what it answers, what it needs.
+"""Lookahead policies: what one sees of a sequence, what it decides, and how it is added.
+
+A policy is a file that defines a subclass of `LookaheadPolicy` and adds an instance to `POLICIES`.
+Ours are in cluster/decoding/policies. A package that has another imports this module and no other
+one of Paceline (docs/extending_policy.md).
 
 A policy is a pure function of what the scheduler knows of one sequence. It returns grants and
 windows. Drafters know nothing of policies.
@@ -7,10 +11,20 @@ windows. Drafters know nothing of policies.
 from __future__ import annotations
 
 import math
+import pkgutil
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Protocol
 
-from workers.verification.rule import rule_named
+from workers.process.registry import Registry
+from workers.verification.rule import RULES, rule_named
+
+MOST_CHAINS = 64
+"""Upper bound on the chains and branches that a drafter grows in a pass, over all its sequences.
+Each costs the drafter a node and the driver a proposal. With many sequences at a time this costs
+more than branches bring (docs/policies.md).
+"""
 
 
 class DraftView(Protocol):
@@ -53,6 +67,10 @@ class DraftView(Protocol):
         """Whether drafts are compared with the target's own tokens; else coins are tossed."""
 
     @property
+    def acceptance(self) -> float | None:
+        """The chance of a candidate given those before it, over all verdicts; None: not known."""
+
+    @property
     def pace(self) -> float:
         """Passes of the drafter in the time of a step; 0: not known yet."""
 
@@ -88,9 +106,9 @@ class Wait:
 class Needs:
     """What a policy asks of a request and of the layout.
 
-    `drafters`, `groups`: the fewest drafters and target groups. `no_draft_probs`: a rule that needs
-    no draft probabilities, whose verdicts a drafter can foresee. `shared_noise`: a rule under which
-    the target's own token decides.
+    `chains_only`: a step verifies no trees. `no_draft_probs`: a rule that needs no draft
+    probabilities, whose verdicts a drafter can foresee. `shared_noise`: a rule under which the
+    target's own token decides. `drafters`, `groups`: the fewest drafters and target groups.
     """
 
     chains_only: bool = False
@@ -106,50 +124,119 @@ class Needs:
             return False
         return not (self.no_draft_probs and facts.needs_draft_probs)
 
+    @property
+    def allow_merging(self) -> bool:
+        """Whether drafters of several kinds may draft for one request."""
+        return not self.chains_only and self.drafters <= 1
 
-class LookaheadPolicy(Protocol):
-    """One way to use the time while the target or the drafter works."""
+    def __str__(self) -> str:
+        """For people, such as "chains, 2 target groups"; "nothing" if there are none."""
+        found = []
+        rules = [rule for rule in RULES if self.serve(rule)]
+        if len(rules) < len(RULES.all()):
+            found.append(f"the rule {' or '.join(rules)}")
+        if self.chains_only:
+            found.append("chains")
+        if self.drafters > 1:
+            found.append(f"{self.drafters} drafters")
+        if self.groups > 1:
+            found.append(f"{self.groups} target groups")
+        return ", ".join(found) or "nothing"
 
-    needs: Needs
 
-    drafts: bool
+class LookaheadPolicy(ABC):
+    """One way to use the time while the target or the drafter works.
+
+    Subclass it. An instance holds no state, because all sequences share it.
+    """
+
+    name: str
+    """Its name in requests, files and tables."""
+
+    help: str
+    """One line for people, without a period at its end."""
+
+    paper: str | None = None
+    """Who published it, and where; None: nobody."""
+
+    needs: Needs = Needs()
+    """What it asks of a request and of the layout."""
+
+    drafts: bool = True
     """Whether a drafter is wanted."""
 
-    drafting_is_free: bool
+    drafting_is_free: bool = True
     """Whether the drafter works while the target is busy anyway."""
 
-    waits: bool
+    waits: bool = False
     """Whether a sequence may miss a step to wait for its drafter."""
 
-    grants_by_step: bool
+    grants_by_step: bool = False
     """Whether a grant depends on the window being verified, so that each step brings a new one."""
 
-    spreads: bool
-    """Whether several drafters may work for one sequence, and work moves between them."""
-
-    fans_out: bool
+    fans_out: bool = False
     """Whether branches for other outcomes are held. A step verifies the chain of first ones."""
 
-    replicates: bool
+    spreads: bool = False
+    """Whether several drafters may work for one sequence, and work moves between them."""
+
+    replicates: bool = False
     """Whether several target groups may verify one sequence."""
 
+    adapts: bool = False
+    """Whether a controller (auto/controller.py) chooses policy and window for each sequence."""
+
+    place_in_auto: int | None = None
+    """`auto` compares policies in this order, and of equally good ones takes the first. None: it
+    never takes this one."""
+
+    @abstractmethod
     def granted_candidates(self, view: DraftView) -> int:
         """The most candidates beyond the committed tokens, not counting branches."""
 
     def granted_branches(self, view: DraftView) -> int:
         """The most branches beside the chain (drafting.proto, Grant.fan_out)."""
-
-    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
-        """How many candidates a step that starts now verifies, or until when to wait."""
-
-
-class NoBranches:
-    """Defaults of a policy that holds no branches."""
-
-    fans_out = False
-    spreads = False
-    replicates = False
-
-    def granted_branches(self, view: DraftView) -> int:
-        """Always 0."""
         return 0
+
+    @abstractmethod
+    def window(self, view: DraftView, now: float, wait_seconds: float) -> int | Wait:
+        """How many candidates a step that starts now verifies, or until when to wait.
+
+        `now`: seconds of the driver's clock. `wait_seconds`: the longest that a step may wait.
+        """
+
+
+def await_candidates(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
+    """`full` candidates, or what is there if no more will come or the wait is over."""
+    give_up_at = view.ready_since + wait_seconds
+    if view.num_candidates >= full or view.waits_in_vain or now >= give_up_at:
+        return min(view.num_candidates, full)
+    return Wait(give_up_at)
+
+
+def forks_within(granted: int, *, pace: float, crowd: int) -> int:
+    """How many positions of a chain may have branches beside them, given the chain's grant.
+
+    `granted`: candidates that the chain may have. `pace`: the drafter's passes in the time of a
+    step; 0: do not bound by it. `crowd`: sequences of the drafter, which share MOST_CHAINS.
+    """
+    if pace:
+        granted = min(granted, max(2, round(2 * pace)))
+    return min(granted, max(0, MOST_CHAINS // crowd - 1))
+
+
+def _load_own() -> None:
+    folder = import_module("cluster.decoding.policies").__path__
+    for found in pkgutil.iter_modules(folder):
+        import_module(f"cluster.decoding.policies.{found.name}")
+
+
+POLICIES: Registry[LookaheadPolicy] = Registry(
+    "policy", group="paceline.policies", load_own=_load_own
+)
+"""The policies by name: ours, and those of installed packages."""
+
+
+def policy_named(name: str) -> LookaheadPolicy:
+    """The policy of this name. Raises InvalidRequestError, which names the field `policy`."""
+    return POLICIES.get(name, field="policy")

@@ -6,17 +6,17 @@ import logging
 
 from cluster.decoding.events import Proposed
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.state import DecodingState, Outbox
+from cluster.decoding.state import DecodingState, Deferred
 from paceline.errors import ProtocolError
 from workers.verification.rule import rule_named
 
 _log = logging.getLogger(__name__)
 
 
-def take_proposals(state: DecodingState, event: Proposed, out: Outbox) -> None:
+def take_proposals(state: DecodingState, event: Proposed, out: Deferred) -> None:
     """Place the proposals of a pass. The drafter is blamed if they contradict earlier ones."""
     drafter, pass_seconds = event.drafter, event.believable_seconds
-    known = state.drafters.known(drafter)
+    had_joined = state.drafters.has_joined(drafter)
     state.utilization.drafted(drafter, pass_seconds)
     drafted = any(proposal.token_ids for proposal in event.proposals)
     state.drafters.heard(event.now, drafter, pass_seconds, drafted=drafted)
@@ -76,7 +76,7 @@ def take_proposals(state: DecodingState, event: Proposed, out: Outbox) -> None:
         state.drafters.blame(drafter, state.sequences(), out.drafters)
     if event.entries is not None:
         state.drafters.told(drafter, event.entries, state.sequences(), out.drafters)
-    if known and not state.drafters.known(drafter):
+    if had_joined and not state.drafters.has_joined(drafter):
         state.assign(out)
 
 

@@ -1,8 +1,9 @@
 """The scheduler: events in, instructions out. It does no I/O and reads no clock.
 
 Each target group has at most one step in flight. The scheduler keeps whatever arrives meanwhile.
-When the verdicts arrive, the next step goes out with everything known by then. To send it early,
-handling an event has two phases: `begin` does what the step needs, `rest` does the remaining work.
+When the verdicts arrive, the next step goes out with everything known by then. To send it early, an
+event is handled in two phases. `steps_for` does what the next steps need and returns them.
+`messages` does everything else and returns what drafters and callers are told.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cluster.decoding.answers import Answer, settle, take_answer
-from cluster.decoding.batching import Batching
+from cluster.decoding.answers import Answer, check_verdicts, commit_answer, report_answer
+from cluster.decoding.batching import Batching, Target
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
@@ -28,14 +29,11 @@ from cluster.decoding.events import (
     TargetLost,
     Tick,
 )
-from cluster.decoding.group import Group
 from cluster.decoding.instructions import FinishReason, Instruction, RunStep, WakeAt
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.proposals import take_proposals
-from cluster.decoding.residents import Target
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.state import DecodingState, Outbox
-from cluster.decoding.verdicts import check_verdicts
+from cluster.decoding.state import DecodingState, Deferred, TargetGroup
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import (
     PromptTooLongError,
@@ -78,12 +76,12 @@ class Scheduler:
             )
             for number in range(num_groups)
         )
-        groups = (Group(number, batching) for number, batching in enumerate(batches))
+        groups = (TargetGroup(number, batching) for number, batching in enumerate(batches))
         self._state = DecodingState(groups, waiting, serves_auto=serves_auto)
         self._woken_for: float | None = None
-        # Of the event in progress: an answer not yet settled, messages to send, steps sent.
+        # Of the event in progress: an answer that nobody was told of, messages to send, steps sent.
         self._answer: Answer | None = None
-        self._out = Outbox()
+        self._out = Deferred()
         self._steps: list[RunStep] = []
         self._now = 0.0
         self.totals = self._state.totals
@@ -127,12 +125,12 @@ class Scheduler:
             group.batching.check_fits(prompt_length, max_tokens)
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Handle one event. Returns what to do, the next steps first. Raises as `begin` does."""
-        steps = self.begin(event)
-        return [*steps, *self.rest()]
+        """Handle one event. Returns what to do, steps first. Raises as `steps_for` does."""
+        steps = self.steps_for(event)
+        return [*steps, *self.messages()]
 
-    def begin(self, event: Event) -> list[RunStep]:
-        """Begin to handle one event. Returns the steps to send now. Call `rest` before the next.
+    def steps_for(self, event: Event) -> list[RunStep]:
+        """Take an event in. Returns the steps to send now. Call `messages` before the next event.
 
         Raises ProtocolError, changing nothing, if a StepDone does not answer the step in flight.
         """
@@ -161,7 +159,7 @@ class Scheduler:
             case DraftDeclined():
                 self._decline(event, out)
             case StepDone():
-                self._take_answer(event, out)
+                self._commit_answer(event, out)
             case DrafterJoined():
                 self._state.drafters.join(event)
                 self._state.assign(out)
@@ -176,17 +174,18 @@ class Scheduler:
                 self._woken_for = None
         self._now = event.now
         if self._answer is not None and (len(self._state.groups) > 1 or not self._answer.is_all):
-            self._settle()
+            self._report_answer()
         self._steps = self._next_steps(event.now, out)
         if self._answer is not None and not self._steps and self._answer.steers:
-            self._settle()  # A sequence that waits for its drafter may get a policy that does not.
+            # A sequence that waits for its drafter may get a policy that does not.
+            self._report_answer()
             self._steps = self._next_steps(event.now, out)
         return self._steps
 
-    def rest(self) -> list[Instruction]:
-        """Finish the event that was begun. Returns messages to drafters, then to callers."""
-        self._settle()
-        out, self._out = self._out, Outbox()
+    def messages(self) -> list[Instruction]:
+        """Do what the steps did not need. Returns messages to drafters, then to callers."""
+        self._report_answer()
+        out, self._out = self._out, Deferred()
         for step in self._steps:
             self._state.auto.sent(self._now, step)
             running = self._state.groups[step.group].batching.running
@@ -198,10 +197,10 @@ class Scheduler:
         self.utilization.observe(self._now, at_work=self._state.at_work)
         return [*out.drafters, *out.callers]
 
-    def _settle(self) -> None:
+    def _report_answer(self) -> None:
         if self._answer is not None:
             answer, self._answer = self._answer, None
-            settle(self._state, answer, self._out)
+            report_answer(self._state, answer, self._out)
 
     def check_integrity(self) -> None:
         """Assert every invariant, for tests."""
@@ -216,13 +215,13 @@ class Scheduler:
             group.check_integrity()
         self._state.drafters.check_integrity(self._state.sequences())
 
-    def _next_steps(self, now: float, out: Outbox) -> list[RunStep]:
+    def _next_steps(self, now: float, out: Deferred) -> list[RunStep]:
         """Let sequences in and plan a step for every free group."""
         free = [group for group in self._state.groups if group.step is None]
         if not free:
             return []
         if self._state.admit():
-            self._settle()  # Drafters hear of outcomes before they hear of new sequences.
+            self._report_answer()  # Drafters hear of outcomes before they hear of new sequences.
             self._state.assign(out)
         self._state.share_groups(out)
         steps = []
@@ -240,7 +239,7 @@ class Scheduler:
             self._state.costs.pause()
         return steps
 
-    def _join_target(self, event: TargetJoined, out: Outbox) -> None:
+    def _join_target(self, event: TargetJoined, out: Deferred) -> None:
         group = self._state.groups[event.group]
         if group.joined:
             self._lose_target(event.now, group, out)
@@ -255,7 +254,7 @@ class Scheduler:
         self._state.drafters.target_vocab_size = event.vocab_size
         self._refuse_what_never_fits(list(self._state.waiting), out)
 
-    def _refuse_what_never_fits(self, waiting: Iterable[Sequence], out: Outbox) -> None:
+    def _refuse_what_never_fits(self, waiting: Iterable[Sequence], out: Deferred) -> None:
         """Refuse waiting sequences that are too long for the present target.
 
         `check_fits` may have been called when there was another target, or none.
@@ -267,7 +266,7 @@ class Scheduler:
             except PromptTooLongError as error:
                 self._state.refuse(sequence, error, out)
 
-    def _lose_target(self, now: float, group: Group, out: Outbox) -> None:
+    def _lose_target(self, now: float, group: TargetGroup, out: Deferred) -> None:
         step, group.step = group.step, None
         group.batching.lose_target()
         for sequence in [s for s in self._state.waiting if s.cancelled]:
@@ -278,7 +277,7 @@ class Scheduler:
         for sequence in [s for s in self._state.waiting if s.paused]:
             self._state.pause(sequence, out)
 
-    def _suspect(self, sequence_id: int, group: Group, out: Outbox, *, alone: bool) -> None:
+    def _suspect(self, sequence_id: int, group: TargetGroup, out: Deferred, *, alone: bool) -> None:
         """The target was lost in a step of this sequence. Refuse it if it must be the cause."""
         sequence = self._state.find(sequence_id)
         if sequence is None:
@@ -297,7 +296,7 @@ class Scheduler:
             )
             self._state.refuse(sequence, error, out)
 
-    def _cancel(self, event: Cancelled, out: Outbox) -> None:
+    def _cancel(self, event: Cancelled, out: Deferred) -> None:
         sequence = self._state.find(event.sequence_id)
         if sequence is None:
             return
@@ -305,32 +304,32 @@ class Scheduler:
         if sequence.kv.in_flight is None or sequence.policy.replicates:
             self._state.finish(event.now, sequence, FinishReason.CANCELLED, out)
 
-    def _pause(self, event: Paused, out: Outbox) -> None:
+    def _pause(self, event: Paused, out: Deferred) -> None:
         sequence = self._state.find(event.sequence_id)
         if sequence is not None and not sequence.paused:
             self._state.pause(sequence, out)
 
-    def _resume(self, event: Resumed, out: Outbox) -> None:
+    def _resume(self, event: Resumed, out: Deferred) -> None:
         sequence = self._state.find(event.sequence_id)
         if sequence is not None and sequence.paused:
             self._state.resume(event.now, sequence)
             self._refuse_what_never_fits([sequence], out)  # The target may have been replaced.
             self._state.assign(out)
 
-    def _decline(self, event: DraftDeclined, out: Outbox) -> None:
+    def _decline(self, event: DraftDeclined, out: Deferred) -> None:
         sequence = self._state.find(event.sequence_id)
         drafters = self._state.drafters
-        if not drafters.known(event.drafter):
+        if not drafters.has_joined(event.drafter):
             return
         drafters.told(event.drafter, 0, self._state.sequences(), out.drafters)
-        if not drafters.known(event.drafter):
+        if not drafters.has_joined(event.drafter):
             self._state.assign(out)
         elif sequence is not None:
             drafters.decline(
                 event.now, event.drafter, sequence, out.drafters, for_good=event.for_good
             )
 
-    def _take_answer(self, event: StepDone, out: Outbox) -> None:
+    def _commit_answer(self, event: StepDone, out: Deferred) -> None:
         group = self._state.groups[event.group]
         step, batching = group.step, group.batching
         if step is None or event.step != step.step:
@@ -338,4 +337,4 @@ class Scheduler:
         assert batching.target is not None
         check_verdicts(step, event.verdicts, batching.target.vocab_size)
         group.step = None
-        self._answer = take_answer(self._state, group, step, event, out)
+        self._answer = commit_answer(self._state, group, step, event, out)

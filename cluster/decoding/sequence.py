@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from cluster.decoding.auto.cohorts import Pilot
 from cluster.decoding.counts import Counts
 from cluster.decoding.events import Request
-from cluster.decoding.held_kv import HeldKv
 from cluster.decoding.instructions import SequenceStats, Slice
-from cluster.decoding.lookahead import LookaheadPolicy
-from cluster.decoding.pilot import Pilot
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import LookaheadPolicy, policy_named
+from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
 from workers.engine.shared_blocks import BlockKeys
@@ -20,6 +19,31 @@ from workers.verification.rule import rule_named
 
 CATCH_UP = 64
 """The most tokens that a further group may lack and still decode a sequence."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldKv:
+    """KV of one sequence on one target group. Mutable, owned by the scheduler.
+
+    A sequence that gives its blocks back gets a new HeldKv. A sequence that goes on in another
+    group takes over that group's.
+    """
+
+    group: int | None = None
+    """The group where the sequence runs; None: it waits."""
+    length: int = 0
+    """KV of all positions below is computed."""
+    block_table: list[int] = field(default_factory=list)
+    blocks_sent: int = 0
+    """Leading blocks of the table that the shards know."""
+    open_at_target: bool = False
+    moves: tuple[tuple[int, int], ...] = ()
+    """KV positions that its next slice moves before all else, as (from, to)."""
+    in_flight: Slice | None = None
+    blocks_kept: int = 0
+    """Leading blocks that were offered to other sequences."""
+    plain_until: float = math.inf
+    """From here on the KV is not bit-equal to what prefill makes, so it is never shared."""
 
 
 @dataclass(slots=True)
@@ -89,14 +113,15 @@ class Sequence:
     @classmethod
     def admitted(cls, request: Request, now: float) -> Sequence:
         """The sequence of a new request. It has only its prompt."""
+        policy = policy_named(request.policy)
         return cls(
             request=request,
             admitted_at=now,
             tree=_tree_of(request, request.prompt_token_ids, request.prompt_hash),
-            policy=policy_named(request.policy),
+            policy=policy,
             max_length=len(request.prompt_token_ids) + request.max_tokens,
             window=request.window,
-            pilot=Pilot.of(request) if request.policy is PolicyName.AUTO else None,
+            pilot=Pilot.of(request) if policy.adapts else None,
             ready_since=now,
         )
 
@@ -235,8 +260,7 @@ def _tree_of(
     request: Request, token_ids: Iterable[int], prefix_hash: int | None = None
 ) -> TokenTree:
     """A tree with these committed tokens and no candidates."""
-    policy = policy_named(request.policy)
-    fans_out = policy.fans_out and policy_named(PolicyName.FANOUT).needs.serve(request.spec.rule)
+    fans_out = policy_named(request.policy).fans_out and FANOUT.needs.serve(request.spec.rule)
     return TokenTree(
         tuple(token_ids),
         prompt_hash=prefix_hash,

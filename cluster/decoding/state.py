@@ -1,4 +1,4 @@
-"""The scheduler's state, and the operations that several of its parts use."""
+"""The scheduler's state: target groups, sequences and drafters, and operations on them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,70 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from cluster.decoding.auto import Controller
+from cluster.decoding.auto.controller import Controller
+from cluster.decoding.batching import Batching
+from cluster.decoding.counts import Totals
 from cluster.decoding.drafters import Drafters
-from cluster.decoding.group import Group
-from cluster.decoding.instructions import Finish, FinishReason, Instruction, Refuse
+from cluster.decoding.instructions import Finish, FinishReason, Instruction, Refuse, RunStep
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.timings import StepCosts, Utilization
-from cluster.decoding.totals import Totals
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import PacelineError
 
 
 @dataclass(slots=True)
-class Outbox:
+class TargetGroup:
+    """One of the groups that serve the target's model. They share only the waiting line."""
+
+    number: int
+    batching: Batching
+    step: RunStep | None = None
+    answered_at: int = 0
+    """Number of answered steps, over all groups, when this one last answered without suspects."""
+
+    @property
+    def joined(self) -> bool:
+        """Whether it can step."""
+        return self.batching.target is not None
+
+    def cost_of(self, sequence: Sequence) -> tuple[int, int, bool]:
+        """Sort key for placing a sequence: what it costs the others here, then itself."""
+        known = self.batching.kv.num_known(sequence)
+        return self.num_leads, -known, self.step is not None
+
+    @property
+    def num_leads(self) -> int:
+        """Sequences that run here, without the replicas of other groups' sequences."""
+        running = self.batching.running.values()
+        return len(running) - sum(isinstance(one, Replica) for one in running)
+
+    def drop_replicas(self) -> bool:
+        """Drop all replicas here; their own groups go on alone. Whether there were any."""
+        replicas = [one for one in self.batching.running.values() if isinstance(one, Replica)]
+        for one in replicas:
+            self.drop(one)
+        return bool(replicas)
+
+    def drop(self, replica: Replica) -> None:
+        """Drop a replica; the other groups of its sequence go on without this one."""
+        self.batching.remove(replica)
+        replica.lead.replicas.remove(replica)
+
+    def check_integrity(self) -> None:
+        """Assert every invariant of this group."""
+        self.batching.check_integrity()
+        in_flight = {part.sequence_id for part in self.step.slices} if self.step else set()
+        running, leaving = self.batching.running, self.batching.leaving
+        stepping = {s.sequence_id for s in running.values() if s.kv.in_flight is not None}
+        assert in_flight == stepping | leaving.keys()
+        assert not stepping & leaving.keys()
+        assert all(s.kv.group == self.number for s in running.values())
+        for one in running.values():
+            assert not isinstance(one, Replica) or one in one.lead.replicas
+
+
+@dataclass(slots=True)
+class Deferred:
     """Instructions that wait until the next step is sent: to drafters first, then to callers."""
 
     drafters: list[Instruction] = field(default_factory=list)
@@ -28,7 +79,9 @@ class Outbox:
 class DecodingState:
     """All sequences, block pools, grants and counts."""
 
-    def __init__(self, groups: Iterable[Group], waiting: WaitingLine, *, serves_auto: bool) -> None:
+    def __init__(
+        self, groups: Iterable[TargetGroup], waiting: WaitingLine, *, serves_auto: bool
+    ) -> None:
         self.groups = tuple(groups)
         self.waiting = waiting
         self.paused: dict[int, Sequence] = {}
@@ -110,7 +163,7 @@ class DecodingState:
                 break
         return len(self.waiting) < count
 
-    def _group_of(self, running: Sequence) -> Group:
+    def _group_of(self, running: Sequence) -> TargetGroup:
         assert running.kv.group is not None
         return self.groups[running.kv.group]
 
@@ -133,7 +186,7 @@ class DecodingState:
             sequence.kv = sequence.replicas.pop(0).kv
             self._group_of(sequence).batching.running[sequence.sequence_id] = sequence
 
-    def share_groups(self, out: Outbox) -> None:
+    def share_groups(self, out: Deferred) -> None:
         """Give free groups in turn to running sequences whose policy uses several groups."""
         if len(self.groups) == 1 or self.waiting:
             return
@@ -160,7 +213,7 @@ class DecodingState:
                 group.batching.let_in(replica)
                 self.drafters.grant(taker, out.drafters)
 
-    def assign(self, out: Outbox) -> None:
+    def assign(self, out: Deferred) -> None:
         """Give running sequences the drafters that they want."""
         running = self.running
         self.drafters.share_out(running, out.drafters)  # Sequences with several give some back.
@@ -186,13 +239,13 @@ class DecodingState:
         else:
             self._group_of(sequence).batching.remove(sequence)
 
-    def refuse(self, sequence: Sequence, error: PacelineError, out: Outbox) -> None:
+    def refuse(self, sequence: Sequence, error: PacelineError, out: Deferred) -> None:
         """End a sequence that cannot be decoded."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)
         out.callers.append(Refuse(sequence.sequence_id, error))
 
-    def pause(self, sequence: Sequence, out: Outbox) -> None:
+    def pause(self, sequence: Sequence, out: Deferred) -> None:
         """Stop decoding a sequence, once its step in flight is answered, until `resume`."""
         sequence.paused = True
         self.drafters.release(sequence, out.drafters)
@@ -209,7 +262,7 @@ class DecodingState:
         if self.paused.pop(sequence.sequence_id, None) is not None:
             self.waiting.put_back(sequence)
 
-    def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Outbox) -> None:
+    def finish(self, now: float, sequence: Sequence, reason: FinishReason, out: Deferred) -> None:
         """End a sequence."""
         self.remove(sequence)
         self.drafters.release(sequence, out.drafters)

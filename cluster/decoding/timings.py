@@ -2,13 +2,13 @@
 
 Workers tell how long a pass took; all else is read off the driver's clock. What decides what:
 
-- `StepCosts`: the pace of drafters (policies.py), and what drafters need to stop by cost.
-- `DriverShare`: how many branches drafters may grow (policies.py, MOST_CHAINS).
-- `StepModel`, `DraftTimes`: the forecasts of `auto` (beliefs.py).
+- `StepCosts`: the pace of drafters (lookahead.py), and what drafters need to stop by cost.
+- `DriverShare`: how many branches drafters may grow (lookahead.py, MOST_CHAINS).
+- `StepModel`, `DraftTimes`: the forecasts of `auto` (auto/beliefs.py).
 - `Utilization`: nothing; it is reported.
 
 What a prompt adds to a step is in prefill.py. How fast one drafter is beside another is in
-roster.py.
+drafters.py.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _MOST_WORK = 0.85
 
 MOST_READ = 128.0
 """Upper bound on the chains and branches of all drafters together: what two drafters grow at most
-(policies.py, MOST_CHAINS). Few beyond that are of use."""
+(lookahead.py, MOST_CHAINS). Few beyond that are of use."""
 
 
 @dataclass(slots=True)

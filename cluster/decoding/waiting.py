@@ -1,12 +1,100 @@
-"""Sequences without a place in a batch, in the order of arrival."""
+"""Sequences without a place in a batch, in the order of arrival, and suspects among them.
+
+A target may be lost during a step because of one of its sequences, and that sequence would end it
+again. So all sequences of the step become suspects. A suspect is tried alone, to find the cause: it
+is computed again with no other in its steps until it has TRIAL_VERDICTS verdicts. Meanwhile:
+
+- Suspects are let in before all others, and one at a time into a group. While one waits, only
+  suspects are let in. While one runs in a group, no other sequence is let into that group.
+- Sequences that run in that group already go on in every other step (batching.py).
+
+So a request that ends the target costs others their KV at most twice: with the step that made all
+of them suspects, and once more for sequences that have run since. These are not let in again while
+there is a suspect.
+
+A suspect that is lost alone is refused if its group has answered others since its previous loss.
+Until then it is tried again after the other suspects. So no request is blamed for a target that
+answers nobody. A request without others to compare with is refused after MOST_LOST_STEPS losses,
+enough to survive losses that have another cause.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.suspects import Suspects
+
+TRIAL_VERDICTS = 2
+"""Verdicts that clear a suspect: one that ends its prefill, and one of a decoding step."""
+
+MOST_LOST_STEPS = 4
+"""Lost steps in a row after which a suspect is refused in any case. One more than the failures
+after which a worker's process is ended (workers/target/faults.py): a fresh process is tried too."""
+
+
+@dataclass(slots=True)
+class _Trial:
+    """`lost_steps`: in a row. `lost_at`: answered steps then. `verdicts`: since then."""
+
+    lost_steps: int = 0
+    lost_at: int = 0
+    verdicts: int = 0
+
+
+class Suspects:
+    """The suspects, by sequence id. A sequence leaves when it is cleared or ends."""
+
+    def __init__(self) -> None:
+        self._trials: dict[int, _Trial] = {}
+
+    def __len__(self) -> int:
+        return len(self._trials)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._trials
+
+    def lost(
+        self, sequence_id: int, *, alone: bool, now: int, others_answered_at: int
+    ) -> int | None:
+        """The target was lost in a step of the sequence.
+
+        `alone`: no other was in the step. `now` counts answered steps; `others_answered_at` is that
+        count at the group's last answer that cleared its sequences. Returns the number of losses if
+        the sequence is to be refused, else None.
+        """
+        trial = self._trials.setdefault(sequence_id, _Trial(lost_at=now))
+        others_answered = trial.lost_steps > 0 and others_answered_at > trial.lost_at
+        trial.lost_steps += 1
+        trial.lost_at, trial.verdicts = now, 0
+        if alone and (others_answered or trial.lost_steps >= MOST_LOST_STEPS):
+            return trial.lost_steps
+        return None
+
+    def answered(self, sequence_id: int) -> bool:
+        """A sequence has a verdict. Returns whether it is no suspect now."""
+        trial = self._trials.get(sequence_id)
+        if trial is None:
+            return True
+        trial.verdicts += 1
+        if trial.verdicts < TRIAL_VERDICTS:
+            return False
+        del self._trials[sequence_id]
+        return True
+
+    def forget(self, sequence_id: int) -> None:
+        """The sequence ended."""
+        self._trials.pop(sequence_id, None)
+
+    def first_of(self, sequences: Iterable[Sequence]) -> Sequence | None:
+        """The suspect to try next: the one lost least often; of several, the first to arrive."""
+        return min(
+            (one for one in sequences if one.sequence_id in self._trials),
+            key=lambda one: (self._trials[one.sequence_id].lost_steps, one.order),
+            default=None,
+        )
 
 
 class WaitingLine(deque[Sequence]):

@@ -297,7 +297,7 @@ class Dispatch:
 
     def _carry_out(self, event: Event) -> Sequence[int]:
         self._take_rest()
-        steps = self.scheduler.begin(event)
+        steps = self.scheduler.steps_for(event)
         self._has_rest = True
         for step in steps:
             self._send(step)
@@ -316,7 +316,7 @@ class Dispatch:
         """Have the scheduler do the work that it left until the step was sent."""
         if self._has_rest:
             self._has_rest = False
-            if instructions := self.scheduler.rest():
+            if instructions := self.scheduler.messages():
                 self._for_drafters.append(instructions)
 
     def _tell_drafters(self) -> None:

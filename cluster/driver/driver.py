@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from cluster.decoding.events import Request
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import POLICIES
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterPool, TargetVocabulary
@@ -292,8 +292,8 @@ class Driver:
             max_model_len=target.room,
             end_token_ids=checkpoint.end_token_ids,
             default_sampling=checkpoint.default_sampling,
-            policies=tuple(policy.value for policy in PolicyName if can_have(policy, *layout)),
-            default_policy=self._options.speculation.policy.value,
+            policies=tuple(name for name in POLICIES if can_have(name, *layout)),
+            default_policy=self._options.speculation.policy,
             default_window=self._options.speculation.window,
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import POLICIES, policy_named
 from paceline.errors import InvalidRequestError
 from paceline.options import GenerateOptions
 from paceline.rules import MAX_BRANCHES, Stopping
@@ -25,7 +25,7 @@ NameT = TypeVar("NameT", bound=enum.Enum)
 class Speculation:
     """How a request speculates. `drafter`: a kind of drafter; None: any that fits the rule."""
 
-    policy: PolicyName = PolicyName.CHAIN
+    policy: str = "chain"
     window: int = 8
     rule: str = "coupled"
     branches: int = 1
@@ -44,23 +44,23 @@ def speculation_of(
     not fit together.
     """
     rule = RULES.get(_given(options.rule, defaults.rule), field="rule").name
-    policy = _named(PolicyName, "policy", options.policy, defaults.policy)
+    policy = policy_named(_given(options.policy, defaults.policy))
     window = _given(options.window, defaults.window)
     # Values that the caller left out yield to those that were given.
-    most = min(window, most_branches(policy, rule))
+    most = min(window, most_branches(policy.name, rule))
     branches = _given(options.branches, min(defaults.branches, most))
     check_branches(rule, branches, window)
-    check_policy_fits(policy, rule, branches)
+    check_policy_fits(policy.name, rule, branches)
     drafter = _given(options.drafter, defaults.drafter)
     if options.drafter is not None and options.drafter not in deployed:
         DRAFTERS.get(options.drafter, field="drafter")  # Raises if it is not registered.
     merge = _given(options.merge, defaults.merge and merges(rule))
     if merge:
         check_merge_alone(drafter)
-    if options.merge and policy is not PolicyName.OFF:
-        check_merge(policy, rule, None)
+    if options.merge and policy.drafts:
+        check_merge(policy.name, rule, None)
     return Speculation(
-        policy=policy,
+        policy=policy.name,
         window=window,
         rule=rule,
         branches=branches,
@@ -99,7 +99,7 @@ def check_deployment(
     """
     if num_drafters is not None:
         check_layout(speculation.policy, num_drafters, num_groups)
-    if speculation.policy is PolicyName.OFF:
+    if not policy_named(speculation.policy).drafts:
         return
     if speculation.drafter is not None and drafters is not None:
         check_deployed(speculation.drafter, drafters)
@@ -158,51 +158,51 @@ def check_deployed(wanted: str, deployed: Collection[str]) -> None:
         )
 
 
-def most_branches(policy: PolicyName, rule: str) -> int:
+def most_branches(policy: str, rule: str) -> int:
     """The most candidates at a position that policy and rule allow."""
     only_chains = rule_named(rule).chain_only or policy_named(policy).needs.chains_only
     return 1 if only_chains else MAX_BRANCHES
 
 
-def check_policy_fits(policy: PolicyName, rule: str, branches: int) -> None:
+def check_policy_fits(policy: str, rule: str, branches: int) -> None:
     """Raise InvalidRequestError unless policy, rule and candidates a position fit together."""
     needs = policy_named(policy).needs
     if branches > 1 and needs.chains_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the policy {policy.value!r}, which drafts only chains, got "
+            f"expected 1 for the policy {policy!r}, which drafts only chains, got "
             f"{branches}; choose another policy for trees",
         )
     if not needs.serve(rule):
         served = " or ".join(repr(one) for one in RULES if needs.serve(one))
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} needs the rule {served}, whose verdicts a drafter can "
+            f"the policy {policy!r} needs the rule {served}, whose verdicts a drafter can "
             f"foresee, got {rule!r}; choose another policy or rule",
         )
 
 
-def check_layout(policy: PolicyName, num_drafters: int, num_groups: int) -> None:
+def check_layout(policy: str, num_drafters: int, num_groups: int) -> None:
     """Raise InvalidRequestError if the layout lacks what the policy needs."""
     needs = policy_named(policy).needs
     if num_groups < needs.groups:
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} needs at least {needs.groups} target groups, and the "
-            f"layout has {num_groups}: raise target.groups in the configuration, or choose the "
-            "policy 'fanout'",
+            f"the policy {policy!r} needs at least {needs.groups} target groups, and the "
+            f"layout has {num_groups}: raise target.groups in the configuration, or choose another "
+            "policy",
         )
     needed = needs.drafters
     if num_drafters < needed:
         raise InvalidRequestError(
             "policy",
-            f"the policy {policy.value!r} needs at least {needed} drafters, and the layout has "
+            f"the policy {policy!r} needs at least {needed} drafters, and the layout has "
             f"{num_drafters}: raise the count of a drafter or add another one to the "
-            "configuration, or choose the policy 'fanout'",
+            "configuration, or choose another policy",
         )
 
 
-def can_have(policy: PolicyName, num_drafters: int, num_groups: int) -> bool:
+def can_have(policy: str, num_drafters: int, num_groups: int) -> bool:
     """Whether the layout has what the policy needs."""
     needs = policy_named(policy).needs
     return num_drafters >= needs.drafters and num_groups >= needs.groups
@@ -213,9 +213,7 @@ def merges(rule: str) -> bool:
     return not rule_named(rule).needs_draft_probs
 
 
-def check_merge(
-    policy: PolicyName, rule: str, drafters: Mapping[str, Collection[str]] | None
-) -> None:
+def check_merge(policy: str, rule: str, drafters: Mapping[str, Collection[str]] | None) -> None:
     """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
     `drafters`: the rules that each usable kind can draft for; None: not known.
@@ -230,12 +228,13 @@ def check_merge(
             "choose another rule, or one drafter",
         )
     needs = policy_named(policy).needs
-    if needs.chains_only or needs.drafters > 1:
+    if not needs.allow_merging:
         reason = "drafts only chains" if needs.chains_only else "shares out its drafters itself"
+        drafting = [one for one in POLICIES.all().values() if one.drafts]
+        others = [repr(one.name) for one in drafting if one.needs.allow_merging]
         raise InvalidRequestError(
             "merge",
-            f"the policy {policy.value!r} {reason}, so it merges nothing: choose 'chain', "
-            "'lockstep', 'fanout' or 'auto'",
+            f"the policy {policy!r} {reason}, so it merges nothing: choose {' or '.join(others)}",
         )
     if drafters is None:
         return

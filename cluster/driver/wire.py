@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
+from cluster.decoding.drafters import MALFORMED_LIMIT
 from cluster.decoding.events import FedTopTokens, Proposal, SequenceVerdict, TopTokens
 from cluster.decoding.instructions import (
     CloseDraft,
@@ -22,7 +23,6 @@ from cluster.decoding.instructions import (
     SendOutcome,
     Slice,
 )
-from cluster.decoding.roster import MALFORMED_LIMIT
 from cluster.driver.fitting import Speculation, widest_proposal
 from paceline.channel import PART_BYTES
 from paceline.errors import ProtocolError

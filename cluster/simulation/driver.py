@@ -163,11 +163,11 @@ class SimulatedDriver:
         """Pass an event to the scheduler. Send steps first, then to drafters, then to callers."""
         costs, scheduler = self._costs, self.scheduler
         done = self._clock.now + _before_ms(event, costs) / 1000
-        for step in scheduler.begin(event):
+        for step in scheduler.steps_for(event):
             self._to_target[step.group].send(done, 0, self._targets[step.group].step, step)
         messages: dict[str, list[OpenDraft | SendOutcome | Grant | CloseDraft]] = {}
         told = []
-        for one in scheduler.rest():
+        for one in scheduler.messages():
             match one:
                 case OpenDraft() | SendOutcome() | Grant() | CloseDraft():
                     messages.setdefault(one.drafter, []).append(one)

@@ -9,7 +9,7 @@ from itertools import chain
 
 from cluster.decoding.events import Request, TargetJoined
 from cluster.decoding.instructions import Emit, Finish
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.simulation.clock import VirtualClock
 from cluster.simulation.drafter import SimulatedDrafter
@@ -225,7 +225,7 @@ class Fleet(Listener):
                 wait_seconds=layout.wait_ms / 1000,
                 prefix_cache=layout.prefix_cache,
                 num_groups=layout.replicas,
-                serves_auto=layout.policy is PolicyName.AUTO,
+                serves_auto=policy_named(layout.policy).adapts,
             )
             driver = SimulatedDriver(self.clock, scheduler, targets, self, costs=costs)
             for group in range(layout.replicas):

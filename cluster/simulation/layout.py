@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
 
-from cluster.decoding.policies import PolicyName
 from workers.drafting.desk import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
 from workers.emulated.profiles import DeviceProfile, LinkProfile
 from workers.emulated.replay_text import Guess
@@ -51,7 +50,7 @@ class Layout:
     """
 
     target: DeviceProfile
-    policy: PolicyName
+    policy: str
     window: int
     drafter: DeviceProfile | None = None
     drafters: int = 0
@@ -80,7 +79,7 @@ class Layout:
             devices += f" x {self.drafters}" if self.drafters > 1 else ""
         if self.cells > 1:
             devices = f"{self.cells} x ({devices})"
-        return f"{devices}, {self.policy.value}"
+        return f"{devices}, {self.policy}"
 
     @property
     def gpus(self) -> int:

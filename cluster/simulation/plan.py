@@ -9,7 +9,8 @@ from functools import partial
 from multiprocessing import get_context
 
 from cluster.config.model import Config, PlanConfig
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import LookaheadPolicy, policy_named
+from cluster.decoding.policies.off import OFF
 from cluster.simulation.closed_forms import best_lockstep_window
 from cluster.simulation.layout import Layout
 from cluster.simulation.target import BLOCK_SIZE
@@ -70,13 +71,14 @@ def callers_of(asked: PlanConfig, layouts: Iterable[Layout]) -> int:
     return DEFAULT_CONCURRENCY * max(layout.groups for layout in layouts)
 
 
-def _check_policies(asked: PlanConfig, planned: Collection[PolicyName]) -> None:
+def _check_policies(asked: PlanConfig, planned: Collection[str]) -> None:
     """Refuse a policy that was asked for by name but that no ratio allows."""
     if "policies" not in asked.model_fields_set:
         return
     for name in asked.policies:
-        if PolicyName(name) not in planned and name != PolicyName.OFF.value:
-            needs = policy_named(PolicyName(name)).needs
+        policy = policy_named(name)
+        if name not in planned and policy.drafts:
+            needs = policy.needs
             groups = f"{needs.groups} or more target groups and " if needs.groups > 1 else ""
             raise ConfigError(
                 f"plan.policies: no layout can have {name!r}, which needs {groups}"
@@ -92,7 +94,7 @@ def _layouts(config: Config) -> Iterator[Layout]:
         target = load_profile(target_name, role="target")
         most_groups = _groups_that_fit(target, asked)
         if most_groups:
-            yield _layout(config, target, PolicyName.OFF, cells=most_groups)
+            yield _layout(config, target, OFF, cells=most_groups)
         for drafter_name in asked.drafter:
             drafter = load_profile(drafter_name, role="drafter")
             for ratio in asked.ratios:
@@ -100,10 +102,10 @@ def _layouts(config: Config) -> Iterator[Layout]:
                 gpus = targets * target.gpus + drafters * drafter.gpus
                 cells = min(most_groups // targets, asked.hosts * asked.gpus_per_host // gpus)
                 for name in asked.policies:
-                    policy = PolicyName(name)
-                    needs = policy_named(policy).needs
+                    policy = policy_named(name)
+                    needs = policy.needs
                     enough = drafters >= needs.drafters and targets >= needs.groups
-                    if cells and enough and policy is not PolicyName.OFF:
+                    if cells and enough and policy.drafts:
                         shared = needs.groups > 1  # One driver owns all groups and shares them.
                         yield replace(
                             _layout(config, target, policy, cells=cells, drafter=drafter),
@@ -122,14 +124,14 @@ def _groups_that_fit(target: DeviceProfile, asked: PlanConfig) -> int:
 def _layout(
     config: Config,
     target: DeviceProfile,
-    policy: PolicyName,
+    policy: LookaheadPolicy,
     *,
     cells: int,
     drafter: DeviceProfile | None = None,
 ) -> Layout:
     asked, speculation = config.plan, config.speculation
     window = speculation.window
-    if policy is PolicyName.LOCKSTEP and drafter is not None:
+    if drafter is not None and not policy.drafting_is_free:
         window = best_lockstep_window(
             asked.acceptance,
             step_ms=target.pass_ms.ms(1, 1),
@@ -138,11 +140,11 @@ def _layout(
         )
     return Layout(
         target=target,
-        policy=policy,
+        policy=policy.name,
         window=window,
         drafter=drafter,
         cells=cells,
-        branches=1 if policy_named(policy).needs.chains_only else speculation.branches,
+        branches=1 if policy.needs.chains_only else speculation.branches,
         link=LinkProfile(rtt_ms=asked.rtt_ms, mbit_per_second=asked.mbit_per_second),
         max_num_seqs=config.target.max_num_seqs,
         wait_ms=speculation.wait_ms,
@@ -167,7 +169,7 @@ def _simulated(
 
 def _compared(planned: Sequence[PlannedLayout]) -> list[PlannedLayout]:
     """Compare each layout with plain decoding on the same kind of target."""
-    plain = {one.layout.target.name: one for one in planned if one.layout.policy is PolicyName.OFF}
+    plain = {one.layout.target.name: one for one in planned if one.layout.policy == OFF.name}
     found = []
     for one in planned:
         beside = plain[one.layout.target.name]

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from cluster.decoding.events import Request
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.dispatch import Dispatch
 from cluster.driver.drafter_links import DrafterDescription
@@ -158,7 +158,7 @@ class _Loop:
         target = _Target(self._text)
         drafter = DraftingDesk(_Proposer(self._text, room), max_sequences=load.sequences)
         session = drafter.open_session()
-        if load.policy != PolicyName.OFF.value:
+        if policy_named(load.policy).drafts:
             rules = frozenset({"coupled"})
             dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", True, room, rules, False))
         spare_what_is_there()
@@ -198,7 +198,7 @@ class _Loop:
             spec = SequenceSpec(
                 SamplingParams(temperature=0.0), seed=number, prompt_length=len(prompt)
             )
-            speculation = Speculation(PolicyName(load.policy), WINDOW)
+            speculation = Speculation(load.policy, WINDOW)
             resolved = ResolvedRequest(
                 str(number), prompt, spec, MAX_TOKENS, StopStrings(()), speculation, ""
             )

@@ -20,13 +20,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import policy_named
 from cluster.simulation import closed_forms
 from deploy.bench.harness import Asked, Document, Report, Suite, register, table
 from deploy.bench.lookahead_cells import (
     ACCEPTANCES,
     HIT_RATES,
-    HITS_BRANCHES,
     NATURAL,
     RTTS_MS,
     Cell,
@@ -190,14 +189,12 @@ def result_of(
     """The result so far. `simulated`: None while more will be measured."""
     counted = measured.counted
     plain = {
-        (one.cell.load, one.cell.batch): one
-        for one in counted
-        if one.cell.policy is PolicyName.OFF and one.runs
+        (one.cell.load, one.cell.batch): one for one in counted if one.runs and not one.cell.drafts
     }
     compared = [
         one
         for one in counted
-        if one.cell.policy is not PolicyName.OFF and one.runs
+        if one.runs and one.cell.drafts
         if (one.cell.load, one.cell.batch) in plain
     ]
     failed = [one for one in counted if one.errors]
@@ -239,8 +236,8 @@ def same_text(result: LookaheadResult, one: CellResult) -> bool:
 def num_gpus(result: LookaheadResult, cell: Cell) -> int:
     """GPUs of a cell's devices. Each core of the demo pair counts as one."""
     if cell.load == NATURAL:
-        return 1 if cell.policy is PolicyName.OFF else 2
-    drafters = 0 if cell.policy is PolicyName.OFF else cell.num_drafters
+        return 2 if cell.drafts else 1
+    drafters = cell.num_drafters if cell.drafts else 0
     return cell.num_targets * result.target.gpus + drafters * result.drafter.gpus
 
 
@@ -522,7 +519,7 @@ def _is_alike(one: CellResult, other: CellResult) -> bool:
     """Whether two cells answer the same load over the same link; plain decoding has no link."""
     if (one.cell.load, one.cell.batch) != (other.cell.load, other.cell.batch):
         return False
-    if other.cell.policy is PolicyName.OFF:
+    if not other.cell.drafts:
         return True
     conditions = [(cell.rtt_ms, cell.acceptance) for cell in (one.cell, other.cell)]
     return conditions[0] == conditions[1]
@@ -534,13 +531,13 @@ def _per_gpu(result: LookaheadResult, one: CellResult) -> float:
 
 def _row(result: LookaheadResult, one: CellResult) -> dict[str, object]:
     cell, run = one.cell, one.median
-    off, natural = cell.policy is PolicyName.OFF, cell.load == NATURAL
+    off, natural = not cell.drafts, cell.load == NATURAL
     gain = speedup(result, one)
     ideal = None if off else _ideal(result, one)
     simulated = result.simulated.get(cell)
     return {
         "name": cell.name,
-        "policy": cell.policy.value,
+        "policy": cell.policy,
         "emulated": not natural,
         "rtt_ms": None if off else cell.rtt_ms,
         "acceptance": None if off else _acceptance(one),
@@ -579,7 +576,7 @@ def _acceptance(one: CellResult) -> float | str:
 
 def _hit_rate(one: CellResult) -> float | str | None:
     cell = one.cell
-    if cell.load == "recorded" and cell.policy.value in HITS_BRANCHES:
+    if cell.load == "recorded" and policy_named(cell.policy).fans_out:
         return "recorded"
     return cell.hit_rate
 
@@ -603,9 +600,9 @@ def _ideal(result: LookaheadResult, one: CellResult) -> float:
 def _theory(result: LookaheadResult, one: CellResult) -> float | None:
     """The speed-up by the policy's closed form; None: it has none."""
     cell, times = one.cell, _times(result, one)
-    if cell.policy is PolicyName.LOCKSTEP:
+    if cell.policy == "lockstep":
         return closed_forms.lockstep(one.acceptance, cell.window, **times, rtt_ms=cell.rtt_ms)
-    if cell.policy is PolicyName.PEARL:
+    if cell.policy == "pearl":
         return closed_forms.pearl(one.acceptance, **times)
     return None
 

@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import POLICIES, LookaheadPolicy, policy_named
+from cluster.decoding.policies.chain import CHAIN
+from cluster.decoding.policies.fanout import FANOUT
+from cluster.decoding.policies.off import OFF
 from cluster.simulation.closed_forms import best_lockstep_window, expected_tokens
 from paceline.sampling import SequenceSpec
 from workers.emulated.profiles import DeviceProfile
@@ -71,7 +74,7 @@ class Cell:
     `acceptance` and `hit_rate` are those that were set; None: as recorded or natural, or of no use.
     """
 
-    policy: PolicyName
+    policy: str
     load: Load
     rtt_ms: float
     acceptance: float | None
@@ -84,26 +87,31 @@ class Cell:
     @property
     def num_targets(self) -> int:
         """Target groups that the policy uses."""
-        return NUM_REPLICAS if self.policy is PolicyName.REPLICAS else 1
+        return policy_named(self.policy).needs.groups
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it is anything but plain decoding."""
+        return policy_named(self.policy).drafts
 
     @property
     def name(self) -> str:
         """A name for people, unique among the cells."""
         batch = "" if self.batch == 1 else f", batch {self.batch}"
         load = "" if self.load == "set" else f", {self.load}"
-        if self.policy is PolicyName.OFF:
+        if not self.drafts:
             return f"off{load}{batch}"
         if self.load == "set":
             load = f", acceptance {self.acceptance:g}"
         hits = "" if self.hit_rate is None else f", hits {self.hit_rate:g}"
         tree = f", trees of {self.window}" if self.branches > 1 else ""
         tree += f", {self.num_drafters} drafters" if self.num_drafters > 1 else ""
-        return f"{self.policy.value}, rtt {self.rtt_ms:g} ms{load}{hits}{tree}{batch}"
+        return f"{self.policy}, rtt {self.rtt_ms:g} ms{load}{hits}{tree}{batch}"
 
 
 def part_names() -> tuple[str, ...]:
     """Parts that can be measured alone: a policy on the emulated pair, or all on the demo pair."""
-    return (*(one.value for one in _policies()), NATURAL)
+    return (*(policy.name for policy in _policies()), NATURAL)
 
 
 def cells(
@@ -112,22 +120,22 @@ def cells(
     """All cells except plain decoding. `quick`: one per policy. `parts`: only these."""
     found = []
     for policy in _policies():
-        if not parts or policy.value in parts:
+        if not parts or policy.name in parts:
             for condition in _conditions(quick=quick):
                 found += _cells_of(policy, condition, target, drafter, quick=quick)
             if not quick:
                 found += _trees_of(policy)
-        one_pair = policy not in (PolicyName.SPREAD, PolicyName.REPLICAS)
+        one_pair = policy.needs.drafters <= 1 and policy.needs.groups == 1
         if one_pair and (NATURAL in parts or not (parts or quick)):
-            window = 3 if policy is PolicyName.LOCKSTEP else CHAIN_WINDOW
-            found.append(Cell(policy, NATURAL, RTTS_MS[0], None, None, 1, window))
+            window = CHAIN_WINDOW if policy.drafting_is_free else 3
+            found.append(Cell(policy.name, NATURAL, RTTS_MS[0], None, None, 1, window))
     order: Sequence[Load] = ("set", "recorded", NATURAL)
     return sorted(found, key=lambda cell: max(1, order.index(cell.load)))
 
 
 def plain_cell(batch: int, load: Load) -> Cell:
     """Plain decoding of `batch` sequences."""
-    return Cell(PolicyName.OFF, load, RTTS_MS[0], None, None, batch, 0)
+    return Cell(OFF.name, load, RTTS_MS[0], None, None, batch, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +145,8 @@ class _Condition:
     batch: int
 
 
-def _policies() -> list[PolicyName]:
-    return [policy for policy in PolicyName if policy is not PolicyName.OFF]
+def _policies() -> list[LookaheadPolicy]:
+    return [policy for policy in POLICIES.all().values() if policy.drafts]
 
 
 def _conditions(*, quick: bool) -> Iterator[_Condition]:
@@ -153,7 +161,7 @@ def _conditions(*, quick: bool) -> Iterator[_Condition]:
 
 
 def _cells_of(
-    policy: PolicyName,
+    policy: LookaheadPolicy,
     condition: _Condition,
     target: DeviceProfile,
     drafter: DeviceProfile,
@@ -162,41 +170,41 @@ def _cells_of(
 ) -> list[Cell]:
     acceptance, batch, rtt_ms = condition.acceptance, condition.batch, condition.rtt_ms
     hit_rates: Sequence[float | None] = (None,)
-    if policy.value in HITS_BRANCHES and acceptance is not None:
-        every = policy is PolicyName.FANOUT and not quick and batch == 1
+    if policy.fans_out and acceptance is not None:
+        every = policy is FANOUT and not quick and batch == 1
         hit_rates = HIT_RATES if every else HIT_RATES[:1]
     window = CHAIN_WINDOW
-    if policy.value in HITS_BRANCHES and acceptance is not None and batch == 1:
+    if policy.fans_out and acceptance is not None and batch == 1:
         window = FANOUT_WINDOW
-    if policy is PolicyName.LOCKSTEP:
+    if not policy.drafting_is_free:
         window = best_lockstep_window(
             acceptance or ACCEPTANCES[0],
             step_ms=target.pass_ms.ms(batch, batch),
             draft_ms=drafter.pass_ms.ms(batch, batch),
             rtt_ms=rtt_ms,
         )
-    if policy is PolicyName.AUTO:
+    if policy.adapts:
         window = AUTO_WINDOW
     load: Load = "recorded" if acceptance is None else "set"
-    drafters = NUM_SPREAD if policy is PolicyName.SPREAD else 1
+    drafters = max(1, policy.needs.drafters)
     return [
-        Cell(policy, load, rtt_ms, acceptance, hit_rate, batch, window, num_drafters=drafters)
+        Cell(policy.name, load, rtt_ms, acceptance, hit_rate, batch, window, num_drafters=drafters)
         for hit_rate in hit_rates
     ]
 
 
-def _trees_of(policy: PolicyName) -> Iterator[Cell]:
+def _trees_of(policy: LookaheadPolicy) -> Iterator[Cell]:
     """The cells whose steps verify trees."""
-    if policy is PolicyName.CHAIN:
+    if policy is CHAIN:
         acceptance, hit_rate = ACCEPTANCES[1], HIT_RATES[0]
         tree = (TREE_BATCH, TREE_WINDOW, TREE_BRANCHES)
-        yield Cell(policy, "set", RTTS_MS[0], acceptance, hit_rate, *tree)
-    if policy in (PolicyName.FANOUT, PolicyName.SPREAD):
-        drafters = NUM_SPREAD_TREE if policy is PolicyName.SPREAD else 1
+        yield Cell(policy.name, "set", RTTS_MS[0], acceptance, hit_rate, *tree)
+    if policy.fans_out and not (policy.adapts or policy.needs.chains_only):
+        drafters = NUM_SPREAD_TREE if policy.spreads else 1
         shape = (1, FANOUT_TREE_WINDOW, FANOUT_TREE_BRANCHES, drafters)
         for rtt_ms in RTTS_MS:
             for acceptance in ACCEPTANCES:
-                yield Cell(policy, "set", rtt_ms, acceptance, HIT_RATES[0], *shape)
+                yield Cell(policy.name, "set", rtt_ms, acceptance, HIT_RATES[0], *shape)
 
 
 # What they decode

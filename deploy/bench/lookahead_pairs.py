@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.decoding.events import Request
-from cluster.decoding.policies import PolicyName
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import HostCosts, Layout
@@ -213,7 +212,7 @@ async def measure_cell(
 ) -> CellRun:
     """Decode `load`, `cell.batch` requests at a time. `guess`: how the pair's drafters guess."""
     drafters: Mapping[str, str] = {}
-    if cell.policy is not PolicyName.OFF:
+    if cell.drafts:
         drafters = pair.drafters(cell.rtt_ms, guess, cell.num_drafters)
     driver = Driver(
         DriverOptions(
@@ -299,7 +298,7 @@ async def _request(driver: Driver, cell: Cell, request: LoadRequest) -> _Answer:
         top_p=1.0,
         seed=request.seed,
         ignore_eos=True,
-        policy=cell.policy.value,
+        policy=cell.policy,
         window=cell.window or None,
         branches=cell.branches,
         stopping="fixed",
@@ -331,7 +330,7 @@ def simulated_speed(
     The same requests, luck, profiles and policy: what it says beside what was measured is how well
     the simulator's costs of driver, drafters and messages (cluster/simulation/layout.py) fit.
     """
-    off = cell.policy is PolicyName.OFF
+    off = not cell.drafts
     layout = Layout(
         target=target,
         policy=cell.policy,
@@ -371,7 +370,7 @@ def simulated_speed(
 
 def _costs_here(cell: Cell) -> HostCosts:
     """The simulator's costs on this host, whose cores driver, targets and drafters share."""
-    processes = 1 + cell.num_targets + (0 if cell.policy is PolicyName.OFF else cell.num_drafters)
+    processes = 1 + cell.num_targets + (cell.num_drafters if cell.drafts else 0)
     beyond = processes - FITTED_PROCESSES * len(os.sched_getaffinity(0))
     return HostCosts().times(1 + CROWDING * max(0.0, beyond))
 

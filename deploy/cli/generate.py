@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.decoding.lookahead import POLICIES
 from deploy.cli.options import (
     BranchesOption,
     ConfigOption,
@@ -162,7 +163,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         top_p: TopPOption = None,
         seed: SeedOption = 0,
         policy: Annotated[
-            str | None, typer.Option(help="A policy of docs/policies.md, such as chain or auto.")
+            str | None, typer.Option(help=f"One of {', '.join(POLICIES)} (docs/policies.md).")
         ] = None,
         verification: VerificationOption = None,
         window: Annotated[

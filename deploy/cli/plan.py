@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.decoding.lookahead import POLICIES
 from deploy.cli.options import ConfigOption, JsonOption, check_at_least_one
 from deploy.cli.reach import teller
 from deploy.rows.outputs import check_writable, write_json
@@ -41,7 +42,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
             ),
         ] = None,
         policies: Annotated[
-            list[str] | None, typer.Option(help=f"Default: all that can be simulated. {_AGAIN}")
+            list[str] | None, typer.Option(help=f"Of {', '.join(POLICIES)}; default: all. {_AGAIN}")
         ] = None,
         rtt_ms: Annotated[
             float | None,

@@ -101,7 +101,7 @@ def _row(one: PlannedLayout, planned: Sequence[PlannedLayout]) -> dict[str, obje
     layout, figures = one.layout, one.figures
     return {
         "name": layout.name,
-        "policy": layout.policy.value,
+        "policy": layout.policy,
         "window": layout.window,
         "target": layout.target.name,
         "drafter": None if layout.drafter is None else layout.drafter.name,

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from cluster.config.model import Config
+from cluster.decoding.lookahead import POLICIES, policy_named
 from deploy.cli.options import (
     BranchesOption,
     ConfigOption,
@@ -56,6 +57,8 @@ def parse_matrix(
     temperatures: Sequence[float | None] = [None]
     if temperature is not None:
         temperatures = parse_list("temperature", temperature, float, "numbers, such as 0,0.7")
+    for name in policies:
+        policy_named(name)
     for number in concurrencies:
         check_at_least_one("concurrency", number)
     return Matrix(temperatures, variants_of(policies, windows, concurrencies))
@@ -76,7 +79,7 @@ def check_matrix(
             check_text(options.rule, temperature)
     for variant in matrix.variants:
         run = replace(options, policy=variant.policy, window=variant.window)
-        if variant.policy != "off":
+        if policy_named(variant.policy).drafts:
             check_request(run, config, server=server)
 
 
@@ -103,7 +106,7 @@ def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:
         top_p: TopPOption = None,
         seed: SeedOption = 0,
         policy: Annotated[
-            str, typer.Option(help="One or several, such as lockstep,chain.")
+            str, typer.Option(help=f"One or several of {', '.join(POLICIES)}.")
         ] = "chain",
         verification: VerificationOption = None,
         window: Annotated[str | None, typer.Option(help="One or several, such as 1,2,4,8.")] = None,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cluster.decoding.lookahead import policy_named
+from cluster.decoding.policies.off import OFF
 from deploy.rows.batch import Answer, Failure
 from paceline.errors import InvalidRequestError
 from workers.verification.rule import Promise, rule_named
@@ -26,7 +28,7 @@ class Variant:
         return f"{self.policy}{window} x{self.concurrency}"
 
 
-REFERENCE = Variant("off", None, 1)
+REFERENCE = Variant(OFF.name, None, 1)
 """Plain decoding, one row after the other. Every other run is compared with it."""
 
 
@@ -142,12 +144,13 @@ def variants_of(
     windows: Sequence[int | None],
     concurrencies: Sequence[int],
 ) -> list[Variant]:
-    """Every combination except the reference. `off` has no window."""
+    """Every combination except the reference. Plain decoding has no window."""
     found: list[Variant] = []
     for policy in policies:
+        drafts = policy_named(policy).drafts
         for window in windows:
             for concurrency in concurrencies:
-                variant = Variant(policy, None if policy == "off" else window, concurrency)
+                variant = Variant(policy, window if drafts else None, concurrency)
                 if variant != REFERENCE and variant not in found:
                     found.append(variant)
     return found

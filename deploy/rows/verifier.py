@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.lookahead import policy_named
 from cluster.driver.fitting import most_branches
 from deploy.rows.batch import Answer, Failure, answers_in_order
 from deploy.rows.comparison import (
@@ -150,13 +150,13 @@ class Verifier:
             branches = min(branches, variant.window)
         if branches is not None:
             rule = self._options.rule or "coupled"
-            branches = min(branches, most_branches(PolicyName(variant.policy), rule))
+            branches = min(branches, most_branches(variant.policy, rule))
         options = replace(
             self._options,
             temperature=temperature,
             policy=variant.policy,
             window=variant.window,
-            branches=None if variant.policy == "off" else branches,
+            branches=branches if policy_named(variant.policy).drafts else None,
         )
         shown = "" if temperature is None else f", temperature {temperature:g}"
         with self._progress.counting(f"{variant}{shown}", len(rows)) as advance:

@@ -20,66 +20,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _LookaheadPolicy:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _LookaheadPolicyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LookaheadPolicy.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    LOOKAHEAD_POLICY_UNSPECIFIED: _LookaheadPolicy.ValueType  # 0
-    """The server's configured policy."""
-    LOOKAHEAD_POLICY_OFF: _LookaheadPolicy.ValueType  # 1
-    """Plain decoding."""
-    LOOKAHEAD_POLICY_LOCKSTEP: _LookaheadPolicy.ValueType  # 2
-    """Draft a window, verify it, repeat. The target waits for the drafter for a bounded time."""
-    LOOKAHEAD_POLICY_CHAIN: _LookaheadPolicy.ValueType  # 3
-    """The drafter keeps drafting; the target takes what has arrived and never waits."""
-    LOOKAHEAD_POLICY_PEARL: _LookaheadPolicy.ValueType  # 4
-    """A window is verified while the next one is drafted. Both wait for each other for a bounded
-    time. Only chains.
-    """
-    LOOKAHEAD_POLICY_FANOUT: _LookaheadPolicy.ValueType  # 5
-    """As chain, but the drafter also drafts for the likeliest other outcomes and sends these branches
-    ahead. For the rules coupled and one-hot.
-    """
-    LOOKAHEAD_POLICY_SPREAD: _LookaheadPolicy.ValueType  # 6
-    """As fanout, with several drafters, which share the sequences or one sequence's branches."""
-    LOOKAHEAD_POLICY_REPLICAS: _LookaheadPolicy.ValueType  # 7
-    """As fanout, but several target groups verify successive windows of a sequence while there are
-    fewer sequences than groups. Only chains, for the rule coupled.
-    """
-    LOOKAHEAD_POLICY_AUTO: _LookaheadPolicy.ValueType  # 8
-    """The server chooses the policy and the window for each sequence, and may change them."""
-
-class LookaheadPolicy(_LookaheadPolicy, metaclass=_LookaheadPolicyEnumTypeWrapper):
-    """Lookahead policies: what a drafter does while a step runs."""
-
-LOOKAHEAD_POLICY_UNSPECIFIED: LookaheadPolicy.ValueType  # 0
-"""The server's configured policy."""
-LOOKAHEAD_POLICY_OFF: LookaheadPolicy.ValueType  # 1
-"""Plain decoding."""
-LOOKAHEAD_POLICY_LOCKSTEP: LookaheadPolicy.ValueType  # 2
-"""Draft a window, verify it, repeat. The target waits for the drafter for a bounded time."""
-LOOKAHEAD_POLICY_CHAIN: LookaheadPolicy.ValueType  # 3
-"""The drafter keeps drafting; the target takes what has arrived and never waits."""
-LOOKAHEAD_POLICY_PEARL: LookaheadPolicy.ValueType  # 4
-"""A window is verified while the next one is drafted. Both wait for each other for a bounded
-time. Only chains.
-"""
-LOOKAHEAD_POLICY_FANOUT: LookaheadPolicy.ValueType  # 5
-"""As chain, but the drafter also drafts for the likeliest other outcomes and sends these branches
-ahead. For the rules coupled and one-hot.
-"""
-LOOKAHEAD_POLICY_SPREAD: LookaheadPolicy.ValueType  # 6
-"""As fanout, with several drafters, which share the sequences or one sequence's branches."""
-LOOKAHEAD_POLICY_REPLICAS: LookaheadPolicy.ValueType  # 7
-"""As fanout, but several target groups verify successive windows of a sequence while there are
-fewer sequences than groups. Only chains, for the rule coupled.
-"""
-LOOKAHEAD_POLICY_AUTO: LookaheadPolicy.ValueType  # 8
-"""The server chooses the policy and the window for each sequence, and may change them."""
-Global___LookaheadPolicy: _TypeAlias = LookaheadPolicy  # noqa: Y015
-
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -137,7 +77,11 @@ class GenerateRequest(_message.Message):
     """At least 1. Missing: as many as the context holds."""
     ignore_eos: _builtins.bool
     """The checkpoint's end tokens do not end the sequence."""
-    policy: Global___LookaheadPolicy.ValueType
+    policy: _builtins.str
+    """What the drafter does while a step runs: the name of a policy, at most 128 characters. Empty: the
+    server's. Packages may add policies (docs/extending.md), so a server says which it has
+    (DescribeModel), and refuses an unknown one with INVALID_ARGUMENT, which names those it knows.
+    """
     rule: _builtins.str
     """The name of a verification rule that the server has, such as "coupled" (docs/rules.md). At most
     128 characters. Unknown names are refused with INVALID_ARGUMENT. Empty: the server's.
@@ -196,7 +140,7 @@ class GenerateRequest(_message.Message):
         stop: _abc.Iterable[_builtins.str] | None = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
-        policy: Global___LookaheadPolicy.ValueType = ...,
+        policy: _builtins.str = ...,
         rule: _builtins.str = ...,
         window: _builtins.int | None = ...,
         stopping: _types_pb2.StoppingRule.ValueType = ...,
@@ -948,7 +892,8 @@ class DescribeModelResponse(_message.Message):
     model: _builtins.str
     vocab_size: _builtins.int
     max_model_len: _builtins.int
-    default_policy: Global___LookaheadPolicy.ValueType
+    default_policy: _builtins.str
+    """The policy of a request that names none."""
     default_window: _builtins.int
     @_builtins.property
     def end_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -957,8 +902,8 @@ class DescribeModelResponse(_message.Message):
         """The sampling of a request that sets none."""
 
     @_builtins.property
-    def policies(self) -> _containers.RepeatedScalarFieldContainer[Global___LookaheadPolicy.ValueType]:
-        """Policies that this deployment can run with its drafters and target groups."""
+    def policies(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the policies that this deployment can run with its drafters and target groups."""
 
     def __init__(
         self,
@@ -968,8 +913,8 @@ class DescribeModelResponse(_message.Message):
         max_model_len: _builtins.int = ...,
         end_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         default_sampling: _types_pb2.SamplingParams | None = ...,
-        policies: _abc.Iterable[Global___LookaheadPolicy.ValueType] | None = ...,
-        default_policy: Global___LookaheadPolicy.ValueType = ...,
+        policies: _abc.Iterable[_builtins.str] | None = ...,
+        default_policy: _builtins.str = ...,
         default_window: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling", b"default_sampling"]  # noqa: Y015

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from cluster.decoding import answers
+from cluster.decoding.answers import gives_up_bonus
 from cluster.decoding.events import SequenceVerdict
 from cluster.decoding.sequence import Sequence
 from cluster.decoding.token_tree import TokenTree
-from cluster.decoding.verdicts import gives_up_bonus
 
 
 def bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from cluster.decoding.policies import PolicyName
 from tests.cluster.decoding.law_drafter import (
     BegunModels,
     BranchingProposer,
@@ -21,8 +20,8 @@ from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.kinds.recycling import RecyclingProposer
 from workers.drafting.protocols import Proposer
 
-LOCKSTEP, PEARL, CHAIN = PolicyName.LOCKSTEP, PolicyName.PEARL, PolicyName.CHAIN
-FANOUT = PolicyName.FANOUT
+LOCKSTEP, PEARL, CHAIN = "lockstep", "pearl", "chain"
+FANOUT = "fanout"
 
 MODEL, OTHER_MODEL = "model", "other-model"
 """Drafters with distributions of their own each."""
@@ -45,7 +44,7 @@ class Case:
     """
 
     rule: str
-    policy: PolicyName
+    policy: str
     branches: int
     window: int
     timing: Timing
@@ -58,7 +57,7 @@ class Case:
     def __str__(self) -> str:
         shape = f"{self.branches}x{self.window}of{self.vocab_size}"
         when = f"{self.timing.during}late{self.timing.late}"
-        parts = [self.rule, self.policy.value, shape, when]
+        parts = [self.rule, self.policy, shape, when]
         if self.drafters != (MODEL,):
             parts += self.drafters
         if self.fault is not None:

@@ -43,7 +43,6 @@ from cluster.decoding.instructions import (
     Slice,
     WakeAt,
 )
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
@@ -372,7 +371,7 @@ def verdict_of(
 def request(
     rule: str,
     *,
-    policy: PolicyName,
+    policy: str,
     branches: int,
     window: int,
     max_tokens: int,
@@ -398,7 +397,7 @@ def _elder(fault: Preemption) -> Request:
     """An older request, whose tokens are all certain."""
     spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=len(PROMPT))
     most = fault.num_blocks - len(PROMPT)
-    return Request(ELDER, PROMPT, spec, most, PolicyName.OFF, window=0)
+    return Request(ELDER, PROMPT, spec, most, "off", window=0)
 
 
 def served(

@@ -28,7 +28,7 @@ from cluster.decoding.events import (
     Tick,
 )
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import POLICIES, policy_named
 from cluster.decoding.scheduler import Scheduler
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token
@@ -76,7 +76,7 @@ class FarDrafter(PretendedDrafter):
 class Schedule:
     """One schedule: about three requests, up to three drafters and target groups."""
 
-    policies = tuple(PolicyName)
+    policies = tuple(POLICIES)
     rules = frozenset({"coupled"})
     """For which the drafters can draft."""
     most_tokens = 24

@@ -21,7 +21,6 @@ from cluster.decoding.instructions import (
     Instruction,
     RunStep,
 )
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.true_text import request
@@ -30,7 +29,7 @@ from workers.verification.rule import RULES
 PROMPT = (7, 8, 9)
 
 
-def started(policy: PolicyName = PolicyName.CHAIN, **options: Any) -> Scheduler:
+def started(policy: str = "chain", **options: Any) -> Scheduler:
     """A scheduler with a target, one drafter and sequence 1 decoding after its prompt's step."""
     scheduler = Scheduler(wait_seconds=2.0)
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))

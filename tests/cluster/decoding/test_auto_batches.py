@@ -7,13 +7,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.decoding.auto import FIRST_TRIED, SHARE_TRIED, Controller
-from cluster.decoding.choices import Choice
-from cluster.decoding.cohorts import FIRST_STANDS, STANDS, Cohorts, Plan
+from cluster.decoding.auto.cohorts import (
+    CHAIN,
+    FIRST_STANDS,
+    OFF,
+    STANDS,
+    TREE_WIDTH,
+    Acceptance,
+    Cohorts,
+    Pilot,
+    Plan,
+    choice_of,
+)
+from cluster.decoding.auto.controller import FIRST_TRIED, SHARE_TRIED, Controller
 from cluster.decoding.events import Proposal, Proposed, StepDone
 from cluster.decoding.instructions import RunStep, Slice
-from cluster.decoding.pilot import Acceptance, Pilot
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.scripts import verdict_of
 from tests.cluster.decoding.true_text import request
@@ -29,8 +37,7 @@ class Batch:
         self.row_ms, self.proposal_ms = row_ms, proposal_ms
         self.controller = Controller()
         self.pilots = [
-            Pilot.of(request(number, (7, 8, 9), policy=PolicyName.AUTO, window=8))
-            for number in range(count)
+            Pilot.of(request(number, (7, 8, 9), policy="auto", window=8)) for number in range(count)
         ]
         for pilot in self.pilots:
             self.controller.admitted(pilot)
@@ -92,7 +99,7 @@ def test_those_whose_drafts_fail_are_cut_and_the_others_go_on() -> None:
 
 def test_a_cohort_begins_with_what_its_first_member_has_shown() -> None:
     usual = Acceptance(0.85)
-    pilot = Pilot.of(request(1, (7, 8, 9), policy=PolicyName.AUTO, window=8))
+    pilot = Pilot.of(request(1, (7, 8, 9), policy="auto", window=8))
     pilot.meets("d", usual)
     while pilot.acceptance.mean > 0.6:
         pilot.acceptance.add((False,))
@@ -102,13 +109,13 @@ def test_a_cohort_begins_with_what_its_first_member_has_shown() -> None:
 
 
 def test_what_is_tried_beside_those_that_rest_is_looked_at_soon() -> None:
-    pilot = Pilot.of(request(1, (7, 8, 9), policy=PolicyName.AUTO, window=8))
+    pilot = Pilot.of(request(1, (7, 8, 9), policy="auto", window=8))
     cohort = Cohorts().of(pilot, "d", Acceptance(0.85))
-    cohort.plan, cohort.rest_for, cohort.decisions = Plan(Choice.OFF, 1), 16, 9
+    cohort.plan, cohort.rest_for, cohort.decisions = Plan(OFF, 1), 16, 9
     cohort.members = cohort.decided_for = 64
     cohort.seen_at = FIRST_STANDS
     assert not cohort.overdue(FIRST_STANDS), "all rest"
-    cohort.trial = Plan(Choice.CHAIN_TREE, 8)
+    cohort.trial = Plan(choice_of(CHAIN.policy, TREE_WIDTH), 8)
     assert cohort.overdue(FIRST_STANDS)
 
 

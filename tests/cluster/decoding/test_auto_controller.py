@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from cluster.decoding.auto import Controller
+from cluster.decoding.auto.cohorts import FIRST_PROBE, RESTING, Acceptance, Pilot
+from cluster.decoding.auto.controller import Controller
 from cluster.decoding.events import (
     Admitted,
     DrafterJoined,
@@ -16,8 +17,6 @@ from cluster.decoding.events import (
     TargetJoined,
 )
 from cluster.decoding.instructions import Instruction, RunStep, Slice
-from cluster.decoding.pilot import FIRST_PROBE, RESTING, Acceptance, Pilot
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.scripts import PROMPT, proposal, verdict, verdict_of
@@ -35,7 +34,7 @@ class Script:
     def __init__(self, *, row_ms: float = 0.0) -> None:
         self.row_ms = row_ms
         self.controller = Controller()
-        self.pilot = Pilot.of(request(1, (7, 8, 9), policy=PolicyName.AUTO, window=8))
+        self.pilot = Pilot.of(request(1, (7, 8, 9), policy="auto", window=8))
         self.tree = TokenTree((7, 8, 9))
         self.now = 0.0
         self.step = 0
@@ -137,7 +136,7 @@ def test_what_it_believes_is_told() -> None:
 def test_a_scheduler_that_serves_no_auto_does_the_same_and_believes_nothing() -> None:
     def decode(*, serves_auto: bool) -> tuple[list[Instruction], dict[str, float]]:
         scheduler = Scheduler(wait_seconds=2.0, serves_auto=serves_auto)
-        asked = request(1, PROMPT, policy=PolicyName.CHAIN)
+        asked = request(1, PROMPT, policy="chain")
         events = (
             TargetJoined(0, 50, 1000, 4, 64),
             DrafterJoined(0, "d", 1000),
@@ -157,7 +156,7 @@ def test_a_scheduler_that_serves_no_auto_does_the_same_and_believes_nothing() ->
 def test_a_scheduler_that_serves_no_auto_is_given_none() -> None:
     scheduler = Scheduler(serves_auto=False)
     with pytest.raises(AssertionError, match="nothing to choose"):
-        scheduler.handle(Admitted(0, request(1, PROMPT, policy=PolicyName.AUTO)))
+        scheduler.handle(Admitted(0, request(1, PROMPT, policy="auto")))
 
 
 def test_acceptance_leans_on_its_prior_until_there_is_evidence() -> None:

@@ -13,19 +13,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.decoding.choices import Choice
-from cluster.decoding.policies import PolicyName
+from cluster.decoding.auto.cohorts import OFF, choice_of, drafting_choices
+from cluster.decoding.policies.replicas import REPLICAS
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.schedules import FewThatGoWell, Schedule
 
 pytestmark = pytest.mark.long
 
+CHOICES = (OFF, *drafting_choices())
+
 
 class Steered(Schedule):
     """All requests are of `auto`; the tape chooses in the controller's place."""
 
-    policies = (PolicyName.AUTO,)
+    policies = ("auto",)
     tape_length = 150
 
     def act(self) -> None:
@@ -36,16 +38,16 @@ class Steered(Schedule):
 
     def steer(self, sequence: Sequence) -> None:
         """Another choice for this sequence, of those that it may have."""
-        pilot, choice = sequence.pilot, list(Choice)[self.tape.choose(len(Choice))]
+        pilot, choice = sequence.pilot, CHOICES[self.tape.choose(len(CHOICES))]
         assert pilot is not None
-        if choice is Choice.OFF:
+        if choice is OFF:
             pilot.rest()
         elif pilot.allows(choice):
             pilot.follow(choice)
         pilot.window = 1 + self.tape.choose(pilot.limit)
         was_tree = sequence.tree.num_pinned > 0 and pilot.choice.is_tree
         self.seen["a tree in a step"] += was_tree
-        self.seen[pilot.choice.value] += 1
+        self.seen[pilot.choice.name] += 1
         self.seen["by several groups, then by one"] += bool(
             any(one.kv.in_flight for one in sequence.replicas)
             and sequence.policy.replicates
@@ -64,8 +66,8 @@ class OnTwoGroups(FewThatGoWell, Steered):
         """Often to or from `replicas`."""
         pilot = sequence.pilot
         assert pilot is not None
-        if self.tape.choose(2) and pilot.allows(Choice.REPLICAS):
-            pilot.follow(Choice.REPLICAS)
+        if self.tape.choose(2) and pilot.allows(choice_of(REPLICAS)):
+            pilot.follow(choice_of(REPLICAS))
             sequence.steer(pilot)
         else:
             super().steer(sequence)
@@ -101,7 +103,7 @@ def test_the_fuzzer_notices_that_a_replica_lets_go_of_what_its_lead_verifies(
 
 def test_schedules_reach_every_choice() -> None:
     seen = _run_many(200)
-    assert all(seen[choice.value] >= 5 for choice in Choice), seen
+    assert all(seen[choice.name] >= 5 for choice in CHOICES), seen
     assert seen["a tree in a step"] >= 5
 
 

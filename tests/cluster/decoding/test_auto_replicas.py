@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cluster.decoding.policies import PolicyName
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import Layout, Load
 from tests.cluster.decoding.test_auto import DRAFTER, TARGET, choices, decode
@@ -17,8 +16,8 @@ from workers.emulated.replay_text import Guess
 
 pytestmark = pytest.mark.long
 
-ONE_GROUP = ((PolicyName.CHAIN, 8), (PolicyName.FANOUT, 8), (PolicyName.PEARL, 8))
-SEVERAL = ((PolicyName.REPLICAS, 4), (PolicyName.REPLICAS, 8))
+ONE_GROUP = (("chain", 8), ("fanout", 8), ("pearl", 8))
+SEVERAL = (("replicas", 4), ("replicas", 8))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +38,7 @@ def test_replicas_where_they_are_the_best(given: dict[str, Any], share: float) -
         max(decode(policy, window=window, **given)[0] for policy, window in fixed)
         for fixed in (ONE_GROUP, SEVERAL)
     )
-    auto, fleet = decode(PolicyName.AUTO, window=32, **given)
+    auto, fleet = decode("auto", window=32, **given)
     assert several >= 1.04 * one, "negative control: further groups matter"
     assert choices(fleet)["replicas"] > choices(fleet).total() / 2
     assert auto >= share * several
@@ -49,7 +48,7 @@ def test_trees_where_second_guesses_are_right() -> None:
     """What a second group would gain, a tree in the first one gains twice."""
     given: dict[str, Any] = {"groups": 2, "acceptance": 0.75, "hit_rate": 0.85, "tokens": 300}
     several = max(decode(policy, window=window, **given)[0] for policy, window in SEVERAL)
-    auto, fleet = decode(PolicyName.AUTO, window=32, **given)
+    auto, fleet = decode("auto", window=32, **given)
     assert choices(fleet)["replicas"] < 0.1 * choices(fleet).total()
     assert auto >= 1.03 * several
 
@@ -57,8 +56,8 @@ def test_trees_where_second_guesses_are_right() -> None:
 def test_each_sequence_has_a_group_of_its_own_first() -> None:
     """No group is to spare until the first of two has ended."""
     given: dict[str, Any] = {"groups": 2, "acceptance": 0.85, "batch": 2, "tokens": 200}
-    chain, _ = decode(PolicyName.CHAIN, window=8, **given)
-    auto, fleet = decode(PolicyName.AUTO, window=32, **given)
+    chain, _ = decode("chain", window=8, **given)
+    auto, fleet = decode("auto", window=32, **given)
     assert choices(fleet)["replicas"] < 0.1 * choices(fleet).total()
     assert auto >= 0.95 * chain
 
@@ -75,14 +74,14 @@ def test_each_sequence_has_a_group_of_its_own_first() -> None:
 )
 def test_never_below_plain_decoding(given: dict[str, Any]) -> None:
     given = {"groups": 2, **given}
-    plain, _ = decode(PolicyName.OFF, **given)
-    auto, _ = decode(PolicyName.AUTO, window=32, **given)
+    plain, _ = decode("off", **given)
+    auto, _ = decode("auto", window=32, **given)
     assert auto >= 0.98 * plain
 
 
 def test_requests_that_come_and_go_take_and_leave_groups() -> None:
     """A request that comes gets the group which others had lent: the texts stay the same."""
-    layout = Layout(TARGET, PolicyName.AUTO, 16, drafter=DRAFTER, drafters=1, replicas=3)
+    layout = Layout(TARGET, "auto", 16, drafter=DRAFTER, drafters=1, replicas=3)
     fleet = Fleet(layout, Load(24, 16, 60, Guess(0.8, 0.0, seed=1), per_second=2.0))
     fleet.run()
     fleet.check_end()

@@ -9,7 +9,6 @@ import pytest
 
 from cluster.decoding.events import Admitted, Cancelled, DrafterJoined
 from cluster.decoding.instructions import OpenAtTarget, Slice
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.sequence import Sequence
@@ -23,7 +22,7 @@ def test_few_blocks_preempt_the_youngest_and_every_text_is_whole() -> None:
     world = World(Scheduler(max_num_seqs=8, max_step_tokens=16), num_blocks=12)
     world.join_target()
     for sequence_id in range(1, 7):
-        asked = request(sequence_id, PROMPT, policy=PolicyName.OFF, max_tokens=30)
+        asked = request(sequence_id, PROMPT, policy="off", max_tokens=30)
         world.send(Admitted(0, asked))
     openings = 0
     while len(world.finished) < 6:
@@ -63,7 +62,7 @@ def plain_world(num_blocks: int = 250, **options: Any) -> World:
 def admit(world: World, sequence_id: int, length: int, *, first: int = 1, **options: Any) -> None:
     """A request that decodes plainly, with a prompt of so many tokens of its own."""
     prompt = tuple((first + sequence_id * i * i + i) % 49 + 1 for i in range(length))
-    world.send(Admitted(world.now, request(sequence_id, prompt, policy=PolicyName.OFF, **options)))
+    world.send(Admitted(world.now, request(sequence_id, prompt, policy="off", **options)))
 
 
 @pytest.fixture
@@ -208,7 +207,7 @@ def test_equal_prefixes_are_computed_once_and_read_by_all() -> None:
     world = plain_world(max_step_tokens=16)
     stem = tuple(range(1, 22))
     for sequence_id in (1, 2, 3):
-        asked = request(sequence_id, (*stem, 30 + sequence_id), policy=PolicyName.OFF)
+        asked = request(sequence_id, (*stem, 30 + sequence_id), policy="off")
         world.send(Admitted(world.now, asked))
     # The others wait for what the first computes, then begin behind it.
     assert set(slices(world)) == {1}
@@ -233,7 +232,7 @@ def test_a_prompt_that_was_computed_whole_is_left_its_last_token() -> None:
     starts = []
     # Of four full blocks the last is computed again, for the logits of its last token.
     for sequence_id, length in ((1, 17), (2, 17), (3, 16)):
-        asked = request(sequence_id, prompt[:length], policy=PolicyName.OFF)
+        asked = request(sequence_id, prompt[:length], policy="off")
         world.send(Admitted(world.now, asked))
         starts.append(slices(world)[sequence_id].start)
         while world.step is not None:
@@ -248,7 +247,7 @@ def test_other_tenants_and_a_cache_that_is_off_share_nothing() -> None:
         world = World(Scheduler(prefix_cache=enabled))
         world.join_target()
         for sequence_id, tenant in enumerate(tenants):
-            asked = request(sequence_id, prompt, policy=PolicyName.OFF, tenant=tenant)
+            asked = request(sequence_id, prompt, policy="off", tenant=tenant)
             world.send(Admitted(world.now, asked))
             while sequence_id not in world.finished:
                 world.answer()
@@ -259,7 +258,7 @@ def test_who_waits_for_a_prefix_begins_itself_when_the_other_is_gone() -> None:
     world = plain_world(max_step_tokens=8)
     stem = tuple(range(1, 30))
     for sequence_id in (1, 2):
-        world.send(Admitted(world.now, request(sequence_id, stem, policy=PolicyName.OFF)))
+        world.send(Admitted(world.now, request(sequence_id, stem, policy="off")))
     assert set(slices(world)) == {1}
     world.send(Cancelled(world.now, 1))
     world.answer()

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cluster.decoding.events import Proposal, Proposed
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.token_tree import TokenTree
 from cluster.driver.fitting import Speculation
 from cluster.driver.wire import proposal_from_wire
@@ -38,7 +37,7 @@ WITH_DRAWS = ("kseq", "recursive", "mcsd")
 class HonestCoins(FewThatGoWell):
     """Nobody lies. What is late is late on one stream."""
 
-    policies = (PolicyName.CHAIN, PolicyName.LOCKSTEP)
+    policies = ("chain", "lockstep")
     rules = frozenset(RULES)
 
     def choose_rule(self) -> str:

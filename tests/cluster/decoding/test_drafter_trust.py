@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from cluster.decoding.drafters import FIRST_PAUSE, LONGEST_PAUSE
+from cluster.decoding.drafters import (
+    FIRST_PAUSE,
+    FIRST_REST,
+    LONGEST_PAUSE,
+    LONGEST_REST,
+    UNANSWERED_OUTCOMES,
+    UNANSWERED_SECONDS,
+)
 from cluster.decoding.events import (
     Admitted,
     Cancelled,
@@ -18,13 +25,6 @@ from cluster.decoding.events import (
     TargetJoined,
 )
 from cluster.decoding.instructions import CloseDraft, Instruction, OpenDraft, RunStep, Suspect
-from cluster.decoding.policies import PolicyName
-from cluster.decoding.roster import (
-    FIRST_REST,
-    LONGEST_REST,
-    UNANSWERED_OUTCOMES,
-    UNANSWERED_SECONDS,
-)
 from cluster.decoding.scheduler import Scheduler
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.true_text import VOCAB_SIZE, request
@@ -45,7 +45,7 @@ class Steps:
         for name in drafters:
             self.carry_out(self.scheduler.handle(DrafterJoined(0, name, 9000)))
         for number in sequences:
-            asked = request(number, (1, 2, 3), max_tokens=8000, policy=PolicyName.CHAIN)
+            asked = request(number, (1, 2, 3), max_tokens=8000, policy="chain")
             self.carry_out(self.scheduler.handle(Admitted(0, asked)))
 
     def carry_out(self, instructions: Iterable[Instruction]) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from cluster.decoding.events import Admitted, DrafterJoined, TargetJoined
 from cluster.decoding.instructions import Grant, Instruction
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.fitting import check_policy_fits
 from paceline.errors import InvalidRequestError
@@ -25,7 +24,7 @@ from tests.cluster.decoding.true_text import request
 
 def fanned_out(**options: object) -> Scheduler:
     """10, 11, 12, 13 and 14 were drafted as the chain, and 10, 21, 22 and 23 as a branch."""
-    scheduler = started(PolicyName.FANOUT, window=2, **options)
+    scheduler = started("fanout", window=2, **options)
     scheduler.handle(tree_proposal(PROMPT, (10, 11, 21, 12, 22), (0, 1, 1, 2, 3)))
     scheduler.handle(tree_proposal((*PROMPT, 10), (11, 12, 13, 14), (0, 1, 2, 3)))
     scheduler.handle(proposal((*PROMPT, 10, 21, 22), 23))
@@ -33,7 +32,7 @@ def fanned_out(**options: object) -> Scheduler:
 
 
 def test_grants_say_how_many_branches_and_make_room_for_them() -> None:
-    scheduler = started(PolicyName.FANOUT, window=2)
+    scheduler = started("fanout", window=2)
     (grant,) = [one for one in scheduler.handle(verdict(1, 0, 10)) if isinstance(one, Grant)]
     assert (grant.branches, grant.fan_out, grant.nodes) == (1, 5, 5 + 5 * 3)
     assert grant.until_position == len(PROMPT) + 1 + 5
@@ -61,7 +60,7 @@ def test_a_miss_is_an_ordinary_chain() -> None:
 
 
 def test_a_branch_that_comes_after_its_verdict_is_found_by_content() -> None:
-    scheduler = started(PolicyName.FANOUT, window=2)
+    scheduler = started("fanout", window=2)
     scheduler.handle(proposal(PROMPT, 10, 11))
     scheduler.handle(verdict(1, 0, 10))
     scheduler.handle(verdict(2, 0, 21))
@@ -73,7 +72,7 @@ def test_with_branches_of_its_own_a_window_is_a_tree() -> None:
     scheduler = fanned_out(branches=2)
     out: list[Instruction] = scheduler.handle(verdict(1, 0, 10))
     assert the_step(out).slices[0].token_ids == (10, 11, 12)
-    scheduler = started(PolicyName.FANOUT, window=4, branches=2)
+    scheduler = started("fanout", window=4, branches=2)
     scheduler.handle(tree_proposal(PROMPT, (10, 11, 21, 12, 22), (0, 1, 1, 2, 3)))
     out = scheduler.handle(verdict(1, 0, 10))
     assert the_step(out).slices[0].token_ids == (10, 11, 12, 21, 22)
@@ -87,12 +86,12 @@ def test_with_branches_of_its_own_a_window_is_a_tree() -> None:
 @pytest.mark.parametrize("rule", ["rejection", "kseq", "recursive", "mcsd"])
 def test_rules_whose_outcomes_cannot_be_foreseen_are_refused(rule: str) -> None:
     with pytest.raises(InvalidRequestError, match="fanout"):
-        check_policy_fits(PolicyName.FANOUT, rule, 1)
-    check_policy_fits(PolicyName.FANOUT, "coupled", 2)
+        check_policy_fits("fanout", rule, 1)
+    check_policy_fits("fanout", "coupled", 2)
 
 
 def test_a_slow_drafter_gets_fewer_branches() -> None:
-    scheduler = started(PolicyName.FANOUT, window=8)
+    scheduler = started("fanout", window=8)
     scheduler.handle(replace(proposal(PROMPT, 10), pass_seconds=0.004))
     scheduler.handle(verdict(1, 0, 10))
     out = scheduler.handle(replace(verdict(2, 0, 11), step_seconds=0.010))
@@ -108,7 +107,7 @@ def test_the_more_sequences_a_drafter_has_the_fewer_branches_each_gets(
     scheduler = Scheduler()
     scheduler.handle(DrafterJoined(0, "d", 1000))
     for number in range(1, crowd + 1):
-        asked = request(number, PROMPT, policy=PolicyName.FANOUT, window=8)
+        asked = request(number, PROMPT, policy="fanout", window=8)
         scheduler.handle(Admitted(0, asked))
     out = scheduler.handle(TargetJoined(0, 50, 1000, 4, 1024))
     # The last one gets its grant when all of them are there.

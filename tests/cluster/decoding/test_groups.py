@@ -6,7 +6,6 @@ import pytest
 
 from cluster.decoding.batching import Batching
 from cluster.decoding.events import Admitted, Cancelled, StepDone
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.errors import PromptTooLongError, ProtocolError
 from tests.cluster.decoding.true_text import request
@@ -25,7 +24,7 @@ def world_of(num_groups: int, *, max_num_seqs: int = 4, num_blocks: int = 64) ->
 def admit(world: World, *numbers: int, length: int = 5) -> None:
     for number in numbers:
         prompt = tuple(range(number, number + length))
-        asked = request(number, prompt, policy=PolicyName.OFF)
+        asked = request(number, prompt, policy="off")
         world.send(Admitted(world.now, asked))
 
 
@@ -121,7 +120,7 @@ def test_a_prefix_that_a_group_has_computed_brings_its_like_there() -> None:
     world = world_of(2)
     prompt = tuple(range(1, 14))
     for number in (1, 2):
-        asked = request(number, prompt, policy=PolicyName.OFF, max_tokens=3)
+        asked = request(number, prompt, policy="off", max_tokens=3)
         world.send(Admitted(world.now, asked))
         if number == 1:
             world.lose_target(0)
@@ -143,7 +142,7 @@ def test_a_move_to_blocks_of_another_size_keeps_the_text() -> None:
     shared = (1, 2, 3, 4)
     for number in (1, 2):
         prompt = (*shared, *range(10 * number, 10 * number + 9))
-        asked = request(number, prompt, policy=PolicyName.OFF)
+        asked = request(number, prompt, policy="off")
         world.send(Admitted(world.now, asked))
     while min(map(len, world.emitted.values())) < 2:
         world.answer(0)

@@ -9,7 +9,6 @@ import pytest
 
 from cluster.decoding.events import Admitted, DrafterJoined, Tick
 from cluster.decoding.instructions import Emit, Grant, Instruction, RunStep, WakeAt
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.scripts import (
@@ -34,7 +33,7 @@ def last_grant(instructions: list[Instruction]) -> Grant:
 
 
 def test_pre_verify_steps_at_once_and_post_verify_waits_for_its_window() -> None:
-    scheduler = started(PolicyName.PEARL, window=3)
+    scheduler = started("pearl", window=3)
     # Pre-verify: the target computes the first token alone while the window is drafted.
     scheduler.handle(proposal(PROMPT, 10, 11))
     out = scheduler.handle(verdict(1, 0, 10, now=1.0))
@@ -51,7 +50,7 @@ def test_pre_verify_steps_at_once_and_post_verify_waits_for_its_window() -> None
 
 
 def test_whatever_is_rejected_drops_the_next_window_and_pre_verifies() -> None:
-    scheduler = started(PolicyName.PEARL, window=2)
+    scheduler = started("pearl", window=2)
     scheduler.handle(proposal(PROMPT, 10, 11, 12))
     scheduler.handle(verdict(1, 0, 10))
     scheduler.handle(proposal((*PROMPT, 10, 11, 12), 13, 14, 15))
@@ -69,7 +68,7 @@ def test_whatever_is_rejected_drops_the_next_window_and_pre_verifies() -> None:
 
 
 def test_it_waits_no_longer_than_its_bound() -> None:
-    scheduler = started(PolicyName.PEARL, window=4)
+    scheduler = started("pearl", window=4)
     scheduler.handle(proposal(PROMPT, 10, 11))
     assert not steps(scheduler.handle(verdict(1, 0, 10, now=1.0)))
     assert not steps(scheduler.handle(Tick(2.9)))
@@ -77,7 +76,7 @@ def test_it_waits_no_longer_than_its_bound() -> None:
 
 
 def test_a_window_is_what_is_drafted_beside_a_step() -> None:
-    scheduler = started(PolicyName.PEARL, window=16)
+    scheduler = started("pearl", window=16)
     scheduler.handle(verdict(1, 0, 10))
     scheduler.handle(replace(verdict(2, 0, 11), step_seconds=0.010))
     path = (*PROMPT, 10, 11)
@@ -89,7 +88,7 @@ def test_a_window_is_what_is_drafted_beside_a_step() -> None:
 
 
 def test_under_coins_the_first_token_is_awaited_and_a_pending_bonus_given_up() -> None:
-    asked = replace(tree_request("rejection", window=2, branches=1), policy=PolicyName.PEARL)
+    asked = replace(tree_request("rejection", window=2, branches=1), policy="pearl")
     scheduler = started_with(asked)
     assert not steps(scheduler.handle(verdict(1, 0, 10, now=1.0)))
     base = (*PROMPT, 10)
@@ -115,7 +114,7 @@ def test_the_text_is_plain_decodings_whatever_is_drafted(right: float) -> None:
     world.drafters["d"] = PretendedDrafter(guess)
     world.send(DrafterJoined(world.now, "d", 70))
     for number in range(1, 5):
-        asked = request(number, (number, 7, 9), policy=PolicyName.PEARL, max_tokens=40, window=5)
+        asked = request(number, (number, 7, 9), policy="pearl", max_tokens=40, window=5)
         world.send(Admitted(world.now, asked))
     while len(world.finished) < 4:
         world.now += 0.01

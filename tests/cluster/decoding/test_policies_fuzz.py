@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cluster.decoding import policies
 from cluster.decoding.lookahead import DraftView, Wait
+from cluster.decoding.policies import lockstep, pearl
 from cluster.decoding.sequence import Sequence
-from cluster.decoding.state import DecodingState, Outbox
+from cluster.decoding.state import DecodingState, Deferred
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.schedules import Schedule
 
@@ -49,7 +49,8 @@ def test_the_fuzzer_notices_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) 
     def for_ever(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
         return min(full, view.num_candidates) if view.num_candidates >= full else Wait()
 
-    monkeypatch.setattr(policies, "_await_candidates", for_ever)
+    monkeypatch.setattr(lockstep, "await_candidates", for_ever)
+    monkeypatch.setattr(pearl, "await_candidates", for_ever)
     with pytest.raises(AssertionError, match="nothing to wait for"):
         _run_many(100)
 
@@ -64,7 +65,7 @@ def test_the_fuzzer_notices_a_sequence_that_is_not_resumed(monkeypatch: pytest.M
 def test_the_fuzzer_notices_a_pause_that_keeps_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a paused sequence stays in the batch."""
 
-    def careless_pause(state: DecodingState, sequence: Sequence, out: Outbox) -> None:
+    def careless_pause(state: DecodingState, sequence: Sequence, out: Deferred) -> None:
         sequence.paused = True
 
     monkeypatch.setattr(DecodingState, "pause", careless_pause)

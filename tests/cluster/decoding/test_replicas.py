@@ -6,7 +6,6 @@ import pytest
 
 from cluster.decoding.events import Admitted, Cancelled, DrafterJoined
 from cluster.decoding.instructions import Slice
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.sequence import Replica
 from cluster.driver.fitting import check_layout
 from paceline.errors import InvalidRequestError
@@ -35,7 +34,7 @@ def drafting_world(num_groups: int, *, wrong_at: int | None = None) -> World:
 
 
 def admit(world: World, number: int) -> None:
-    asked = request(number, PROMPT, policy=PolicyName.REPLICAS, max_tokens=40, window=4)
+    asked = request(number, PROMPT, policy="replicas", max_tokens=40, window=4)
     world.send(Admitted(world.now, asked))
 
 
@@ -132,5 +131,5 @@ def test_the_sequence_goes_on_at_once_where_another_group_has_it() -> None:
 
 def test_one_group_is_too_few() -> None:
     with pytest.raises(InvalidRequestError, match=r"at least 2 target groups.* has 1"):
-        check_layout(PolicyName.REPLICAS, 1, 1)
-    check_layout(PolicyName.REPLICAS, 1, 2)
+        check_layout("replicas", 1, 1)
+    check_layout("replicas", 1, 2)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from cluster.decoding import answers
 from cluster.decoding.instructions import Slice
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.schedules import FewThatGoWell, Tape
@@ -26,7 +25,7 @@ pytestmark = pytest.mark.long
 class ReplicasSchedule(FewThatGoWell):
     """All requests, few at a time, have several groups verify them."""
 
-    policies = (PolicyName.REPLICAS,)
+    policies = ("replicas",)
 
     def __init__(self, tape: Tape) -> None:
         super().__init__(tape)

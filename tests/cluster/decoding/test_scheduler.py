@@ -27,7 +27,6 @@ from cluster.decoding.instructions import (
     SendOutcome,
     WakeAt,
 )
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.rules import Stopping
 from tests.cluster.decoding.scripts import (
@@ -91,7 +90,7 @@ def test_a_bonus_guess_that_arrives_late_is_compared_when_it_comes() -> None:
 
 
 def test_lockstep_waits_for_a_full_window_and_no_longer_than_its_bound() -> None:
-    scheduler = started(PolicyName.LOCKSTEP, window=2)
+    scheduler = started("lockstep", window=2)
     out = scheduler.handle(verdict(1, 0, 10, now=1.0))
     assert WakeAt(3.0) in out
     assert not any(isinstance(each, RunStep) for each in out)
@@ -105,7 +104,7 @@ def test_lockstep_waits_for_a_full_window_and_no_longer_than_its_bound() -> None
 
 
 def test_lockstep_does_not_wait_for_a_drafter_that_has_no_more() -> None:
-    scheduler = started(PolicyName.LOCKSTEP, window=4)
+    scheduler = started("lockstep", window=4)
     scheduler.handle(verdict(1, 0, 10))
     out = scheduler.handle(proposal((*PROMPT, 10), last=True))
     assert the_step(out).slices[0].window == 0
@@ -114,7 +113,7 @@ def test_lockstep_does_not_wait_for_a_drafter_that_has_no_more() -> None:
 @pytest.mark.parametrize("branches", [1, 2])
 def test_lockstep_does_not_wait_for_candidates_of_the_last_token(branches: int) -> None:
     """The drafter has no leave to draft there, so it will not say that it has no more either."""
-    scheduler = started(PolicyName.LOCKSTEP, window=4, max_tokens=2, branches=branches)
+    scheduler = started("lockstep", window=4, max_tokens=2, branches=branches)
     assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].window == 0
 
 
@@ -122,7 +121,7 @@ def test_the_time_to_draft_is_part_of_what_tokens_cost() -> None:
     scheduler = Scheduler(wait_seconds=2.0)
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
     scheduler.handle(DrafterJoined(0, "d", 1000))
-    wanted = request(1, PROMPT, policy=PolicyName.LOCKSTEP, window=1)
+    wanted = request(1, PROMPT, policy="lockstep", window=1)
     scheduler.handle(Admitted(0, dataclasses.replace(wanted, stopping=Stopping.COST)))
     path: tuple[int, ...] = PROMPT
     for step, now in enumerate((1.0, 1.1, 1.2, 1.3), start=1):
@@ -137,7 +136,7 @@ def test_off_wants_no_drafter() -> None:
     scheduler = Scheduler()
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
     scheduler.handle(DrafterJoined(0, "d", 1000))
-    out = scheduler.handle(Admitted(0, request(1, PROMPT, policy=PolicyName.OFF)))
+    out = scheduler.handle(Admitted(0, request(1, PROMPT, policy="off")))
     assert [type(each) for each in out] == [RunStep]
 
 
@@ -153,7 +152,7 @@ def test_an_end_token_inside_the_accepted_window_ends_the_text_there() -> None:
     assert (finish.stats.steps, finish.stats.drafted, finish.stats.accepted) == (2, 2, 1)
     # The shards are told with the next step: one of its own would keep that waiting.
     assert not any(isinstance(each, RunStep) for each in out)
-    out = scheduler.handle(Admitted(4, request(2, PROMPT, policy=PolicyName.OFF)))
+    out = scheduler.handle(Admitted(4, request(2, PROMPT, policy="off")))
     assert the_step(out).close == (1,)
     scheduler.check_integrity()
 
@@ -198,37 +197,37 @@ def test_a_cancelled_sequence_keeps_its_blocks_until_its_step_is_done() -> None:
 def test_the_next_step_goes_out_before_anything_is_counted_or_told() -> None:
     scheduler = started()
     scheduler.handle(proposal(PROMPT, 10, 11, 12))
-    (step,) = scheduler.begin(verdict(1, 0, 10))
+    (step,) = scheduler.steps_for(verdict(1, 0, 10))
     assert step.slices[0].token_ids == (10, 11, 12)
     assert scheduler.totals.counts.committed == 0
     with pytest.raises(AssertionError, match="before the rest of the last one"):
-        scheduler.begin(Tick(1.0))
-    out = scheduler.rest()
+        scheduler.steps_for(Tick(1.0))
+    out = scheduler.messages()
     assert out[0] == SendOutcome("d", 1, 3, (10,))
     assert out[-1] == Emit(1, 0, (10,), 0)
     assert scheduler.totals.counts.committed == 1
-    assert scheduler.rest() == []
+    assert scheduler.messages() == []
 
 
 def test_who_waits_for_its_drafter_does_not_hold_up_the_others_step() -> None:
-    scheduler = started(PolicyName.PEARL, window=4)
-    scheduler.handle(Admitted(0.2, request(2, (4, 5), policy=PolicyName.OFF)))
+    scheduler = started("pearl", window=4)
+    scheduler.handle(Admitted(0.2, request(2, (4, 5), policy="off")))
     scheduler.handle(proposal(PROMPT, 10, 11))
     scheduler.handle(verdict(1, 0, 10))
-    scheduler.begin(StepDone(1.1, 2, (SequenceVerdict(2, 0, 20),)))
+    scheduler.steps_for(StepDone(1.1, 2, (SequenceVerdict(2, 0, 20),)))
     before = scheduler.totals.counts.committed
-    scheduler.rest()
-    (step,) = scheduler.begin(StepDone(1.2, 3, (SequenceVerdict(2, 0, 21),)))
+    scheduler.messages()
+    (step,) = scheduler.steps_for(StepDone(1.2, 3, (SequenceVerdict(2, 0, 21),)))
     assert [part.sequence_id for part in step.slices] == [2], "the first one waits for a window"
     assert before == 1
     assert scheduler.totals.counts.committed == 2, "what the answer brought is not counted yet"
-    scheduler.rest()
+    scheduler.messages()
     assert scheduler.totals.counts.committed == 3
 
 
 def test_who_comes_in_is_opened_after_drafters_heard_of_the_step_before() -> None:
     scheduler = started()
     scheduler.handle(Admitted(0.5, request(2, (4, 5))))
-    scheduler.begin(verdict(1, 0, 10))
-    told = [type(one) for one in scheduler.rest()]
+    scheduler.steps_for(verdict(1, 0, 10))
+    told = [type(one) for one in scheduler.messages()]
     assert told.index(SendOutcome) < told.index(OpenDraft)

@@ -19,7 +19,7 @@ from cluster.decoding.events import (
     Resumed,
     Tick,
 )
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import POLICIES, policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.token_tree import TokenTree
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
@@ -61,7 +61,7 @@ class Fuzz:
                 # Whole blocks in common with others, of the same tenant or of another.
                 stem = STEMS[self.draw(0, 1)][: self.draw(0, 10)]
                 prompt = (*stem, *(1 + self.draw(0, 5) for _ in range(self.draw(1, 12))))
-                policies = list(PolicyName)
+                policies = list(POLICIES)
                 policy = policies[self.draw(0, len(policies) - 1)]
                 needs = policy_named(policy).needs
                 asked = request(

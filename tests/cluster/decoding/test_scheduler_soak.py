@@ -7,7 +7,7 @@ import random
 import pytest
 
 from cluster.decoding.events import Admitted, Cancelled, DrafterJoined, Tick
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import POLICIES, policy_named
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.sequence import Sequence
@@ -64,7 +64,7 @@ class Soak:
             prompt = (*stem, *draw.choices(range(1, 50), k=draw.randrange(1, 8)))
             if draw.random() < 0.02:
                 prompt *= 3  # too long for what memory there will be at the end
-            policy = draw.choice(list(PolicyName))
+            policy = draw.choice(list(POLICIES))
             asked = request(
                 self.next_id,
                 prompt,

@@ -25,7 +25,6 @@ from cluster.decoding.instructions import (
     RunStep,
     Suspect,
 )
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
@@ -111,7 +110,7 @@ def test_an_answer_to_another_question_is_refused_and_changes_nothing(answer: St
 
 def test_what_is_under_way_when_a_grant_shrinks_is_taken() -> None:
     """A drafter says nothing twice, so all that it drafts later would hang on what was dropped."""
-    scheduler = started(PolicyName.FANOUT, window=4)
+    scheduler = started("fanout", window=4)
     scheduler.handle(verdict(1, 0, 10))
     slow = dataclasses.replace(proposal((*PROMPT, 10), 11, 12), pass_seconds=1.0)
     scheduler.handle(slow)

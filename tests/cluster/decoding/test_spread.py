@@ -15,7 +15,6 @@ from cluster.decoding.events import (
     TargetJoined,
 )
 from cluster.decoding.instructions import CloseDraft, Grant, Instruction, OpenDraft, RunStep
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.fitting import check_layout
 from paceline.errors import InvalidRequestError
@@ -37,7 +36,7 @@ class Script:
         for name in drafters:
             self.send(DrafterJoined(0, name, 1000))
         for number in range(1, sequences + 1):
-            asked = request(number, PROMPT, policy=PolicyName.SPREAD, window=2, max_tokens=200)
+            asked = request(number, PROMPT, policy="spread", window=2, max_tokens=200)
             self.send(Admitted(0, asked))
         if sequences > 1:
             self.answer()  # the first one's prefill: the others are let in
@@ -97,7 +96,7 @@ def test_sequences_are_balanced_and_spare_drafters_share_the_branches_of_one() -
     one = script.grants["a", 1]
     assert one.fan_out == 2 * 5, "twice as many branches as one drafter would have"
     # Another request needs a drafter of its own, so each has one and the third goes to the first.
-    script.send(Admitted(script.now, request(2, PROMPT, policy=PolicyName.SPREAD)))
+    script.send(Admitted(script.now, request(2, PROMPT, policy="spread")))
     script.answer()
     assert sum(len(open_) for open_ in script.open.values()) == 3
     assert len(shares(script, 1)) == 2
@@ -200,6 +199,6 @@ def test_work_leaves_a_crowd() -> None:
 
 def test_one_drafter_is_refused_with_the_reason() -> None:
     with pytest.raises(InvalidRequestError, match="at least 2 drafters"):
-        check_layout(PolicyName.SPREAD, 1, 1)
-    check_layout(PolicyName.SPREAD, 2, 1)
-    check_layout(PolicyName.FANOUT, 1, 1)
+        check_layout("spread", 1, 1)
+    check_layout("spread", 2, 1)
+    check_layout("fanout", 1, 1)

@@ -15,9 +15,8 @@ from cluster.decoding.events import (
     StepDone,
 )
 from cluster.decoding.instructions import Finish, FinishReason, Refuse, RunStep
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
-from cluster.decoding.suspects import MOST_LOST_STEPS
+from cluster.decoding.waiting import MOST_LOST_STEPS
 from paceline.errors import RequestFaultError
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token
@@ -38,7 +37,7 @@ def world_of(*numbers: int, num_groups: int = 1, max_num_seqs: int = 8) -> World
     return world
 
 
-def admit(world: World, *numbers: int, policy: PolicyName = PolicyName.OFF) -> None:
+def admit(world: World, *numbers: int, policy: str = "off") -> None:
     for number in numbers:
         prompt = (number, number + 1, number + 2, number + 3, number + 4)
         world.send(Admitted(world.now, request(number, prompt, policy=policy, max_tokens=12)))
@@ -188,7 +187,7 @@ def test_one_that_several_groups_verify_is_tried_alone_in_each() -> None:
     world = World(scheduler, num_groups=2)
     world.join_target(0)
     world.join_target(1)
-    admit(world, 1, policy=PolicyName.REPLICAS)
+    admit(world, 1, policy="replicas")
     world.answer(0)
     world.answer()
     world.lose_target(0)
@@ -235,9 +234,9 @@ def test_an_error_in_place_of_a_verdict_ends_that_request_alone() -> None:
     assert run(world, lambda step: False) == 0
 
 
-@pytest.mark.parametrize("policy", [PolicyName.CHAIN, PolicyName.FANOUT])
+@pytest.mark.parametrize("policy", ["chain", "fanout"])
 def test_candidates_that_the_target_fails_at_are_dropped_and_not_the_request(
-    policy: PolicyName,
+    policy: str,
 ) -> None:
     """Plain decoding knows nothing of them. Its drafter drafts for it no more."""
     world = World(Scheduler())
@@ -285,9 +284,9 @@ def test_blocks_of_a_sequence_in_error_are_given_to_nobody_as_a_prefix() -> None
     world = World(scheduler)
     world.join_target()
     prompt = tuple(range(1, 14))
-    world.send(Admitted(world.now, request(1, prompt, policy=PolicyName.OFF)))
+    world.send(Admitted(world.now, request(1, prompt, policy="off")))
     step = world.steps.pop(0)
     failed = SequenceVerdict(1, 0, 0, error="expected finite logits, got nan")
     world.send(StepDone(world.now, step.step, (failed,)))
-    world.send(Admitted(world.now, request(2, prompt, policy=PolicyName.OFF)))
+    world.send(Admitted(world.now, request(2, prompt, policy="off")))
     assert world.steps[0].open[0].token_ids == ()

@@ -14,7 +14,6 @@ from cluster.decoding.events import (
     TargetJoined,
 )
 from cluster.decoding.instructions import Grant, Instruction, RunStep
-from cluster.decoding.policies import PolicyName
 from cluster.decoding.scheduler import Scheduler
 from cluster.decoding.timings import (
     MOST_READ,
@@ -138,7 +137,7 @@ def _branches_granted(driver_share: float, *, steps: int = 80) -> list[int]:
     for name in "ab":
         send(DrafterJoined(0, name, 1000))
     for number in granted:
-        asked = request(number, PROMPT, policy=PolicyName.FANOUT, window=8, max_tokens=200)
+        asked = request(number, PROMPT, policy="fanout", window=8, max_tokens=200)
         send(Admitted(0, asked))
     send(TargetJoined(0, 50, 1000, 4, 1024))
     seen = []

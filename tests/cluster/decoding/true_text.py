@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 from cluster.decoding.events import Request
-from cluster.decoding.policies import PolicyName
 from paceline.prefix_hash import extend_hash
 from paceline.sampling import SamplingParams, SequenceSpec
 
@@ -38,7 +37,7 @@ def request(
     prompt: tuple[int, ...],
     *,
     max_tokens: int = 20,
-    policy: PolicyName = PolicyName.CHAIN,
+    policy: str = "chain",
     window: int = 4,
     branches: int = 1,
     tenant: str = "",

@@ -27,7 +27,7 @@ from cluster.decoding.instructions import (
     Suspect,
     WakeAt,
 )
-from cluster.decoding.policies import policy_named
+from cluster.decoding.lookahead import policy_named
 from cluster.decoding.scheduler import Scheduler
 from cluster.driver.wire import step_messages
 from paceline.errors import RequestFaultError

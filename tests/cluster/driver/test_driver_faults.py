@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.decoding.suspects import MOST_LOST_STEPS
+from cluster.decoding.waiting import MOST_LOST_STEPS
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.generation import Generation
 from cluster.driver.service import serve_driver

@@ -76,7 +76,7 @@ def _random_fields(random: Random) -> Request:
         if random.random() < 0.3:
             setattr(request, name, random.choice([0, 1, 4, 64, 2**32 - 1]))
     if random.random() < 0.3:
-        request.policy = random.randrange(12)  # type: ignore[assignment]
+        request.policy = random.choice(["off", "chain", "auto", "oracle", "\N{SNOWMAN}" * 200])
     if random.random() < 0.3:
         request.rule = random.randrange(9)  # type: ignore[assignment]
     if random.random() < 0.2:

@@ -19,8 +19,8 @@ import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
 
+from cluster.decoding.answers import gives_up_bonus
 from cluster.decoding.sequence import Sequence as Decoded
-from cluster.decoding.verdicts import gives_up_bonus
 from tests.cluster.served_laws import (
     Case,
     ask,

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from cluster.decoding.batching import Batching
-from cluster.decoding.suspects import MOST_LOST_STEPS
+from cluster.decoding.waiting import MOST_LOST_STEPS
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.service import serve_driver
 from paceline import AsyncClient, Chunk, Completion, GenerateOptions, RequestFaultError

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from cluster.decoding.policies import PolicyName
 from cluster.driver.fitting import Speculation, rules_by_kind
 from cluster.driver.requests import RequestResolver
 from cluster.driver.text import TextCodec
@@ -136,7 +135,7 @@ UNSENDABLE: list[tuple[str, Callable[[], object]]] = [
         "stop": "abc",
         "stop_token_ids": [-1],
         "logit_bias": {-1: 1.0},
-        "policy": "sideways",
+        "policy": 3,
         "rule": ["coupled"],
         "stopping": "never",
         "branches": -1,
@@ -157,7 +156,7 @@ def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any])
     ("field", "message"),
     [
         ("input", inference_pb2.GenerateRequest()),
-        ("policy", inference_pb2.GenerateRequest(prompt="x", policy=99)),  # type: ignore[arg-type]
+        ("policy", inference_pb2.GenerateRequest(prompt="x", policy="p" * 129)),
         ("rule", inference_pb2.GenerateRequest(prompt="x", rule="a" * 129)),
         ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=99)),  # type: ignore[arg-type]
     ],
@@ -166,6 +165,13 @@ def test_what_other_clients_may_send(field: str, message: inference_pb2.Generate
     with pytest.raises(InvalidRequestError) as caught:
         request_from_wire(message)
     assert caught.value.field == field
+
+
+def test_an_unknown_policy_is_refused_with_the_known_ones(resolver: RequestResolver) -> None:
+    asked = _through_the_wire("hello", GenerateOptions(policy="chian"))
+    known = r"^policy: expected one of auto, chain, .*, got 'chian'; did you mean chain"
+    with pytest.raises(InvalidRequestError, match=known):
+        resolver.resolve(*asked, room=ROOM)
 
 
 def test_defaults_are_the_checkpoint_s(resolver: RequestResolver) -> None:
@@ -208,9 +214,7 @@ def test_what_is_set_wins(resolver: RequestResolver) -> None:
     assert resolved.spec.end_token_ids == (2, 0, 9)
     assert resolved.prompt_token_ids == (5, 6)
     assert resolved.max_tokens == ROOM - 2
-    assert resolved.speculation == Speculation(
-        PolicyName.OFF, 64, "kseq", 4, Stopping.COST, "model"
-    )
+    assert resolved.speculation == Speculation("off", 64, "kseq", 4, Stopping.COST, "model")
     assert resolved.spec.rule == "kseq"
     assert (resolved.stop.strings, resolved.tenant, resolved.request_id) == (
         ("END",),

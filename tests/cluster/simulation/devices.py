@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from cluster.decoding.policies import PolicyName
 from cluster.simulation.fleet import Fleet
 from cluster.simulation.layout import HostCosts, Layout, Load
 from workers.emulated.profiles import DeviceProfile, LinkProfile, PassTimes
@@ -35,7 +34,7 @@ def layout(policy: str, *, window: int = 4, drafters: int = 1, rtt_ms: float = 0
     """One target group, with a drafter unless the policy is off. Nothing but devices takes time."""
     return Layout(
         target=device("target", STEP_MS, gpus=4),
-        policy=PolicyName(policy),
+        policy=policy,
         window=window,
         drafter=None if policy == "off" else device("drafter", DRAFT_MS),
         drafters=0 if policy == "off" else drafters,

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.policies import PolicyName, policy_named
+from cluster.decoding.lookahead import POLICIES, policy_named
 from cluster.simulation import fleet as fleet_module
 from cluster.simulation.clock import SimulatedLink, VirtualClock
 from cluster.simulation.fleet import Fleet
@@ -20,8 +20,8 @@ from workers.emulated.profiles import LinkProfile
 from workers.emulated.replay_text import Guess
 
 POLICIES = [
-    (policy.value, branches)
-    for policy in PolicyName
+    (policy, branches)
+    for policy in POLICIES
     for branches in (1, 3)
     if branches == 1 or not policy_named(policy).needs.chains_only
 ]
@@ -32,7 +32,7 @@ POLICIES = [
 def test_every_policy_gives_the_text_of_plain_decoding(
     policy: str, branches: int, temperature: float
 ) -> None:
-    needs = policy_named(PolicyName(policy)).needs
+    needs = policy_named(policy).needs
     drafters = max(1, needs.drafters)
     fleet = simulated(
         layout(policy, window=6, drafters=drafters, rtt_ms=3.0),

@@ -19,18 +19,39 @@ fail, and only a few sequences of a batch are probed at a time.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from cluster.decoding.beliefs import Beliefs
-from cluster.decoding.choices import Choice
-from cluster.decoding.cohorts import Cohort, Cohorts, Plan
+from cluster.decoding.auto.beliefs import Beliefs
+from cluster.decoding.auto.cohorts import (
+    CHAIN,
+    FANOUT,
+    FIRST_WINDOW,
+    OFF,
+    Choice,
+    Cohort,
+    Cohorts,
+    Pilot,
+    Plan,
+    drafting_choices,
+)
+from cluster.decoding.auto.forecast import Conditions, Forecast, lockstep, off, run_ahead
 from cluster.decoding.counts import CountedVerdict
 from cluster.decoding.events import Proposed, StepDone
-from cluster.decoding.forecast import Conditions, off
 from cluster.decoding.instructions import RunStep
-from cluster.decoding.options import Option, options_of
-from cluster.decoding.pilot import FIRST_WINDOW, Pilot
+from cluster.decoding.lookahead import forks_within
 from cluster.decoding.token_tree import TokenTree
+
+GAIN_TO_CHANGE = 1.03
+"""Factor by which a policy's forecast must exceed the one in use to replace it."""
+
+AS_GOOD = 1 / 200
+"""Windows of a policy whose forecasts differ by at most this share are equally good."""
+
+GAIN_TO_WAIT = 1.03
+CANDIDATES_TO_WAIT = 12
+"""A policy that waits for its drafter can be slower than plain decoding. So its forecast must
+exceed others by this factor, and this many candidates of the cohort must have been tried."""
 
 GAIN_TO_DRAFT = 1.01
 """Draft only if the forecast gain over plain decoding exceeds this factor."""
@@ -55,6 +76,116 @@ PROBE_CANDIDATES, PROBE_VERDICTS, PROBE_WINDOW = 6, 16, 2
 FIRST_TRIED, SHARE_TRIED, SHARE_THAT_FOLLOWS = 8, 16, 2
 """How many sequences may be tried at a time while nothing is known; later, one in SHARE_TRIED of
 the batch. One in SHARE_THAT_FOLLOWS may change its policy in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A choice with its best window.
+
+    `worth`: tokens/ms. `preferred`: the figure by which options are compared. `proven`: enough is
+    known for all members to follow.
+    """
+
+    choice: Choice
+    window: int
+    forecast: Forecast
+    worth: float
+    preferred: float
+    proven: bool = True
+
+
+def options_of(
+    cohort: Cohort,
+    conditions: Conditions,
+    beliefs: Beliefs,
+    *,
+    num_drafters: int,
+    num_groups: int,
+) -> list[Option]:
+    """All options that draft, each choice with its best window; the best comes first.
+
+    The choice in use is preferred, and so are choices that do not wait.
+    """
+    pilot = cohort.member
+    in_use = {plan.choice for plan in (cohort.plan, cohort.trial) if plan is not None}
+    before = cohort.plan.window if cohort.plan else pilot.window
+    # In a large crowd no branches are granted: `fanout` is `chain`, whose drafter may as well grow
+    # trees. With branches, fanout's own trees serve better.
+    crowd = max(1, cohort.members, beliefs.sequences // max(1, num_drafters))
+    forks = forks_within(1, pace=0.0, crowd=crowd) > 0
+    found = []
+    for choice in drafting_choices():
+        policy, ahead = choice.policy, _forecast_of(choice)
+        if not pilot.allows(choice) or policy.needs.drafters > num_drafters:
+            continue
+        if policy.needs.groups > num_groups:
+            continue
+        if forks != policy.fans_out and (policy.fans_out or choice.is_tree):
+            continue
+        proven = beliefs.proven(choice)
+        if choice is CHAIN and not forks and pilot.allows(FANOUT):
+            # `fanout` without branches is the same, and gets them once there are fewer sequences.
+            choice = FANOUT if beliefs.hopes_for_branches() else choice
+        is_followed = cohort.plan is not None and cohort.plan.choice is choice
+        preference = GAIN_TO_CHANGE if choice in in_use else 1.0
+        if policy.waits:
+            alone = beliefs.sequences == 1
+            if not alone or cohort.acceptance.candidates < CANDIDATES_TO_WAIT:
+                continue  # Waiting in a batch misses a step of the other sequences.
+            preference /= GAIN_TO_WAIT
+        given = (
+            beliefs.given(choice, conditions, cohort, crowd)
+            if forks or choice.is_tree
+            else conditions
+        )
+        if policy.replicates:
+            given = replace(given, groups=num_groups)
+        factor = beliefs.factor(choice)
+        tried = []
+        for depth in _depths(before // cohort.like.branches, len(given.chances)):
+            forecast = ahead(given, depth)
+            worth = beliefs.worth(forecast, given, cohort) * factor
+            window = min(cohort.like.limit, depth * cohort.like.branches)
+            preferred = worth * preference
+            tried.append(Option(choice, window, forecast, worth, preferred, proven or is_followed))
+        # A larger window leaves room for luck, but makes branches longer, which costs something.
+        # With several groups a small window's grant runs out, which the forecast does not show.
+        is_small = policy.fans_out and not policy.replicates
+        within = GAIN_TO_CHANGE - 1 if policy.replicates else AS_GOOD
+        found.append(_first_of_the_best(tried if is_small else tried[::-1], within))
+    return sorted(found, key=lambda one: one.preferred, reverse=True)
+
+
+def _depths(before: int, deepest: int) -> list[int]:
+    """Powers of two up to twice the depth before, since larger steps must be measured first."""
+    deepest = max(1, min(deepest, 2 * before))
+    return sorted({1 << power for power in range(deepest.bit_length())} | {deepest})
+
+
+def _first_of_the_best(options: list[Option], within: float) -> Option:
+    """The first option whose worth is within the share `within` of the best."""
+    best = max(one.worth for one in options)
+    enough = best - abs(best) * within
+    return next(one for one in options if one.worth >= enough)
+
+
+def _forecast_of(choice: Choice) -> Callable[[Conditions, int], Forecast]:
+    """How the choice is forecast, as a function of the conditions and the window."""
+    if not choice.policy.drafting_is_free:
+        return lockstep
+    if choice.policy.waits:
+        return _in_step
+    return _tree if choice.is_tree else run_ahead
+
+
+def _in_step(conditions: Conditions, window: int) -> Forecast:
+    """Target and drafter wait for each other: a window is no longer than is drafted in a step."""
+    pace = round(conditions.step_ms(0, 0) / conditions.pass_ms)
+    return run_ahead(conditions, max(1, min(window, pace - 1)), waits=True)
+
+
+def _tree(conditions: Conditions, window: int) -> Forecast:
+    return run_ahead(conditions, window, is_tree=True)
 
 
 class Controller:
@@ -89,13 +220,13 @@ class Controller:
             self._num_begun += 1
             pilot.try_out(FIRST_WINDOW)
             return
-        if latest is None or latest.choice is Choice.OFF:
+        if latest is None or latest.choice.rests:
             pilot.rest()
             pilot.probe_after = 0
             return
         choice = latest.choice
         if choice.policy.replicates:
-            choice = Choice.FANOUT  # Only a running sequence shows whether a group is to spare.
+            choice = FANOUT  # Only a running sequence shows whether a group is to spare.
         if pilot.allows(choice) and not choice.policy.waits:
             pilot.follow(choice)
         pilot.window = min(pilot.limit, max(latest.window, pilot.branches))
@@ -156,7 +287,7 @@ class Controller:
         """
         pilot.verdicts += 1
         for choices in (pilot.choices, self.choices):
-            choices[pilot.choice.value] = choices.get(pilot.choice.value, 0) + 1
+            choices[pilot.choice.name] = choices.get(pilot.choice.name, 0) + 1
         if tree.num_candidates or pilot.rests or drafter is None:
             pilot.restarted_at = None
         elif pilot.restarted_at is None:
@@ -186,7 +317,7 @@ class Controller:
             return
         if cohort.trial is not None and cohort.tries(pilot):
             plan = cohort.trial
-        if plan.choice is Choice.OFF:
+        if plan.choice.rests:
             if not pilot.rests:
                 pilot.rest()
             elif pilot.verdicts >= pilot.probe_after and plan.hopeful:
@@ -226,8 +357,8 @@ class Controller:
 
     def _decide(self, cohort: Cohort, conditions: Conditions) -> None:
         before = cohort.plan
-        rested = before is not None and before.choice is Choice.OFF
-        plain = off(conditions).tokens_per_ms * self.beliefs.factor(Choice.OFF)
+        rested = before is not None and before.choice.rests
+        plain = off(conditions).tokens_per_ms * self.beliefs.factor(OFF)
         options = self._options(cohort, conditions)
         best = next(one for one in options if one.proven)
         needed = plain * GAIN_TO_DRAFT
@@ -239,7 +370,7 @@ class Controller:
                 cohort.rest_for = min(2 * cohort.rest_for, LAST_REST) if again else FIRST_REST
             hopeful = replace(conditions, chances=(HOPE,) * len(conditions.chances))
             hopes = self._options(cohort, hopeful)[0].worth >= plain * GAIN_TO_DRAFT
-            resting = Option(Choice.OFF, best.window, off(conditions), plain, plain)
+            resting = Option(OFF, best.window, off(conditions), plain, plain)
             cohort.plan = self._planned(cohort, conditions, resting, plain, hopeful=hopes)
         cohort.trial = None
         if options[0] is not best and options[0].worth >= needed:

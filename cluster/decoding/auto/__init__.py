@@ -1,0 +1,1 @@
+"""Policy `auto`: what it believes, what it forecasts, and what it chooses for each cohort."""

@@ -1,0 +1,1 @@
+"""The lookahead policies of this repository, a file each (lookahead.py)."""

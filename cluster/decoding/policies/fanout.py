@@ -1,0 +1,42 @@
+"""As chain, and the drafter also drafts for the likeliest other outcomes, in branches.
+
+Branches are sent ahead of the verdict. If one continues the verdict, the driver goes on with it; a
+miss continues with an ordinary chain.
+"""
+
+from __future__ import annotations
+
+from cluster.decoding.lookahead import POLICIES, DraftView, Needs, forks_within
+from cluster.decoding.policies.chain import Chain
+
+
+class FanOut(Chain):
+    """A chain with branches."""
+
+    name = "fanout"
+    help = "as chain, and the drafter also drafts for the likeliest other outcomes"
+    paper: str | None = (
+        "after SSD (Saguaro), Kumar et al. 2026, whose drafter answers once it has the outcome"
+    )
+    needs = Needs(no_draft_probs=True)
+    fans_out = True
+    place_in_auto = 40
+
+    def granted_branches(self, view: DraftView) -> int:
+        """One for each position that may fork; twice as many if several drafters share them.
+
+        The first drafter draws the likelier half, as it would alone: a branch that it has not begun
+        is missing when the verdict goes there. More than twice as many would bring little, and the
+        driver places a token of each in every pass.
+
+        A chain forks at most at as many positions as the drafter makes passes in two steps, so a
+        slow drafter gets fewer branches. MOST_CHAINS bounds all chains and branches of a drafter.
+        """
+        if not view.useful_candidates:
+            return 0
+        pace = 0.0 if view.is_tree else view.pace
+        forks = forks_within(self.granted_candidates(view), pace=pace, crowd=view.crowd)
+        return forks * min(2, max(1, view.num_drafters))
+
+
+FANOUT = POLICIES.add(FanOut())
