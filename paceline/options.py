@@ -84,7 +84,8 @@ class GenerateOptions:
     SamplingParams. The names that an option may have:
 
     - `policy`: one of those that the server knows (`ModelDescription.policies`), such as "chain";
-    - `rule` and `stopping`: the values of `paceline.rules.Rule` and `paceline.rules.Stopping`;
+    - `rule`: a verification rule that the server has, such as "coupled" (docs/rules.md);
+    - `stopping`: the values of `paceline.rules.Stopping`;
     - `drafter`: "model", "ngram" or "recycling".
 
     With `merge`, one drafter of each kind drafts, and their candidates form one tree. Requests of
@@ -112,7 +113,7 @@ class GenerateOptions:
     )
     ignore_eos: bool = False
     policy: str | None = _name()
-    rule: str | None = None
+    rule: str | None = _name()
     window: int | None = _integer(1, MAX_WINDOW)
     stopping: str | None = None
     branches: int | None = _integer(1, MAX_BRANCHES)

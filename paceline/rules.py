@@ -36,19 +36,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 """Most characters of a stop string. The automaton of all of them has at most 4,097 nodes, 1 MB."""
 MAX_NAME_LENGTH = 128
-"""Most characters of `request_id`, `tenant`, `policy` and `drafter`. Servers keep, log and forward
-them."""
-
-
-class Rule(enum.Enum):
-    """How candidates are verified (docs/rules.md)."""
-
-    COUPLED = "coupled"
-    REJECTION = "rejection"
-    KSEQ = "kseq"
-    RECURSIVE = "recursive"
-    MCSD = "mcsd"
-    ONE_HOT = "one-hot"
+"""Most characters of `request_id`, `tenant`, `policy`, `rule` and `drafter`. Servers keep, log and
+forward them."""
 
 
 class Stopping(enum.Enum):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from paceline.errors import InvalidRequestError
 from paceline.options import check_option
-from paceline.rules import Rule
 
 MAX_LOGIT_BIAS = 10_000.0
 """Largest absolute value of a bias. It exceeds any difference of logits (OpenAI allows 100), and
@@ -67,7 +66,8 @@ class SequenceSpec:
     """What a worker must know of a sequence besides its token ids (types.proto, SequenceSpec).
 
     `seed` is a 64-bit key. Tokens before `prompt_length` are prompt. `end_token_ids` end the
-    sequence; they are masked until the output has `sampling.min_tokens` tokens.
+    sequence; they are masked until the output has `sampling.min_tokens` tokens. `rule`: the name of
+    the verification rule, which whoever receives the spec looks up.
     """
 
     sampling: SamplingParams
@@ -75,4 +75,4 @@ class SequenceSpec:
     prompt_length: int
     sample_index: int = 0
     end_token_ids: tuple[int, ...] = ()
-    rule: Rule = Rule.COUPLED
+    rule: str = "coupled"

@@ -27,13 +27,14 @@ from paceline.rules import (
     MAX_BRANCHES,
     MAX_WINDOW,
     DrafterKind,
-    Rule,
     Stopping,
 )
 from paceline.text import did_you_mean
 from workers.emulated.profiles import load_profile
 from workers.engine.load.weight_form import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
+from workers.process.registry import Registry
+from workers.verification.rule import RULES
 
 
 def refusal(message: str) -> PydanticCustomError:
@@ -244,6 +245,18 @@ def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _registered(registry: Registry[Any]) -> BeforeValidator:
+    """A name in the registry."""
+
+    def check(value: object) -> object:
+        try:
+            return registry.get(str(value), field="").name
+        except InvalidRequestError as error:
+            raise refusal(str(error).removeprefix(": ")) from None
+
+    return BeforeValidator(check)
+
+
 def _auto_or(read: Callable[[object], int | None], expected: str) -> BeforeValidator:
     """ "auto", or a value that `read` turns into a positive number."""
 
@@ -376,7 +389,7 @@ class SpeculationConfig(_Closed):
     """Defaults for requests. None of them belongs to the deployment."""
 
     policy: Policy = "chain"
-    verification: Annotated[str, _choice(*(rule.value for rule in Rule))] = "coupled"
+    verification: Annotated[str, _registered(RULES)] = "coupled"
     # The most candidates of a sequence that a step verifies.
     window: Annotated[int, Field(ge=1, le=MAX_WINDOW)] = 8
     # Candidates at each position; 1: chains.
@@ -434,7 +447,7 @@ class Config(_Closed):
     def _drafters_fit(self) -> Config:
         """Check that the deployed drafters can do what requests get by default."""
         chosen = self.speculation
-        rule = Rule(chosen.verification)
+        rule = chosen.verification
         kinds = self.drafter_kinds
         try:
             check_branches(rule, chosen.branches, chosen.window)

@@ -19,7 +19,7 @@ from cluster.decoding.replicas import Told, told_by
 from cluster.decoding.sequence import Refusal, Replica, Sequence
 from cluster.decoding.state import DecodingState, Deferred, TargetGroup
 from paceline.errors import ProtocolError, RequestFaultError
-from paceline.rules import Rule
+from workers.verification.rule import rule_named
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ def _fail(
     """
     batching.kv.forget(sequence)
     lead = sequence.lead if isinstance(sequence, Replica) else sequence
-    if part.window and lead.request.spec.rule is Rule.COUPLED:
+    if part.window and rule_named(lead.request.spec.rule).shares_noise:
         lead.declined_by |= {name: Refusal(math.inf, 0.0) for name in lead.team}
         state.drafters.release(lead, out.drafters)
         state.drop_replicas_of(lead)
@@ -342,7 +342,7 @@ def gives_up_bonus(sequence: Sequence, accepted: tuple[int, ...]) -> bool:
     never on a token's value. If no candidate was accepted, the token is taken, because otherwise
     the step would have brought nothing.
     """
-    if sequence.request.spec.rule is Rule.COUPLED or not accepted:
+    if rule_named(sequence.request.spec.rule).shares_noise or not accepted:
         return False
     return sequence.tree.run_ahead_follows(accepted)
 

@@ -19,8 +19,8 @@ from cluster.decoding.instructions import (
 from cluster.decoding.lookahead import MOST_CHAINS
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
-from paceline.rules import Rule, Stopping
-from workers.verification.rules import FACTS
+from paceline.rules import Stopping
+from workers.verification.rule import rule_named
 
 _SLOW_CHANGE = 0.9
 """The weight of the mean duration of a drafter's passes when another pass is added."""
@@ -305,7 +305,7 @@ class Drafters:
             return
         sequence.drafter = chosen.joined.drafter
         sequence.draft_limit = chosen.joined.max_position
-        if sequence.request.spec.rule is not Rule.COUPLED:
+        if not rule_named(sequence.request.spec.rule).shares_noise:
             # Candidates of two drafters, or of two draws, must not be siblings.
             sequence.tree.drop_run_ahead()
         self._open(sequence, chosen, out)
@@ -331,7 +331,7 @@ class Drafters:
         Drafters beyond the number of drafting sequences are shared out evenly.
         """
         takers = [one for one in sequences if one.policy.spreads and one.drafter is not None]
-        takers = [one for one in takers if one.request.spec.rule is Rule.COUPLED]
+        takers = [one for one in takers if rule_named(one.request.spec.rule).shares_noise]
         if not takers:
             return
         drafting = sum(one.policy.drafts for one in sequences)
@@ -612,6 +612,6 @@ def _leave_to_tell(sequence: Sequence) -> float:
     come again with each of them.
     """
     most = 1 + sequence.granted_nodes
-    if not FACTS[sequence.request.spec.rule].needs_draft_probs:
+    if not rule_named(sequence.request.spec.rule).needs_draft_probs:
         return (MESSAGE_ENTRIES + 3.0) * most
     return (MESSAGE_ENTRIES + 27.0) * most * (1 if sequence.tree.chain else most)

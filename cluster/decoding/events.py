@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.proposal import Proposal as Proposal
 
@@ -186,7 +186,7 @@ class DrafterJoined:
     drafter: str
     max_position: int
     kind: str = "model"
-    rules: frozenset[Rule] = frozenset({Rule.COUPLED})
+    rules: frozenset[str] = frozenset({"coupled"})
     wants_top_tokens: bool = False
 
 

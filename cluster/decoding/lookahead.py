@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
 
-from paceline.rules import Rule
 from workers.process.registry import Registry
-from workers.verification.rules import FACTS
+from workers.verification.rule import RULES, rule_named
 
 MOST_CHAINS = 64
 """Upper bound on the chains and branches that a drafter grows in a pass, over all its sequences.
@@ -118,11 +117,12 @@ class Needs:
     drafters: int = 0
     groups: int = 1
 
-    def serve(self, rule: Rule) -> bool:
-        """Whether the policy works with the rule."""
-        if self.shared_noise and rule is not Rule.COUPLED:
+    def serve(self, rule: str) -> bool:
+        """Whether the policy works with the rule of this name."""
+        facts = rule_named(rule)
+        if self.shared_noise and not facts.shares_noise:
             return False
-        return not (self.no_draft_probs and FACTS[rule].needs_draft_probs)
+        return not (self.no_draft_probs and facts.needs_draft_probs)
 
     @property
     def allow_merging(self) -> bool:
@@ -132,8 +132,8 @@ class Needs:
     def __str__(self) -> str:
         """For people, such as "chains, 2 target groups"; "nothing" if there are none."""
         found = []
-        rules = [rule.value for rule in Rule if self.serve(rule)]
-        if len(rules) < len(Rule):
+        rules = [rule for rule in RULES if self.serve(rule)]
+        if len(rules) < len(RULES.all()):
             found.append(f"the rule {' or '.join(rules)}")
         if self.chains_only:
             found.append("chains")

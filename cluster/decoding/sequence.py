@@ -14,8 +14,8 @@ from cluster.decoding.lookahead import LookaheadPolicy, policy_named
 from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
-from paceline.rules import Rule
 from workers.engine.shared_blocks import BlockKeys
+from workers.verification.rule import rule_named
 
 CATCH_UP = 64
 """The most tokens that a further group may lack and still decode a sequence."""
@@ -192,8 +192,8 @@ class Sequence:
 
     @property
     def num_paths(self) -> int:
-        """Independent paths in a window, under the rule k-SEQ; 0: under other rules."""
-        return self.request.branches if self.request.spec.rule is Rule.KSEQ else 0
+        """Independent paths in a window, under a rule that counts them; 0: under other rules."""
+        return self.request.branches if rule_named(self.request.spec.rule).counts_paths else 0
 
     @property
     def branches(self) -> int:
@@ -268,7 +268,7 @@ def _tree_of(
         verified_width=request.branches if fans_out or request.merge else None,
         merged=request.merge,
         most_draws=request.branches,
-        counts_paths=request.spec.rule is Rule.KSEQ,
+        counts_paths=rule_named(request.spec.rule).counts_paths,
     )
 
 

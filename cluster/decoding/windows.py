@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,6 @@ from cluster.driver.meters import WorkerMeter
 from cluster.driver.outbox import Outbox
 from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
-from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 
@@ -47,7 +46,7 @@ class DrafterDescription:
 
     kind: str
     max_position: int
-    rules: frozenset[Rule]
+    rules: frozenset[str]
     wants_top_tokens: bool
 
 

@@ -6,28 +6,21 @@ from collections.abc import Collection
 
 from cluster.decoding.lookahead import POLICIES, policy_named
 from paceline.errors import InvalidRequestError
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, Rule
-from workers.verification.rules import FACTS, CandidateKind
-
-_DRAWN_BY_A_MODEL = {
-    Rule.REJECTION: CandidateKind.SAMPLED_CHAIN,
-    Rule.KSEQ: CandidateKind.INDEPENDENT_PATHS,
-    Rule.RECURSIVE: CandidateKind.WITHOUT_REPLACEMENT,
-    Rule.MCSD: CandidateKind.WITH_REPLACEMENT,
-}
+from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES
+from workers.verification.rule import RULES, CandidateKind, rule_named
 
 
-def candidate_kind(rule: Rule, drafter: str) -> CandidateKind:
+def candidate_kind(rule: str, drafter: str) -> CandidateKind:
     """The kind of candidates that a drafter drafts for a rule.
 
     `drafter`: its kind. A model drafts as the rule asks.
     """
     if drafter != "model":
         return CandidateKind.DETERMINISTIC
-    return _DRAWN_BY_A_MODEL.get(rule, CandidateKind.SHARED_NOISE)
+    return rule_named(rule).drawn_as or CandidateKind.SHARED_NOISE
 
 
-def check_rule_fits(rule: Rule, drafters: Collection[str], *, field: str = "rule") -> None:
+def check_rule_fits(rule: str, drafters: Collection[str], *, field: str = "rule") -> None:
     """Raise InvalidRequestError, naming rule and drafters, if no kind of drafter fits the rule.
 
     Without drafters nothing is drafted, which fits every rule. `field`: the caller's name for it.
@@ -38,17 +31,17 @@ def check_rule_fits(rule: Rule, drafters: Collection[str], *, field: str = "rule
         f"{candidate_kind(rule, drafter).value} candidates of the drafter {drafter!r}"
         for drafter in sorted(drafters)
     )
-    needs = "needs draft probabilities and " if FACTS[rule].needs_draft_probs else ""
+    needs = "needs draft probabilities and " if rule_named(rule).needs_draft_probs else ""
     fitting = " or ".join(repr(kind) for kind in DRAFTER_KINDS if _fits(rule, kind))
     raise InvalidRequestError(
         field,
-        f"the rule {rule.value!r} {needs}is not exact for {given}: choose another rule, or the "
+        f"the rule {rule!r} {needs}is not exact for {given}: choose another rule, or the "
         f"drafter {fitting}",
     )
 
 
-def _fits(rule: Rule, drafter: str) -> bool:
-    return candidate_kind(rule, drafter) in FACTS[rule].candidates
+def _fits(rule: str, drafter: str) -> bool:
+    return candidate_kind(rule, drafter) in rule_named(rule).exact_for
 
 
 def check_deployed(wanted: str, deployed: Collection[str]) -> None:
@@ -62,13 +55,13 @@ def check_deployed(wanted: str, deployed: Collection[str]) -> None:
         )
 
 
-def most_branches(policy: str, rule: Rule) -> int:
+def most_branches(policy: str, rule: str) -> int:
     """The most candidates at a position that policy and rule allow."""
-    only_chains = FACTS[rule].chain_only or policy_named(policy).needs.chains_only
+    only_chains = rule_named(rule).chain_only or policy_named(policy).needs.chains_only
     return 1 if only_chains else MAX_BRANCHES
 
 
-def check_policy_fits(policy: str, rule: Rule, branches: int) -> None:
+def check_policy_fits(policy: str, rule: str, branches: int) -> None:
     """Raise InvalidRequestError unless policy, rule and candidates a position fit together."""
     needs = policy_named(policy).needs
     if branches > 1 and needs.chains_only:
@@ -78,11 +71,11 @@ def check_policy_fits(policy: str, rule: Rule, branches: int) -> None:
             f"{branches}; choose another policy for trees",
         )
     if not needs.serve(rule):
-        served = " or ".join(repr(one.value) for one in Rule if needs.serve(one))
+        served = " or ".join(repr(one) for one in RULES if needs.serve(one))
         raise InvalidRequestError(
             "policy",
             f"the policy {policy!r} needs the rule {served}, whose verdicts a drafter can "
-            f"foresee, got {rule.value!r}; choose another policy or rule",
+            f"foresee, got {rule!r}; choose another policy or rule",
         )
 
 
@@ -112,21 +105,23 @@ def can_have(policy: str, num_drafters: int, num_groups: int) -> bool:
     return num_drafters >= needs.drafters and num_groups >= needs.groups
 
 
-MERGING_RULES = (Rule.COUPLED, Rule.ONE_HOT)
-"""Rules under which candidates of several drafters may be siblings."""
+def merges(rule: str) -> bool:
+    """Whether candidates of several drafters may be siblings under the rule."""
+    return not rule_named(rule).needs_draft_probs
 
 
-def check_merge(policy: str, rule: Rule, kinds: Collection[str] | None) -> None:
+def check_merge(policy: str, rule: str, kinds: Collection[str] | None) -> None:
     """Raise InvalidRequestError unless candidates of several drafters can be merged in one tree.
 
     `kinds`: of the usable drafters; None: not known.
     """
-    if rule not in MERGING_RULES:
+    if not merges(rule):
+        merging = " and ".join(repr(one) for one in RULES if merges(one))
         given = "" if kinds is None else f" of {_named_together(kinds)}"
         raise InvalidRequestError(
             "merge",
-            f"candidates{given} can be merged only under the rules 'coupled' and 'one-hot', got "
-            f"{rule.value!r}, which must know how a position's candidates were drawn together: "
+            f"candidates{given} can be merged only under the rules {merging}, got "
+            f"{rule!r}, which must know how a position's candidates were drawn together: "
             "choose another rule, or one drafter",
         )
     needs = policy_named(policy).needs
@@ -140,11 +135,11 @@ def check_merge(policy: str, rule: Rule, kinds: Collection[str] | None) -> None:
         )
     if kinds is None:
         return
-    fitting = [kind for kind in kinds if candidate_kind(rule, kind) in FACTS[rule].candidates]
+    fitting = [kind for kind in kinds if candidate_kind(rule, kind) in rule_named(rule).exact_for]
     if len(fitting) < 2:
         raise InvalidRequestError(
             "merge",
-            f"drafters of at least two kinds must fit the rule {rule.value!r}, got "
+            f"drafters of at least two kinds must fit the rule {rule!r}, got "
             f"{_named_together(fitting) or 'none'}: add one of another kind to the configuration",
         )
 
@@ -161,14 +156,14 @@ def _named_together(kinds: Collection[str]) -> str:
     return " and ".join(repr(kind) for kind in sorted(kinds))
 
 
-def check_branches(rule: Rule, branches: int, window: int) -> None:
+def check_branches(rule: str, branches: int, window: int) -> None:
     """Raise InvalidRequestError unless the rule takes `branches` candidates at a position."""
     if not 1 <= branches <= MAX_BRANCHES:
         raise InvalidRequestError("branches", f"expected 1 to {MAX_BRANCHES}, got {branches}")
-    if branches > 1 and FACTS[rule].chain_only:
+    if branches > 1 and rule_named(rule).chain_only:
         raise InvalidRequestError(
             "branches",
-            f"expected 1 for the rule {rule.value!r}, which takes only chains, got {branches}; "
+            f"expected 1 for the rule {rule!r}, which takes only chains, got {branches}; "
             "choose another rule for trees",
         )
     if branches > window:

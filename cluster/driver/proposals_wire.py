@@ -11,12 +11,11 @@ from cluster.decoding.drafters import MALFORMED_LIMIT
 from cluster.decoding.events import Proposal
 from cluster.driver.requests import Speculation, widest_proposal
 from paceline.errors import ProtocolError
-from paceline.rules import MAX_PROPOSED, Rule
+from paceline.rules import MAX_PROPOSED
 from paceline.v1 import drafting_pb2
 from workers.drafting.draft_probs_wire import distributions_from_wire
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs
-from workers.verification.rules import FACTS, check_proposal
+from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
+from workers.verification.rule import rule_named
 
 MAX_STOPPING_VALUES = 16
 """Most numbers in the state of a stopping rule. Our rules report four."""
@@ -127,10 +126,10 @@ def tips_from_wire(
         if speculation is None:
             continue
         known.add(sequence_id)
-        if FACTS[speculation.rule].needs_draft_probs:
+        if rule_named(speculation.rule).needs_draft_probs:
             raise ProtocolError(
                 f"tips: expected none for sequence {sequence_id} under the rule "
-                f"{speculation.rule.value!r}: send proposals with distributions"
+                f"{speculation.rule!r}: send proposals with distributions"
             )
     last_of = set(message.last_of)
     if not last_of.issubset(sequence_ids):
@@ -159,7 +158,7 @@ def _mark_last(tips: list[Proposal], last_of: set[int]) -> None:
 
 
 def _is_sound_chain(
-    message: drafting_pb2.Proposal, token_ids: tuple[int, ...], rule: Rule, vocab_size: int
+    message: drafting_pb2.Proposal, token_ids: tuple[int, ...], rule: str, vocab_size: int
 ) -> bool:
     """Whether the message is the usual case, which passes `_check_candidates` for certain.
 
@@ -167,7 +166,7 @@ def _is_sound_chain(
     as long.
     """
     return (
-        rule is Rule.COUPLED
+        rule_named(rule).shares_noise
         and len(token_ids) <= MAX_PROPOSED
         and not (message.parents or message.multiplicities or message.distributions)
         and max(token_ids, default=0) < vocab_size

@@ -13,7 +13,6 @@ from typing import TypeVar, cast
 
 from cluster.decoding.lookahead import policy_named
 from cluster.driver.fitting import (
-    MERGING_RULES,
     check_branches,
     check_deployed,
     check_layout,
@@ -21,6 +20,7 @@ from cluster.driver.fitting import (
     check_merge_alone,
     check_policy_fits,
     check_rule_fits,
+    merges,
     most_branches,
 )
 from cluster.driver.stop_strings import StopStrings
@@ -29,9 +29,10 @@ from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput, Message
 from paceline.options import GenerateOptions
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, hash_on
-from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Rule, Stopping
+from paceline.rules import DRAFTER_KINDS, MAX_BRANCHES, MAX_WINDOW, Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.load.checkpoint import CheckpointInfo
+from workers.verification.rule import RULES
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ class Speculation:
 
     policy: str = "chain"
     window: int = 8
-    rule: Rule = Rule.COUPLED
+    rule: str = "coupled"
     branches: int = 1
     stopping: Stopping = Stopping.FIXED
     drafter: str | None = None
@@ -58,7 +59,7 @@ class Speculation:
 
 
 def widest_proposal(speculation: Speculation) -> int:
-    """The most candidates at one position, or k-SEQ paths, that a drafter may send."""
+    """The most candidates at one position, or paths, that a drafter may send."""
     return MAX_BRANCHES if policy_named(speculation.policy).fans_out else speculation.branches
 
 
@@ -189,7 +190,7 @@ class RequestResolver:
 
     def _speculation(self, options: GenerateOptions) -> Speculation:
         defaults = self._defaults
-        rule = _named(Rule, "rule", options.rule, defaults.rule)
+        rule = RULES.get(_given(options.rule, defaults.rule), field="rule").name
         policy = policy_named(_given(options.policy, defaults.policy))
         window = _in_range("window", _given(options.window, defaults.window), 1, MAX_WINDOW)
         # Values that the caller left out yield to those that were given.
@@ -201,7 +202,7 @@ class RequestResolver:
         if drafter is not None and drafter not in DRAFTER_KINDS:
             known = ", ".join(DRAFTER_KINDS)
             raise InvalidRequestError("drafter", f"expected one of {known}, got {drafter!r}")
-        merge = _given(options.merge, defaults.merge and rule in MERGING_RULES)
+        merge = _given(options.merge, defaults.merge and merges(rule))
         if merge:
             check_merge_alone(drafter)
         if options.merge and policy.drafts:

@@ -34,6 +34,7 @@ from paceline.errors import (
     WorkerLostError,
 )
 from paceline.v1 import target_pb2, target_pb2_grpc
+from workers.verification.rule import RULES
 
 MEET_SECONDS = 90.0
 """Deadline for a meeting of shards. It covers their own, and the group's test at the first one."""
@@ -203,7 +204,9 @@ class TargetLink:
                 self._listener.target_lost(self._group, reason)
 
     def _check(self, descriptions: Sequence[target_pb2.DescribeTargetResponse]) -> None:
-        """Raise VocabularyMismatchError, or ProtocolError for shards of another group."""
+        """Raise VocabularyMismatchError, ProtocolError if a shard is of another group, or
+        CheckpointError if it lacks a rule of the driver.
+        """
         degree = len(self.meters)
         for rank, (meter, shard) in enumerate(zip(self.meters, descriptions, strict=True)):
             if shard.vocabulary_digest != self._vocabulary_digest:
@@ -215,6 +218,12 @@ class TargetLink:
                 raise ProtocolError(
                     f"{meter.name} at {meter.address} is shard {shard.rank} of "
                     f"{shard.tensor_parallel}; expected shard {rank} of {degree}"
+                )
+            if lacking := [name for name in RULES if name not in shard.rules]:
+                raise CheckpointError(
+                    f"{meter.name} at {meter.address} lacks the verification rules "
+                    f"{', '.join(map(repr, lacking))}, which the driver has: install the packages "
+                    "that add them on the shard's host too, in the same versions"
                 )
 
     async def _read_answers(self, call: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -18,11 +17,10 @@ from cluster.decoding.instructions import (
     Slice,
 )
 from paceline.channel import PART_BYTES
-from paceline.errors import InvalidRequestError
-from paceline.rules import Rule
 from paceline.v1 import drafting_pb2, target_pb2, types_pb2
-from paceline.wire import rule_from_wire, spec_to_wire, stopping_to_wire
+from paceline.wire import spec_to_wire, stopping_to_wire
 from workers.drafting.draft_probs_wire import distributions_to_wire
+from workers.verification.rule import RULES
 
 DraftInstruction = OpenDraft | SendOutcome | Grant | CloseDraft
 
@@ -232,15 +230,9 @@ def _fill_grant(message: drafting_pb2.Grant, grant: Grant) -> None:
         message.shares = grant.shares
 
 
-def rules_from_wire(numbers: Sequence[int]) -> frozenset[Rule]:
+def rules_from_wire(names: Sequence[str]) -> frozenset[str]:
     """The rules that a drafter names; if it names none, the coupled rule.
 
     Rules that this version does not know are left out.
     """
-    if not numbers:
-        return frozenset({Rule.COUPLED})
-    rules = set()
-    for number in numbers:
-        with contextlib.suppress(InvalidRequestError):
-            rules.add(rule_from_wire(number))
-    return frozenset(rules)
+    return frozenset(name for name in names or ("coupled",) if name in RULES)

@@ -188,7 +188,7 @@ class DriverActor(_Actor):
         from cluster.driver.requests import Speculation
         from cluster.driver.service import serve_driver
         from cluster.driver.target_link import MEET_SECONDS, StepTimeout
-        from paceline.rules import Rule, Stopping
+        from paceline.rules import Stopping
         from workers.process.garbage import spare_what_is_there
 
         config, chosen = setup.config, setup.config.speculation
@@ -201,7 +201,7 @@ class DriverActor(_Actor):
             speculation=Speculation(
                 policy=chosen.policy,
                 window=chosen.window,
-                rule=Rule(chosen.verification),
+                rule=chosen.verification,
                 branches=chosen.branches,
                 stopping=Stopping(chosen.stopping),
                 drafter=None if chosen.drafter == "any" else chosen.drafter,

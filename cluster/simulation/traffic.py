@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from cluster.decoding.events import Request
 from cluster.simulation.layout import Layout, Load
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.emulated.replay_text import NUM_RESERVED, PrefixReader, ReplayText
 
@@ -22,9 +21,7 @@ def requests_of(load: Load, layout: Layout) -> Iterator[Request]:
         yield Request(
             sequence_id=number,
             prompt_token_ids=_prompt(number, load.prompt_tokens),
-            spec=SequenceSpec(
-                sampling, seed=number, prompt_length=load.prompt_tokens, rule=Rule.COUPLED
-            ),
+            spec=SequenceSpec(sampling, seed=number, prompt_length=load.prompt_tokens),
             max_tokens=load.output_tokens,
             policy=layout.policy,
             window=layout.window,

@@ -34,7 +34,6 @@ from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, step_me
 from deploy.bench.engine import EngineRow, EngineTask, measures, random_tokens
 from paceline.errors import PacelineError, UnavailableError
 from paceline.prefix_hash import hash_on, hash_prefix
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2, inference_pb2, target_pb2
 from paceline.wire import fill_response
@@ -161,7 +160,7 @@ class _Loop:
         drafter = DraftingDesk(_Proposer(self._text, room), max_sequences=load.sequences)
         session = drafter.open_session()
         if policy_named(load.policy).drafts:
-            rules = frozenset({Rule.COUPLED})
+            rules = frozenset({"coupled"})
             dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", room, rules, False))
         spare_what_is_there()
         self._admit(dispatch)
@@ -323,7 +322,7 @@ class _Proposer(TakesNoTime):
 
     def __init__(self, text: _Text, max_position: int) -> None:
         self._text = text
-        rules = frozenset({Rule.COUPLED})
+        rules = frozenset({"coupled"})
         self.info = DrafterInfo("model", "recorded", 0, b"", max_position, rules)
 
     def open(self, tree: DraftTree) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from paceline.address import parse_address
+from workers.verification.rule import RULES
 
 
 def check_server(address: str | None) -> str | None:
@@ -32,7 +33,7 @@ TopPOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Row i uses seed + i.")]
 VerificationOption = Annotated[
-    str | None, typer.Option(help="coupled, rejection, kseq, recursive, mcsd or one-hot.")
+    str | None, typer.Option(help=f"A verification rule: {', '.join(RULES)}.")
 ]
 BranchesOption = Annotated[
     int | None, typer.Option(help="Candidates at each position, 1 to 8. 1 drafts chains.")

@@ -44,10 +44,9 @@ from deploy.rows.request_flags import (
     parse_list,
 )
 from deploy.rows.row_progress import announce, row_progress
-from paceline.rules import Rule
 from paceline.text import counted
 from workers.models.catalog import STAND_IN, default_home, resolve_model
-from workers.verification.rules import FACTS
+from workers.verification.rule import RULES, rule_named
 
 
 def parse_matrix(
@@ -87,19 +86,19 @@ def check_matrix(
         if temperature is not None:
             check_text(flags.verification, temperature)
     for variant in matrix.variants:
-        check_policy_fits(variant.policy, Rule(flags.verification), branches or 1)
+        check_policy_fits(variant.policy, flags.verification or "coupled", branches or 1)
     if branches is None:
         return
     for variant in matrix.variants:
         if policy_named(variant.policy).drafts:
             window = variant.window or config.speculation.window
-            check_branches(Rule(flags.verification), branches, window)
+            check_branches(flags.verification or "coupled", branches, window)
 
 
 def usual_branches(rule: str, config: Config) -> int:
     """The branches of the configuration, or 1 if the rule takes only chains."""
-    known = rule in {one.value for one in Rule}  # An unknown rule is refused later.
-    return 1 if known and FACTS[Rule(rule)].chain_only else config.speculation.branches
+    known = rule in RULES  # An unknown rule is refused later.
+    return 1 if known and rule_named(rule).chain_only else config.speculation.branches
 
 
 def add_commands(app: typer.Typer, environ: Mapping[str, str]) -> None:

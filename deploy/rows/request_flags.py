@@ -18,9 +18,9 @@ from cluster.driver.fitting import (
     check_rule_fits,
 )
 from paceline.errors import InvalidRequestError
-from paceline.rules import DRAFTER_KINDS, MAX_WINDOW, Rule, Stopping
+from paceline.rules import DRAFTER_KINDS, MAX_WINDOW, Stopping
 from paceline.sampling import SamplingParams
-from workers.verification.rules import FACTS, Promise
+from workers.verification.rule import RULES, Promise, rule_named
 
 T = TypeVar("T")
 
@@ -67,11 +67,11 @@ def check_name(flag: str, name: str | None, known: Iterable[str]) -> None:
 
 def check_text(verification: str | None, temperature: float) -> None:
     """Raise InvalidRequestError if the rule keeps the law of plain decoding but not its text."""
-    rule = Rule(verification or Rule.COUPLED)
-    if temperature > 0 and FACTS[rule].promise is not Promise.TEXT:
+    rule = verification or "coupled"
+    if temperature > 0 and rule_named(rule).promise is not Promise.TEXT:
         raise InvalidRequestError(
             "verification",
-            f"the rule {rule.value!r} promises the law of plain decoding and not its text at "
+            f"the rule {rule!r} promises the law of plain decoding and not its text at "
             f"temperature {temperature:g}: compare texts at --temperature 0, or with coupled",
         )
 
@@ -98,22 +98,22 @@ class RequestFlags:
         check_sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
         check_seed(self.seed)
         drafts = self.policy is None or policy_named(self.policy).drafts
-        check_name("verification", self.verification, (rule.value for rule in Rule))
+        check_name("verification", self.verification, RULES)
         check_window(self.window)
         if self.branches is not None:
-            rule = Rule(self.verification or Rule.COUPLED)
+            rule = self.verification or "coupled"
             check_branches(rule, self.branches, self.window or MAX_WINDOW)
         if self.policy is not None:
-            rule = Rule(self.verification or Rule.COUPLED)
+            rule = self.verification or "coupled"
             check_policy_fits(self.policy, rule, self.branches or 1)
         check_name("stopping", self.stopping, (stopping.value for stopping in Stopping))
         check_name("drafter", self.drafter, DRAFTER_KINDS)
         if self.drafter is not None and self.verification is not None and drafts:
-            check_rule_fits(Rule(self.verification), {self.drafter}, field="verification")
+            check_rule_fits(self.verification, {self.drafter}, field="verification")
         if self.merge:
             check_merge_alone(self.drafter)
             if self.policy is not None and drafts:
-                rule = Rule(self.verification or Rule.COUPLED)
+                rule = self.verification or "coupled"
                 check_merge(self.policy, rule, None)
 
     def seed_of(self, index: int) -> int:
@@ -136,7 +136,7 @@ def check_drafters(
     drafting = [policy for policy in asked if policy_named(policy).drafts]
     if not drafting:
         return
-    rule, kinds = Rule(flags.verification or chosen.verification), config.drafter_kinds
+    rule, kinds = flags.verification or chosen.verification, config.drafter_kinds
     wanted = flags.drafter or chosen.drafter
     if wanted != "any":
         check_deployed(wanted, kinds)

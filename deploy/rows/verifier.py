@@ -27,7 +27,6 @@ from deploy.rows.peers import Departure, TransformersPeer
 from deploy.rows.request_flags import RequestFlags, check_text
 from deploy.rows.row_progress import RowProgress
 from paceline.client import Client
-from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 
 Rows = Sequence[InputRow | BadRow]
@@ -137,7 +136,7 @@ class Verifier:
         if branches is not None and variant.window is not None:
             branches = min(branches, variant.window)
         if branches is not None:
-            rule = Rule(self._flags.verification or Rule.COUPLED)
+            rule = self._flags.verification or "coupled"
             branches = min(branches, most_branches(variant.policy, rule))
         flags = replace(
             self._flags,

@@ -61,8 +61,10 @@ class DescribeDrafterResponse(_message.Message):
     wants_top_tokens: _builtins.bool
     """It learns from the target's likeliest tokens: outcomes should carry them."""
     @_builtins.property
-    def rules(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.VerificationRule.ValueType]:
-        """Rules for which it can draft. Empty: only the coupled rule."""
+    def rules(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the verification rules for which it can draft. Empty: only "coupled". Names that the
+        driver does not know are ignored.
+        """
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class DescribeDrafterResponse(_message.Message):
         vocabulary_digest: _builtins.bytes = ...,
         max_position: _builtins.int = ...,
         pid: _builtins.int = ...,
-        rules: _abc.Iterable[_types_pb2.VerificationRule.ValueType] | None = ...,
+        rules: _abc.Iterable[_builtins.str] | None = ...,
         wants_top_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

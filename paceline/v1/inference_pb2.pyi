@@ -82,7 +82,10 @@ class GenerateRequest(_message.Message):
     server's. Packages may add policies (docs/extending.md), so a server says which it has
     (DescribeModel), and refuses an unknown one with INVALID_ARGUMENT, which names those it knows.
     """
-    rule: _types_pb2.VerificationRule.ValueType
+    rule: _builtins.str
+    """The name of a verification rule that the server has, such as "coupled" (docs/rules.md). At most
+    128 characters. Unknown names are refused with INVALID_ARGUMENT. Empty: the server's.
+    """
     window: _builtins.int
     """Maximum number of candidates that a step verifies, 1 to 64. Missing: the server's."""
     stopping: _types_pb2.StoppingRule.ValueType
@@ -136,7 +139,7 @@ class GenerateRequest(_message.Message):
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         ignore_eos: _builtins.bool = ...,
         policy: _builtins.str = ...,
-        rule: _types_pb2.VerificationRule.ValueType = ...,
+        rule: _builtins.str = ...,
         window: _builtins.int | None = ...,
         stopping: _types_pb2.StoppingRule.ValueType = ...,
         branches: _builtins.int | None = ...,

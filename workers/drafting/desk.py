@@ -159,7 +159,7 @@ class DraftingSession:
         if tree is not None:
             if grant.fan_out and tree.needs_draft_probs:
                 raise ProtocolError(
-                    f"grant.fan_out: expected 0 for the rule {tree.spec.rule.value!r}, whose "
+                    f"grant.fan_out: expected 0 for the rule {tree.spec.rule!r}, whose "
                     f"outcomes a drafter cannot foresee, got {grant.fan_out}"
                 )
             tree.set_grant(grant)
@@ -251,10 +251,10 @@ class DraftingDesk:
         """Why this drafter can never draft for a sequence with these tokens, or None."""
         num_tokens = len(token_ids)
         if spec.rule not in self.info.rules:
-            served = ", ".join(sorted(repr(rule.value) for rule in self.info.rules))
+            served = ", ".join(sorted(repr(rule) for rule in self.info.rules))
             return (
                 f"a drafter of kind {self.info.kind!r} cannot draft for the rule "
-                f"{spec.rule.value!r}; it can for {served}"
+                f"{spec.rule!r}; it can for {served}"
             )
         if num_tokens >= self.info.max_position:
             return f"{num_tokens} tokens leave no room in a context of {self.info.max_position}"

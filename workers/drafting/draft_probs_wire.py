@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.errors import ProtocolError
 from paceline.v1 import types_pb2
-from workers.verification.draft_probs import DraftProbs, SparseProbs
+from workers.verification.candidates import DraftProbs, SparseProbs
 
 MAX_PAIRS = 1024
 """Maximum number of pairs for one node."""

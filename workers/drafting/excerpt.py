@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from workers.drafting.tree import DraftTree
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.nodes import ROOT, Kept
 from workers.drafting.tree import DraftTree
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True)

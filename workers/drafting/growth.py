@@ -1,7 +1,7 @@
 """How one sequence's tree grows, rule by rule: which nodes are fed next, and what is sent.
 
-A chain has one candidate per position. k-SEQ's paths all grow together, level by level. Trees of
-the other rules spend their nodes where acceptance is likeliest.
+A chain has one candidate per position. Independent paths all grow together, level by
+level. Other trees spend their nodes where acceptance is likeliest.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.rules import Rule
 from workers.drafting.acceptance_map import TokenSignal
 from workers.drafting.allocation import Allocation, allocate
 from workers.drafting.chances import RankChances
@@ -19,6 +18,7 @@ from workers.drafting.loose_ends import LooseEnds
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.stopper import Stopper
 from workers.drafting.tree import DraftTree
+from workers.verification.rule import rule_named
 
 if TYPE_CHECKING:
     import torch
@@ -32,11 +32,12 @@ class Growth:
 
     def __init__(self, tree: DraftTree, chances: RankChances, stopper: Stopper) -> None:
         self._tree = tree
-        self._rule = tree.spec.rule
+        rule = rule_named(tree.spec.rule)
+        self._shares_noise, self._counts_paths = rule.shares_noise, rule.counts_paths
         self._chances = chances
         self._stopper = stopper
         self._watches = stopper.watches
-        self._draws_tokens = self._rule is Rule.COUPLED and not self._watches
+        self._draws_tokens = self._shares_noise and not self._watches
         self._drawn = Expansions()
         self._edge: Frontier | None = None
         self._ends: LooseEnds | None = None
@@ -61,7 +62,7 @@ class Growth:
             self._longest = tree.room(ROOT)
         if self.as_chain:
             return [leaf] if tree.ready and not self._stop(leaf, pass_ms) else []
-        if self._rule is Rule.KSEQ:
+        if self._counts_paths:
             leaves = self._leaves(pass_ms)
             needed = sum(len(self._numbers(leaf)) for leaf in leaves)
             return leaves if needed <= tree.nodes_left else []
@@ -109,7 +110,7 @@ class Growth:
         _, prefix_hash = tree.base(node)
         if self.as_chain:
             children = draw_one(logits_V, tree.spec, prefix, prefix_hash=prefix_hash)
-        elif self._rule is Rule.KSEQ:
+        elif self._counts_paths:
             numbers = self._numbers(node)
             children = draw_paths(logits_V, tree.spec, prefix, numbers, prefix_hash=prefix_hash)
         else:
@@ -151,7 +152,7 @@ class Growth:
             return self._lengthen(fed[0]) if fed else _NOTHING
         if self._tree.grant.fan_out and not self.as_chain:
             return self._fan_out(fed, pass_ms)
-        if self._rule is Rule.COUPLED and not self.as_chain:
+        if self._shares_noise and not self.as_chain:
             chosen = self._allocate(pass_ms, fed).send
             self._loose_ends().sent(chosen)
         else:
@@ -264,7 +265,7 @@ class Growth:
         ]
 
     def _numbers(self, node: int) -> tuple[int, ...]:
-        """The numbers of the k-SEQ paths through a node. Under the root all paths begin."""
+        """The numbers of the independent paths through a node. Under the root all paths begin."""
         if node == ROOT:
             return tuple(range(min(self._tree.grant.branches, self._tree.nodes_left)))
         return self._drawn.paths[node]
@@ -283,7 +284,7 @@ class Growth:
             ends.known,
             means,
             budget=tree.nodes_left,
-            together=self._rule is not Rule.COUPLED,
+            together=not self._shares_noise,
             floor=floor,
         )
 
@@ -321,5 +322,5 @@ class Growth:
         ):
             accepted = candidate == token_id
             self._chances.observe(rank, gap, accepted=accepted)
-            if accepted and self._rule is not Rule.COUPLED:
+            if accepted and not self._shares_noise:
                 return  # candidates after it were not tested

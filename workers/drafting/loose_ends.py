@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from paceline.rules import Rule
 from workers.drafting.allocation import Known, Leaf
 from workers.drafting.expansions import Expansions
 from workers.drafting.tree import DraftTree
+from workers.verification.rule import rule_named
 
 
 class LooseEnds:
@@ -26,7 +26,7 @@ class LooseEnds:
         self._unfed = [node for node in range(tree.end + 1) if node not in drawn.of]
         self._num_offered = self._num_fed = 0
         # Candidates beyond the grant's `branches` were drawn for fan-out only.
-        self._width = tree.grant.branches if tree.spec.rule is Rule.COUPLED else None
+        self._width = tree.grant.branches if rule_named(tree.spec.rule).shares_noise else None
         self._offer(drawn.of)
 
     @property

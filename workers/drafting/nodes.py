@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.prefix_hash import EMPTY_PREFIX_HASH, extend_hash, hash_on, hash_prefix
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 from workers.verification.prefix import CountedText, Prefix
 
 ROOT = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.rules import Rule
 from workers.drafting.nodes import Kept, NewNodes
 from workers.drafting.tree import DraftTree
 
@@ -26,7 +25,7 @@ class DrafterInfo:
     vocab_size: int
     vocabulary_digest: bytes
     max_position: int
-    rules: frozenset[Rule]
+    rules: frozenset[str]
     wants_top_tokens: bool = False
 
 

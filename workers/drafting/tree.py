@@ -9,7 +9,7 @@ from paceline.errors import ProtocolError
 from paceline.rules import Stopping
 from paceline.sampling import SequenceSpec
 from workers.drafting.nodes import ROOT, Kept, NewNodes, NodeTree
-from workers.verification.rules import FACTS
+from workers.verification.rule import rule_named
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class DraftTree(NodeTree):
         self.stopping = stopping
         self.tenant = tenant
         self.max_position = max_position
-        self.needs_draft_probs = FACTS[spec.rule].needs_draft_probs
+        self.needs_draft_probs = rule_named(spec.rule).needs_draft_probs
         # Cached, since it is asked for several times per pass; None after a change.
         self._is_ready: bool | None = None
         self._take_grant(Grant())

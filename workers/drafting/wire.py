@@ -16,6 +16,7 @@ from workers.drafting.draft_probs_wire import distributions_to_wire
 from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import TopTokens
 from workers.drafting.tree import Grant
+from workers.verification.rule import RULES
 
 
 def apply_request(
@@ -81,6 +82,7 @@ def _grant(message: drafting_pb2.Grant) -> Grant:
 def _open(session: DraftingSession, message: drafting_pb2.OpenSequence) -> Declined | None:
     try:
         spec = spec_from_wire(message.spec)
+        RULES.get(spec.rule, field="rule")
     except InvalidRequestError as error:
         raise ProtocolError(f"open.spec.{error}") from error
     try:

@@ -13,7 +13,6 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from paceline.errors import ConfigError
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.emulated.replay_text import NUM_RESERVED, RecordedToken, recorded_keys
 
@@ -27,7 +26,6 @@ def spec_of(prompt_length: int, temperature: float, seed: int) -> SequenceSpec:
         SamplingParams(temperature=temperature),
         seed=seed,
         prompt_length=prompt_length,
-        rule=Rule.COUPLED,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from paceline.errors import OverloadedError
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from workers.drafting.chances import RankChances, coupled_prior
 from workers.drafting.expansions import Children
 from workers.drafting.growth import Growth
@@ -92,7 +92,7 @@ class ReplayProposer:
             vocab_size=self._text.vocab_size,
             vocabulary_digest=self._vocabulary_digest,
             max_position=self._max_position,
-            rules=frozenset({Rule.COUPLED}),
+            rules=frozenset({"coupled"}),
         )
 
     def open(self, tree: DraftTree) -> None:

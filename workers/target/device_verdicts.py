@@ -13,12 +13,12 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
-from paceline.rules import Rule
 from workers.target.session import VerdictTask
 from workers.verification.candidates import CandidateTree
 from workers.verification.coupled import Place, end_of, follow
 from workers.verification.distribution import check_likeliest
 from workers.verification.row_params import Row, choose_tokens
+from workers.verification.rule import rule_named
 from workers.verification.staging import to_device, to_host
 from workers.verification.verdict import Verdict
 from workers.verification.verify import Window, verify_batch
@@ -35,8 +35,9 @@ def device_verdicts(
     Waits for the device. `also`, if given, is copied to the host in the same transfer. Raises
     InternalError as verify does.
     """
-    coupled = [i for i, task in enumerate(tasks) if task.spec.rule is Rule.COUPLED]
-    tossing = [i for i, task in enumerate(tasks) if task.spec.rule is not Rule.COUPLED]
+    shares_noise = [rule_named(task.spec.rule).shares_noise for task in tasks]
+    coupled = [i for i, shares in enumerate(shares_noise) if shares]
+    tossing = [i for i, shares in enumerate(shares_noise) if not shares]
     wanted = [logits_TV[slice(*spans[i])] for i in tossing]
     wanted += [] if also is None else [also]
     rows = [row for i in coupled for row in _rows(tasks[i])]

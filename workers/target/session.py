@@ -22,6 +22,7 @@ from workers.engine.slices import Slice
 from workers.target.slice_candidates import Candidates, read_candidates
 from workers.target.tree_slots import TreeSlots
 from workers.verification.prefix import CountedText
+from workers.verification.rule import RULES
 
 _NO_SPEC = SequenceSpec(SamplingParams(), seed=0, prompt_length=0)
 
@@ -144,7 +145,9 @@ class TargetSession:
             raise ProtocolError(f"{name} is open already")
         spec, fault = _NO_SPEC, None
         try:
-            spec = spec_from_wire(opened.spec, vocab_size=self._limits.vocab_size)
+            asked = spec_from_wire(opened.spec, vocab_size=self._limits.vocab_size)
+            RULES.get(asked.rule, field="rule")
+            spec = asked
         except InvalidRequestError as error:
             fault = f"the target refuses its parameters: {error}"
         text = CountedText(opened.token_ids, prompt_length=spec.prompt_length)

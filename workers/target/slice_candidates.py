@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline.errors import ProtocolError
-from paceline.rules import MAX_PROPOSED, Rule
+from paceline.rules import MAX_PROPOSED
 from paceline.v1 import target_pb2
 from workers.drafting.draft_probs_wire import distributions_from_wire
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs
-from workers.verification.rules import FACTS, check_proposal
+from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
+from workers.verification.rule import rule_named
 
 
 @dataclass(slots=True)
@@ -32,13 +31,13 @@ _NONE = Candidates(CandidateTree((), ()))
 
 
 def read_candidates(
-    message: target_pb2.Slice, token_ids: Sequence[int], rule: Rule, *, vocab_size: int
+    message: target_pb2.Slice, token_ids: Sequence[int], rule: str, *, vocab_size: int
 ) -> Candidates:
     """The candidates of a slice. `token_ids` are its last `window` ones, each below `vocab_size`.
 
     Raises ProtocolError naming the field that is wrong.
     """
-    if rule is Rule.COUPLED and not message.parents and not message.multiplicities:
+    if rule_named(rule).shares_noise and not message.parents and not message.multiplicities:
         return Candidates(CandidateTree.chain(token_ids)) if token_ids else _NONE
     parents, multiplicities = message.parents, tuple(message.multiplicities)
     for name, values in (("parents", parents), ("multiplicities", multiplicities)):
@@ -50,7 +49,7 @@ def read_candidates(
     with _naming("parents"):
         tree = CandidateTree(tuple(token_ids), tuple(parents) or in_order, multiplicities)
     draft_probs = None
-    if FACTS[rule].needs_draft_probs:
+    if rule_named(rule).needs_draft_probs:
         with _naming("distributions"):
             draft_probs = distributions_from_wire(message.distributions)
     try:
@@ -61,14 +60,14 @@ def read_candidates(
     return Candidates(tree, draft_probs, placed_as_tree=tree.parents != in_order)
 
 
-def _wrong_field(rule: Rule, tree: CandidateTree, vocab_size: int) -> str:
-    """The field that rules.check_proposal found wrong. It knows no wire, and checks in this order.
+def _wrong_field(rule: str, tree: CandidateTree, vocab_size: int) -> str:
+    """The field that check_proposal found wrong. It knows no wire, and checks in this order.
 
     It is found by leaving fields out one by one: if the check then passes, that field was wrong.
     """
 
     def passes(tree: CandidateTree) -> bool:
-        equal_siblings = FACTS[rule].equal_siblings
+        equal_siblings = rule_named(rule).equal_siblings
         try:
             tree.check(vocab_size=vocab_size, max_nodes=MAX_PROPOSED, equal_siblings=equal_siblings)
         except ProtocolError:
@@ -78,9 +77,9 @@ def _wrong_field(rule: Rule, tree: CandidateTree, vocab_size: int) -> str:
     if len(tree) > MAX_PROPOSED:
         return "window"
     once_each = CandidateTree(tree.token_ids, tree.parents)
-    if not passes(once_each) or (FACTS[rule].chain_only and not once_each.is_chain):
+    if not passes(once_each) or (rule_named(rule).chain_only and not once_each.is_chain):
         return "parents"
-    if not passes(tree) or (rule is not Rule.KSEQ and tree != once_each):
+    if not passes(tree) or (not rule_named(rule).counts_paths and tree != once_each):
         return "multiplicities"
     return "distributions"
 

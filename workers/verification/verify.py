@@ -13,24 +13,19 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.errors import InternalError
-from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
-from workers.verification.candidates import CandidateTree
+from workers.verification.candidates import CandidateTree, DraftProbs
 from workers.verification.coupled import choose_tokens, verify_trees
 from workers.verification.distribution import probabilities_of
-from workers.verification.draft_probs import DraftProbs
 from workers.verification.keyed_coins import KeyedCoins
-from workers.verification.kseq import KSeqNode
-from workers.verification.one_hot import OneHotNode
-from workers.verification.rejection import RecursiveNode
 from workers.verification.rows import WindowRows
-from workers.verification.rules import FACTS
+from workers.verification.rule import Node, rule_named
 from workers.verification.verdict import Verdict
-from workers.verification.walk import Node, walk
+from workers.verification.walk import walk
 
 
 def verify(
-    rule: Rule,
+    rule: str,
     logits_RV: torch.Tensor,
     tree: CandidateTree,
     spec: SequenceSpec,
@@ -41,8 +36,8 @@ def verify(
 
     `logits_RV` is a float32 CPU tensor [1 + candidates, V], which is not changed: row 0 follows the
     prefix, row i + 1 follows candidate i and its ancestors. The candidates and their draft
-    probabilities must have passed rules.check_proposal. A pure function: a repeated call uses the
-    same coins. A position without candidates gets the token of plain decoding, whatever the rule.
+    probabilities must have passed check_proposal. A pure function: a repeated call uses the same
+    coins. A position without candidates gets the token of plain decoding, whatever the rule.
 
     Raises InternalError if logits that decide are NaN or +inf, if every token is masked, or if rows
     do not fit the candidates.
@@ -54,7 +49,7 @@ def verify(
 class Window:
     """The arguments of verify for one sequence of a batch."""
 
-    rule: Rule
+    rule: str
     logits_RV: torch.Tensor
     tree: CandidateTree
     spec: SequenceSpec
@@ -72,7 +67,7 @@ def verify_batch(windows: Sequence[Window]) -> list[Verdict]:
     open_ends: dict[int, tuple[WindowRows, tuple[int, ...]]] = {}
     for index, window in enumerate(windows):
         rows = WindowRows(window.logits_RV, window.tree, window.spec, window.prefix)
-        if window.rule is Rule.COUPLED:
+        if rule_named(window.rule).shares_noise:
             coupled[index] = rows
             continue
         accepted, token_id = _walk_window(window, rows)
@@ -97,26 +92,24 @@ def _walk_window(window: Window, rows: WindowRows) -> tuple[tuple[int, ...], int
         return begin_node(window.rule, target_probs_V, window.draft_probs, node, num_tests)
 
     coins = KeyedCoins(tree, spec, len(window.prefix))
-    return walk(tree, begin, coins, shuffled=window.rule is Rule.KSEQ)
+    return walk(tree, begin, coins, shuffled=rule_named(window.rule).counts_paths)
 
 
 def begin_node(
-    rule: Rule,
+    rule: str,
     target_probs_V: NDArray[np.float64],
     draft_probs: DraftProbs | None,
     node: int,
     num_tests: int,
 ) -> Node:
     """A rule that tosses coins, at a node whose children have not been tested yet."""
-    if rule is Rule.ONE_HOT:
-        return OneHotNode(target_probs_V)
+    facts = rule_named(rule)
+    assert facts.begin is not None, f"{rule} tosses no coins"
+    if not facts.needs_draft_probs:
+        return facts.begin(target_probs_V, None, num_tests)
     if draft_probs is None or node not in draft_probs.of_node:
         raise InternalError(
-            f"expected draft probabilities under node {node} for the rule {rule.value!r}, got "
-            "none: check proposals on arrival"
+            f"expected draft probabilities under node {node} for the rule {rule!r}, got none: "
+            "check proposals on arrival"
         )
-    draft = draft_probs.of_node[node].exact()
-    if rule is Rule.KSEQ:
-        return KSeqNode.of(target_probs_V, draft, num_tests)
-    assert FACTS[rule].needs_draft_probs, f"{rule} tosses no coins"
-    return RecursiveNode(target_probs_V, draft, with_replacement=rule is Rule.MCSD)
+    return facts.begin(target_probs_V, draft_probs.of_node[node].exact(), num_tests)

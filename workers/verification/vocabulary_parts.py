@@ -10,17 +10,17 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.rules import Rule
 from paceline.sampling import SequenceSpec
 from workers.verification.distribution import log_weights_of
 from workers.verification.noise import GUMBEL_SPAN, Stream, gumbel, words_of, words_of_part
 from workers.verification.philox import LANES
+from workers.verification.rule import rule_named
 
 
 def parts_suffice(spec: SequenceSpec) -> bool:
     """Whether a row's token follows from each part's best, because nothing needs the whole row."""
     sampling = spec.sampling
-    if spec.rule is not Rule.COUPLED or sampling.has_penalties or sampling.logit_bias:
+    if not rule_named(spec.rule).shares_noise or sampling.has_penalties or sampling.logit_bias:
         return False
     if sampling.min_tokens > 0:
         return False

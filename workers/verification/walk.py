@@ -13,22 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from workers.verification.candidates import CandidateTree
-
-
-class Node(Protocol):
-    """A rule at one node: arithmetic on its target and draft distributions, without coins."""
-
-    def acceptance(self, token_id: int) -> float:
-        """The probability that the child tested next is accepted, after the earlier refusals."""
-        ...
-
-    def refused(self, token_id: int) -> Node:
-        """The node after this child was refused."""
-        ...
-
-    def residual_V(self) -> NDArray[np.float64]:
-        """The unnormalized distribution of the token after all children were refused."""
-        ...
+from workers.verification.rule import Node
 
 
 class Coins(Protocol):

@@ -19,7 +19,7 @@ from cluster.decoding.events import Request
 from cluster.decoding.lookahead import POLICIES, LookaheadPolicy
 from cluster.decoding.policies import chain, fanout, off
 from cluster.decoding.policies.off import Off
-from paceline.rules import Rule
+from workers.verification.rule import rule_named
 
 TREE_WIDTH = 2
 """Candidates at one position of a tree. A drafter's second guess is right far more often than its
@@ -90,7 +90,7 @@ class Choice:
         """Whether it is plain decoding."""
         return not self.policy.drafts
 
-    def allowed(self, rule: Rule, *, branches: int, merge: bool) -> bool:
+    def allowed(self, rule: str, *, branches: int, merge: bool) -> bool:
         """Whether a request with this rule, these branches and merged drafters or not can have it.
 
         The trees of a choice need the coupled rule. Requests with branches or merged drafters
@@ -99,7 +99,7 @@ class Choice:
         needs = self.policy.needs
         if merge and not needs.allow_merging:
             return False
-        if self.is_tree and (branches > 1 or merge or rule is not Rule.COUPLED):
+        if self.is_tree and (branches > 1 or merge or not rule_named(rule).shares_noise):
             return False
         return needs.serve(rule) and not (needs.chains_only and branches > 1)
 
@@ -212,7 +212,7 @@ class Pilot:
 
     limit: int
     branches: int
-    rule: Rule
+    rule: str
     merge: bool = False
     drafter: str | None = None
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(FIRST_GUESS))
@@ -342,7 +342,7 @@ class Likeness:
     level: int
     limit: int
     branches: int
-    rule: Rule
+    rule: str
     merge: bool
 
 

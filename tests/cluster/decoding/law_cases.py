@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from paceline.rules import Rule
 from tests.cluster.decoding.law_drafter import (
     BegunModels,
     BranchingProposer,
@@ -44,7 +43,7 @@ class Case:
     the first works for the sequence.
     """
 
-    rule: Rule
+    rule: str
     policy: str
     branches: int
     window: int
@@ -58,7 +57,7 @@ class Case:
     def __str__(self) -> str:
         shape = f"{self.branches}x{self.window}of{self.vocab_size}"
         when = f"{self.timing.during}late{self.timing.late}"
-        parts = [self.rule.value, self.policy, shape, when]
+        parts = [self.rule, self.policy, shape, when]
         if self.drafters != (MODEL,):
             parts += self.drafters
         if self.fault is not None:

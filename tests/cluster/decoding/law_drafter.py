@@ -8,18 +8,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.rules import Rule
 from tests.workers.verification.enumeration import Prefix, TinyModels
 from workers.drafting.branches import unknown_part
 from workers.drafting.chances import RankChances, drawn_prior
-from workers.drafting.draw import MODEL_RULES
+from workers.drafting.draw import model_rules
 from workers.drafting.growth import Growth
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.stopper import Stopper
 from workers.drafting.stopping import DrafterStopping
 from workers.drafting.tree import DraftTree
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 PROMPT = (0,)
 
@@ -45,7 +44,7 @@ class EnumeratedProposer:
 
     @property
     def info(self) -> DrafterInfo:
-        return DrafterInfo("model", "tiny", self._models.vocab_size, b"", 1000, MODEL_RULES)
+        return DrafterInfo("model", "tiny", self._models.vocab_size, b"", 1000, model_rules())
 
     def open(self, tree: DraftTree) -> None:
         self._grown[tree] = Growth(tree, self._chances, Stopper(tree.stopping, DrafterStopping()))
@@ -97,7 +96,7 @@ class BranchingProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.ONE_HOT})
+        rules = frozenset({"one-hot"})
         return DrafterInfo("branching", "tiny", self._models.vocab_size, b"", 1000, rules)
 
     def open(self, tree: DraftTree) -> None:

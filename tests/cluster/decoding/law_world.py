@@ -44,7 +44,7 @@ from cluster.decoding.instructions import (
     WakeAt,
 )
 from cluster.decoding.scheduler import Scheduler
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.cluster.decoding.law_coins import NamedCoins, WindowCoins, draw_with
 from tests.cluster.decoding.law_drafter import PROMPT
@@ -60,9 +60,7 @@ from tests.workers.verification.enumeration import Coins, Prefix, TinyModels
 from workers.drafting import proposer
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.tree import Grant as DraftGrant
-from workers.verification.candidates import CandidateTree
-from workers.verification.draft_probs import DraftProbs
-from workers.verification.rules import check_proposal
+from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.verify import begin_node
 from workers.verification.walk import Coins as WalkCoins
 from workers.verification.walk import Node, walk
@@ -355,7 +353,7 @@ def _grant_of(grant: Grant) -> DraftGrant:
 
 def verdict_of(
     models: TinyModels,
-    rule: Rule,
+    rule: str,
     prefix: Prefix,
     tree: CandidateTree,
     draft_probs: DraftProbs,
@@ -367,11 +365,11 @@ def verdict_of(
         target_V = models.target_V((*prefix, *tree.tokens_of(accepted)))
         return begin_node(rule, target_V, draft_probs, node, len(tree.copies(node)))
 
-    return walk(tree, begin, coins, shuffled=rule is Rule.KSEQ)
+    return walk(tree, begin, coins, shuffled=rule == "kseq")
 
 
 def request(
-    rule: Rule,
+    rule: str,
     *,
     policy: str,
     branches: int,

@@ -10,7 +10,6 @@ import pytest
 from cluster.decoding.events import Admitted, DrafterJoined, Tick
 from cluster.decoding.instructions import Emit, Grant, Instruction, RunStep, WakeAt
 from cluster.decoding.scheduler import Scheduler
-from paceline.rules import Rule
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.scripts import (
     PROMPT,
@@ -89,7 +88,7 @@ def test_a_window_is_what_is_drafted_beside_a_step() -> None:
 
 
 def test_under_coins_the_first_token_is_awaited_and_a_pending_bonus_given_up() -> None:
-    asked = replace(tree_request(Rule.REJECTION, window=2, branches=1), policy="pearl")
+    asked = replace(tree_request("rejection", window=2, branches=1), policy="pearl")
     scheduler = started_with(asked)
     assert not steps(scheduler.handle(verdict(1, 0, 10, now=1.0)))
     base = (*PROMPT, 10)

@@ -37,7 +37,7 @@ from tests.cluster.system import (
 from tests.tiny import make_tiny_checkpoint
 from workers.drafting.drafter import DrafterOptions, serve_drafter
 from workers.target.stepper import StepParts
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 SPEC = SequenceSpec(SamplingParams(), seed=1, prompt_length=3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ from cluster.driver.text import TextCodec
 from paceline import GenerateOptions, Message
 from paceline.errors import InvalidRequestError, PromptTooLongError
 from paceline.generation import GenerateInput
-from paceline.rules import Rule, Stopping
+from paceline.rules import Stopping
 from paceline.v1 import inference_pb2
 from paceline.wire import request_from_wire, request_to_wire
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.verification.rule import RULES
 
 ROOM = 512
 
@@ -66,6 +68,8 @@ BAD_OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("branches", {"branches": 3, "window": 2}),
     ("branches", {"branches": 2, "rule": "rejection"}),
     ("drafter", {"drafter": "oracle"}),
+    ("rule", {"rule": "dice"}),
+    ("rule", {"rule": "Coupled"}),
 ]
 BAD_INPUTS: list[tuple[str, GenerateInput]] = [
     ("prompt", ""),
@@ -91,6 +95,12 @@ def test_bad_options(resolver: RequestResolver, field: str, values: dict[str, An
     with pytest.raises(InvalidRequestError) as caught_on_the_way:
         resolver.resolve(*_through_the_wire("hello", options), room=ROOM)
     assert caught_on_the_way.value.field == field
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones(resolver: RequestResolver) -> None:
+    expected = f"rule: expected one of {', '.join(RULES)}, got 'copuled'; did you mean coupled"
+    with pytest.raises(InvalidRequestError, match=re.escape(expected)):
+        resolver.resolve("hello", GenerateOptions(rule="copuled"), room=ROOM)
 
 
 @pytest.mark.parametrize(("field", "generate_input"), BAD_INPUTS)
@@ -173,7 +183,7 @@ def test_defaults_are_the_checkpoint_s(resolver: RequestResolver) -> None:
     assert resolved.spec.prompt_length == len(resolved.prompt_token_ids)
     assert resolved.max_tokens == ROOM - len(resolved.prompt_token_ids)
     assert resolved.speculation == Speculation(window=6)
-    assert resolved.spec.rule is Rule.COUPLED
+    assert resolved.spec.rule == "coupled"
     assert resolved.tenant == ""
     assert resolved.request_id
     other = resolver.resolve("hello", GenerateOptions(), room=ROOM)
@@ -206,8 +216,8 @@ def test_what_is_set_wins(resolver: RequestResolver) -> None:
     assert resolved.spec.end_token_ids == (2, 0, 9)
     assert resolved.prompt_token_ids == (5, 6)
     assert resolved.max_tokens == ROOM - 2
-    assert resolved.speculation == Speculation("off", 64, Rule.KSEQ, 4, Stopping.COST, "model")
-    assert resolved.spec.rule is Rule.KSEQ
+    assert resolved.speculation == Speculation("off", 64, "kseq", 4, Stopping.COST, "model")
+    assert resolved.spec.rule == "kseq"
     assert (resolved.stop.strings, resolved.tenant, resolved.request_id) == (
         ("END",),
         "ours",

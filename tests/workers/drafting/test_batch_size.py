@@ -13,7 +13,7 @@ from workers.drafting.desk import DraftingDesk, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.proposal import Proposal
 from workers.drafting.wire import to_responses
-from workers.verification.draft_probs import SparseProbs
+from workers.verification.candidates import SparseProbs
 
 PAIRS = SparseProbs(np.arange(200_000, 200_064), np.full(64, 1 / 64, dtype=np.float32))
 

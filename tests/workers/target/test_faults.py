@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from paceline.errors import InternalError, ProtocolError, WorkerLostError
-from paceline.rules import Rule
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2
 from paceline.wire import spec_to_wire
@@ -28,7 +27,7 @@ from workers.target.verdicts import verdicts_of
 from workers.verification.verdict import Verdict
 
 NAN = float("nan")
-RULES = (Rule.COUPLED, Rule.ONE_HOT)
+RULES = ("coupled", "one-hot")
 CULPRITS = {3, 8, 83}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -81,14 +81,16 @@ def test_a_bad_slice_is_named(session: TargetSession, message: str) -> None:
 
 
 BAD_SPECS: dict[str, types_pb2.SequenceSpec] = {
-    "rule: expected one of": types_pb2.SequenceSpec(),
+    "rule: expected one of coupled, kseq": spec_to_wire(
+        SequenceSpec(SamplingParams(), seed=0, prompt_length=1, rule="unheard-of")
+    ),
     "temperature: expected a finite": spec_to_wire(
         SequenceSpec(SamplingParams(temperature=-1), seed=0, prompt_length=1)
     ),
     "logit_bias: token id 100 is not": spec_to_wire(
         SequenceSpec(SamplingParams(logit_bias={100: 1}), seed=0, prompt_length=1)
     ),
-    "sampling: expected sampling": types_pb2.SequenceSpec(rule=types_pb2.VERIFICATION_RULE_COUPLED),
+    "sampling: expected sampling": types_pb2.SequenceSpec(rule="coupled"),
 }
 
 

@@ -11,8 +11,8 @@ import torch
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.verification.chi_square import follows
 from tests.workers.verification.table_model import SAMPLINGS, spec_of
+from workers.verification.candidates import SparseProbs
 from workers.verification.coupled import choose_token
-from workers.verification.draft_probs import SparseProbs
 from workers.verification.draws import (
     cut_draft_probs,
     draw_independent,

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import OverloadedError
-from paceline.rules import Rule
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
-from workers.drafting.draw import MODEL_RULES
+from workers.drafting.draw import model_rules
 from workers.drafting.growth import Growth
 from workers.drafting.kinds.device_rows import expand_on_device
 from workers.drafting.kinds.tree_kv import TreeKv
@@ -20,6 +19,7 @@ from workers.drafting.tree import DraftTree
 from workers.engine.cpu.engine import Slice
 from workers.engine.local_cache import LocalCache
 from workers.engine.open import AnyEngine
+from workers.verification.rule import rule_named
 
 PREFILL_ALONE = 128
 """Maximum number of prompt tokens in a pass while no sequence is drafting."""
@@ -59,8 +59,8 @@ class ModelProposer:
         self._cache = LocalCache(engine.num_blocks, engine.block_size)
         self._held: dict[DraftTree, _Held] = {}
         self._chances = {
-            rule: RankChances(coupled_prior if rule is Rule.COUPLED else drawn_prior)
-            for rule in MODEL_RULES
+            rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
+            for rule in model_rules()
         }
         self._stopping = DrafterStopping()
 
@@ -73,7 +73,7 @@ class ModelProposer:
             vocab_size=info.vocab_size,
             vocabulary_digest=info.vocabulary_digest,
             max_position=self._engine.max_model_len,
-            rules=MODEL_RULES,
+            rules=model_rules(),
         )
 
     def open(self, tree: DraftTree) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from paceline.rules import MAX_PROPOSED, Rule
+from paceline.rules import MAX_PROPOSED
 from workers.drafting.branches import merge_branches, unknown_part
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree
+from workers.verification.rule import CandidateKind, rules_exact_for
 
 MAX_SUFFIX = 4
 MAX_REMEMBERED = 16
@@ -28,7 +29,7 @@ class NgramProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.COUPLED, Rule.ONE_HOT})
+        rules = rules_exact_for(CandidateKind.DETERMINISTIC)
         return DrafterInfo("ngram", "", 0, b"", ANY_POSITION, rules)
 
     def open(self, tree: DraftTree) -> None:

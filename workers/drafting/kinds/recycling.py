@@ -16,12 +16,13 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from paceline.rules import MAX_PROPOSED, Rule, Stopping
+from paceline.rules import MAX_PROPOSED, Stopping
 from workers.drafting.branches import unknown_part
 from workers.drafting.kinds.recycled_rows import ROW_LENGTH, Row, RowChances, RowTable
 from workers.drafting.nodes import ROOT, Kept, NewNodes
 from workers.drafting.proposer import ANY_POSITION, Draft, DrafterInfo, Pass, TakesNoTime, TopTokens
 from workers.drafting.tree import DraftTree
+from workers.verification.rule import CandidateKind, rules_exact_for
 
 _Learner = tuple[str, int | None]
 """A tenant, and the target's vocabulary size: targets of different sizes share no rows."""
@@ -48,7 +49,7 @@ class RecyclingProposer(TakesNoTime):
 
     @property
     def info(self) -> DrafterInfo:
-        rules = frozenset({Rule.COUPLED, Rule.ONE_HOT})
+        rules = rules_exact_for(CandidateKind.DETERMINISTIC)
         return DrafterInfo("recycling", "", 0, b"", ANY_POSITION, rules, wants_top_tokens=True)
 
     def open(self, tree: DraftTree) -> None:

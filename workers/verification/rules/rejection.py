@@ -1,10 +1,8 @@
-"""Rejection sampling (Leviathan et al. 2023, Chen et al. 2023), and the recursive rules from it.
+"""Rejection sampling (Leviathan et al. 2023, Chen et al. 2023), and its repetition in trees.
 
 A candidate is accepted with probability min(1, target / draft). The token after a refusal follows
 the positive part of target - draft. Applied repeatedly to what is left, this is recursive
-rejection. Without replacement (RSD, Jeon et al. 2024) a refused token leaves the draft distribution
-too. With replacement (MCSD, Yang et al. 2024) the candidates of a node are independent draws, and
-the draft distribution stays.
+rejection: `recursive` and `mcsd` differ in how the children of a node were drawn.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.verification.draft_probs import DraftDistribution
+from workers.verification.rule import RULES, CandidateKind, DraftDistribution, Promise, Rule
 
 
 def acceptance_of(target_prob: float, draft_prob: float) -> float:
@@ -49,11 +47,12 @@ def normalized(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class RecursiveNode:
+class RejectionNode:
     """The children of one node under rejection, tested in the order in which they were drawn.
 
     `target_probs_V` is what is left of the target's distribution, `draft` what the next child was
-    drawn from. With a single child this is plain rejection.
+    drawn from. With a single child this is plain rejection. `with_replacement`: the draft
+    distribution stays after a refusal; otherwise the refused token leaves it.
     """
 
     target_probs_V: NDArray[np.float64]
@@ -64,9 +63,9 @@ class RecursiveNode:
         """The probability that this child is accepted, after the earlier refusals."""
         return acceptance_of(float(self.target_probs_V[token_id]), self.draft.prob_of(token_id))
 
-    def refused(self, token_id: int) -> RecursiveNode:
+    def refused(self, token_id: int) -> RejectionNode:
         """The node after this child was refused."""
-        return RecursiveNode(
+        return RejectionNode(
             residual_of(self.target_probs_V, self.draft),
             self.draft if self.with_replacement else self.draft.without(token_id),
             self.with_replacement,
@@ -75,3 +74,24 @@ class RecursiveNode:
     def residual_V(self) -> NDArray[np.float64]:
         """The distribution of the token when no child is left to test."""
         return self.target_probs_V
+
+
+def _begin(
+    target_probs_V: NDArray[np.float64], draft: DraftDistribution | None, num_tests: int
+) -> RejectionNode:
+    assert draft is not None
+    return RejectionNode(target_probs_V, draft, with_replacement=False)
+
+
+RULES.add(
+    Rule(
+        name="rejection",
+        help="rejection sampling of chains drawn by the drafter",
+        paper="Leviathan et al. 2023, Chen et al. 2023",
+        promise=Promise.LAW,
+        exact_for=frozenset({CandidateKind.SAMPLED_CHAIN}),
+        drawn_as=CandidateKind.SAMPLED_CHAIN,
+        needs_draft_probs=True,
+        begin=_begin,
+    )
+)

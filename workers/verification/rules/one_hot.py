@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.verification.rejection import normalized
+from workers.verification.rule import RULES, CandidateKind, DraftDistribution, Promise, Rule
+from workers.verification.rules.rejection import normalized
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,3 +35,23 @@ class OneHotNode:
     def residual_V(self) -> NDArray[np.float64]:
         """The distribution of the token when no child is left to test."""
         return self.target_probs_V
+
+
+def _begin(
+    target_probs_V: NDArray[np.float64], draft: DraftDistribution | None, num_tests: int
+) -> OneHotNode:
+    return OneHotNode(target_probs_V)
+
+
+RULES.add(
+    Rule(
+        name="one-hot",
+        help="rejection sampling of candidates that were not drawn",
+        paper="Leviathan et al. 2023, with a draft distribution of one token",
+        promise=Promise.LAW,
+        # Drawn candidates are as good as fixed ones, unless their noise is that of the target.
+        exact_for=frozenset(CandidateKind) - {CandidateKind.SHARED_NOISE},
+        drawn_as=None,
+        begin=_begin,
+    )
+)

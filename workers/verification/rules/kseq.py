@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from workers.verification.draft_probs import DraftDistribution
-from workers.verification.rejection import acceptance_of, normalized
+from workers.verification.rule import RULES, CandidateKind, DraftDistribution, Promise, Rule
+from workers.verification.rules.rejection import acceptance_of, normalized
 
 _BISECTIONS = 30
 _TOLERANCE = 1e-6
@@ -101,3 +101,24 @@ class KSeqNode:
         left_V = self.target_probs_V.copy()
         left_V[ids_M] = np.maximum(left_V[ids_M] - given_M, 0.0)
         return normalized(left_V, otherwise_V=self.target_probs_V)
+
+
+def _begin(
+    target_probs_V: NDArray[np.float64], draft: DraftDistribution | None, num_tests: int
+) -> KSeqNode:
+    assert draft is not None
+    return KSeqNode.of(target_probs_V, draft, num_tests)
+
+
+RULES.add(
+    Rule(
+        name="kseq",
+        help="k-SEQ, for several independent paths of the drafter",
+        paper="SpecTr, Sun et al. 2023",
+        promise=Promise.LAW,
+        exact_for=frozenset({CandidateKind.SAMPLED_CHAIN, CandidateKind.INDEPENDENT_PATHS}),
+        drawn_as=CandidateKind.INDEPENDENT_PATHS,
+        needs_draft_probs=True,
+        begin=_begin,
+    )
+)
