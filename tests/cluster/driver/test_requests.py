@@ -138,7 +138,7 @@ UNSENDABLE: list[tuple[str, Callable[[], object]]] = [
         "stop_token_ids": [-1],
         "logit_bias": {-1: 1.0},
         "policy": 3,
-        "rule": "dice",
+        "rule": ["coupled"],
         "stopping": "never",
         "branches": -1,
         "drafter": 3,
@@ -159,7 +159,7 @@ def test_what_cannot_be_told_on_the_wire(field: str, options: Callable[[], Any])
     [
         ("input", inference_pb2.GenerateRequest()),
         ("policy", inference_pb2.GenerateRequest(prompt="x", policy="p" * 129)),
-        ("rule", inference_pb2.GenerateRequest(prompt="x", rule=99)),  # type: ignore[arg-type]
+        ("rule", inference_pb2.GenerateRequest(prompt="x", rule="a" * 129)),
         ("stopping", inference_pb2.GenerateRequest(prompt="x", stopping=99)),  # type: ignore[arg-type]
     ],
 )
