@@ -246,13 +246,13 @@ def _choice(*available: str, later: Collection[str] = ()) -> BeforeValidator:
 
 
 def _registered(registry: Registry[Any]) -> BeforeValidator:
-    """A name in the registry."""
+    """A name that is registered."""
 
     def check(value: object) -> object:
         try:
             return registry.get(str(value), field="").name
         except InvalidRequestError as error:
-            raise refusal(str(error).removeprefix(": ")) from None
+            raise refusal(error.args[1]) from None
 
     return BeforeValidator(check)
 

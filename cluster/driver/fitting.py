@@ -13,7 +13,7 @@ from workers.verification.rule import RULES, CandidateKind, rule_named
 def candidate_kind(rule: str, drafter: str) -> CandidateKind:
     """The kind of candidates that a drafter drafts for a rule.
 
-    `drafter`: its kind. A model drafts as the rule asks.
+    `drafter`: its kind. A model drafts as the rule asks, else with the target's noise.
     """
     if drafter != "model":
         return CandidateKind.DETERMINISTIC

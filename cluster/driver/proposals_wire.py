@@ -191,7 +191,7 @@ def _check_candidates(
     if widest > branches:
         raise ProtocolError(
             f"expected at most {branches} candidates a position, as granted, got {widest}: "
-            "count the paths of k-SEQ, else the children of a node"
+            "count paths where the rule counts them, else the children of a node"
         )
     return draft_probs
 

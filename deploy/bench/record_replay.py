@@ -32,7 +32,7 @@ from workers.emulated.recording import (
 from workers.engine.cpu.engine import Engine
 from workers.engine.slices import Slice
 from workers.models.catalog import default_home, resolve_model
-from workers.verification.coupled import choose_token
+from workers.verification.choice import choose_token
 from workers.verification.draws import top_children
 
 TEMPERATURES = (0.0, 1.0)

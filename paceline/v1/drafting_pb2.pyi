@@ -550,7 +550,7 @@ class Proposal(_message.Message):
 
     @_builtins.property
     def multiplicities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For k-SEQ: the number of paths through each token. Empty: 1 each."""
+        """For rules of independent paths (kseq): the number of them through each token. Empty: 1 each."""
 
     @_builtins.property
     def stopping_state(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:

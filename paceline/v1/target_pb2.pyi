@@ -314,7 +314,9 @@ class Slice(_message.Message):
 
     @_builtins.property
     def multiplicities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """For k-SEQ: the number of paths through each candidate. Empty: 1 each."""
+        """For rules of independent paths (kseq): the number of them through each candidate. Empty: 1
+        each.
+        """
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import torch
 from paceline.sampling import SequenceSpec
 from workers.drafting.expansions import Children
 from workers.verification.candidates import SparseProbs
-from workers.verification.coupled import choose_token
+from workers.verification.choice import choose_token
 from workers.verification.draws import (
     cut_draft_probs,
     draw_chain_token,

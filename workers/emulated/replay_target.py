@@ -24,7 +24,7 @@ from workers.engine.slices import Slice, positions_of
 from workers.target.faults import Part, judge_each
 from workers.target.session import VerdictTask
 from workers.target.verdicts import message_of
-from workers.verification.verdict import Verdict
+from workers.verification.verify import Verdict
 
 BLOCK_SIZE = 16
 DTYPE = "int32"

@@ -32,7 +32,7 @@ A drafter's chain of two tokens after the prompt [3], verified by rejection:
 
 The coupled rule needs no draft probabilities. It gives the same tokens as without candidates:
 
->>> from workers.verification.coupled import choose_token
+>>> from workers.verification.choice import choose_token
 >>> first = choose_token(target_logits_RV[0], spec, [3])
 >>> tree = CandidateTree(token_ids=(first, 0), parents=(0, 1))
 >>> verdict = verify("coupled", target_logits_RV, tree, spec, [3])

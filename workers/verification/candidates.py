@@ -174,6 +174,11 @@ class CandidateTree:
                 )
 
 
+def end_of(path: Sequence[int]) -> int:
+    """The node at which a path of candidates ends."""
+    return path[-1] + 1 if path else 0
+
+
 def merge_paths(paths: Sequence[Sequence[int]]) -> CandidateTree:
     """The tree of independently drawn paths, with equal prefixes merged and counted.
 

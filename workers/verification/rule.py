@@ -114,7 +114,9 @@ class Rule:
     exact_for: frozenset[CandidateKind]
     """The kinds of candidates under which the promise holds. Drafters of others are refused."""
     drawn_as: CandidateKind | None
-    """How a model drafts for this rule; None: a model does not draft for it."""
+    """How a model drafts for this rule; None: a model does not draft for it. The shape that
+    candidates of any drafter may have follows from it (`chain_only`, `equal_siblings`,
+    `counts_paths`)."""
     needs_draft_probs: bool = False
     """Whether drafters must send the distributions from which they drew. Without them, candidates
     of several drafters may be siblings, and branches may be drafted ahead of the verdict."""

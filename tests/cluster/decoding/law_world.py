@@ -61,9 +61,8 @@ from workers.drafting import proposer
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
-from workers.verification.verify import begin_node
-from workers.verification.walk import Coins as WalkCoins
-from workers.verification.walk import Node, walk
+from workers.verification.verify import Coins as WalkCoins
+from workers.verification.verify import Node, begin_node, walk
 
 ELDER, OURS = 1, 2
 """The sequence that may take blocks, and the one whose law is enumerated."""

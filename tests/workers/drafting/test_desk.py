@@ -21,7 +21,7 @@ from workers.drafting.proposal import Proposal
 from workers.drafting.proposer import Proposer
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import Engine
-from workers.verification.coupled import choose_token
+from workers.verification.choice import choose_token
 
 Draft = Callable[[SequenceSpec, Sequence[int]], int | None]
 """The token that must follow a prefix of committed tokens and run-ahead, or None: nothing may."""

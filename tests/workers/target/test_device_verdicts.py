@@ -11,12 +11,11 @@ import torch
 from paceline.errors import InternalError
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.process import kernels
-from workers.target.device_verdicts import device_verdicts
-from workers.target.session import VerdictTask
-from workers.target.slice_candidates import Candidates
+from workers.target.session import Candidates, VerdictTask
+from workers.target.verdicts import device_verdicts
 from workers.verification.candidates import CandidateTree
-from workers.verification.coupled import choose_token
-from workers.verification.row_params import ROWS_AT_ONCE, Row, choose_tokens, make_ready
+from workers.verification.choice import choose_token
+from workers.verification.device_choice import ROWS_AT_ONCE, Row, choose_tokens, make_ready
 from workers.verification.verify import verify
 
 VOCAB = 509

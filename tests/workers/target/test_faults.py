@@ -20,11 +20,10 @@ from workers.engine.cpu.engine import Engine
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
 from workers.engine.slices import Slice, blocks_begun
 from workers.process.server import RunningServer
-from workers.target.device_verdicts import device_verdicts
 from workers.target.faults import MOST_FAILED_STEPS, Part, SliceFault, StepFailures, judge_each
 from workers.target.session import VerdictTask
-from workers.target.verdicts import verdicts_of
-from workers.verification.verdict import Verdict
+from workers.target.verdicts import device_verdicts, verdicts_of
+from workers.verification.verify import Verdict
 
 NAN = float("nan")
 RULES = ("coupled", "one-hot")

@@ -21,8 +21,7 @@ from workers.verification.candidates import (
     SparseProbs,
     merge_paths,
 )
-from workers.verification.verify import begin_node
-from workers.verification.walk import Node, walk
+from workers.verification.verify import Node, begin_node, walk
 
 TOLERANCE = 1e-12
 

@@ -119,7 +119,7 @@ def toss_with(coins: Coins, patch: pytest.MonkeyPatch) -> None:
         return [_choose(one, coins) for one in draws]
 
     patch.setattr("workers.verification.verify.KeyedCoins", lambda tree, spec, position: coins)
-    patch.setattr("workers.verification.coupled.choose_all", choose_all)
+    patch.setattr("workers.verification.choice.choose_all", choose_all)
 
 
 def _choose(one: Draw, coins: Coins) -> int:

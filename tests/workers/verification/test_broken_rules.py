@@ -28,7 +28,7 @@ from workers.verification.candidates import (
     DraftProbs,
     SparseProbs,
 )
-from workers.verification.walk import Node
+from workers.verification.verify import Node
 
 
 def _dense(pairs: DraftDistribution, size: int) -> NDArray[np.float64]:

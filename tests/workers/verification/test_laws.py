@@ -26,7 +26,7 @@ from workers.verification.candidates import CandidateTree, DraftDistribution
 from workers.verification.rules.kseq import KSeqNode, accepted_mass, smallest_ratio, some_accepted
 from workers.verification.rules.one_hot import OneHotNode
 from workers.verification.rules.rejection import RejectionNode
-from workers.verification.walk import Node
+from workers.verification.verify import Node
 
 SIZES = [(v, k) for v in (3, 4, 5) for k in (1, 2, 3, 4)]
 

@@ -31,10 +31,9 @@ from tests.workers.verification.sampled_models import (
     SampledModels,
     verified_law,
 )
-from workers.verification import coupled
+from workers.verification import choice
 from workers.verification.candidates import CandidateTree
-from workers.verification.distribution import adjusted_logits, distribution_of
-from workers.verification.rows import WindowRows
+from workers.verification.distribution import WindowRows, adjusted_logits, distribution_of
 
 pytestmark = pytest.mark.long
 
@@ -97,7 +96,7 @@ def _bonus_without_filters(patch: pytest.MonkeyPatch) -> None:
     def unfiltered(adjusted_V: Any, sampling: SamplingParams) -> Any:
         return distribution_of(adjusted_V, SamplingParams(temperature=sampling.temperature))
 
-    patch.setattr(coupled, "distribution_of", unfiltered)
+    patch.setattr(choice, "distribution_of", unfiltered)
 
 
 @pytest.mark.parametrize("rule", DRAFTS)

@@ -18,7 +18,7 @@ from tests.workers.verification import naive
 from tests.workers.verification.chi_square import follows
 from tests.workers.verification.drafters import DRAFTERS, pretends_to_be_uniform
 from tests.workers.verification.table_model import SAMPLINGS, TableModel, plain, spec_of
-from workers.verification import coupled
+from workers.verification import choice
 from workers.verification.candidates import (
     CandidateTree,
     DraftProbs,
@@ -26,10 +26,9 @@ from workers.verification.candidates import (
     check_proposal,
     merge_paths,
 )
-from workers.verification.coupled import choose_token
+from workers.verification.choice import choose_token
 from workers.verification.rule import RULES, rule_named
-from workers.verification.verdict import Verdict
-from workers.verification.verify import Window, verify, verify_batch
+from workers.verification.verify import Verdict, Window, verify, verify_batch
 
 PROMPT = [1]
 TARGET, DRAFTER = TableModel(3, 11), TableModel(3, 12)
@@ -146,7 +145,7 @@ def test_a_batch_gives_each_window_what_it_gives_alone(drawn: st.DataObject) -> 
     rules = drawn.draw(st.lists(st.sampled_from(list(RULES)), max_size=5))
     windows = [_any_window(drawn, rule) for rule in rules]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coupled, "_LOGITS_AT_ONCE", drawn.draw(st.integers(1, 60)))
+        patch.setattr(choice, "_LOGITS_AT_ONCE", drawn.draw(st.integers(1, 60)))
         verdicts = verify_batch(windows)
     assert verdicts == [_alone(window) for window in windows]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from workers.drafting.growth import Growth
 from workers.drafting.tree import DraftTree
+from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.distribution import check_likeliest
-from workers.verification.row_params import Row, choose_tokens
 from workers.verification.staging import to_device, to_host
 
 Failure = tuple[DraftTree, Exception]

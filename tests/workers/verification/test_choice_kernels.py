@@ -15,14 +15,11 @@ import triton.language as tl
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.workers.compiling import compile_launches
 from tests.workers.verification.launches import launch_choices
-from workers.verification import choice_kernels, noise_kernel
-from workers.verification.coupled import choose_token
-from workers.verification.device_choice import choose_by_torch
-from workers.verification.kernel_choice import BLOCK, choose_by_kernels
-from workers.verification.noise import Stream, gumbel, words_of_all
-from workers.verification.noise_kernel import INTERPRETED
-from workers.verification.philox import key_of_seed
-from workers.verification.row_params import Row, pack_rows
+from workers.verification import choice_kernels
+from workers.verification.choice import choose_token
+from workers.verification.choice_kernels import BLOCK, INTERPRETED, choose_by_kernels
+from workers.verification.device_choice import Row, choose_by_torch, pack_rows
+from workers.verification.noise import Stream, gumbel, key_of_seed, words_of_all
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled")),
@@ -176,13 +173,13 @@ def _write_noise(
 ):
     row = tl.program_id(0)
     counters = tl.arange(0, SIZE // 4)
-    first, second, third, fourth = noise_kernel.philox(
+    first, second, third, fourth = choice_kernels.philox(
         counters, row, words, stride, positions, samples
     )
     drawn = tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
     places = row * SIZE + tl.arange(0, SIZE)
     tl.store(all_words + places, drawn.to(tl.int64))
-    tl.store(noise + places, noise_kernel.gumbel(drawn, IS_INTERPRETED))
+    tl.store(noise + places, choice_kernels.gumbel(drawn, IS_INTERPRETED))
 
 
 @pytest.mark.parametrize("device", DEVICES)

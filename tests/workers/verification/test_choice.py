@@ -8,8 +8,7 @@ import torch
 
 from paceline.sampling import SamplingParams, SequenceSpec
 from workers.engine.parallel.cuts import vocabulary_part
-from workers.verification.coupled import choose_token
-from workers.verification.vocabulary_parts import best_score, parts_suffice
+from workers.verification.choice import best_score, choose_token, parts_suffice
 
 ROWS = 50
 PREFIX = [1, 2, 3]
