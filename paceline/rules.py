@@ -7,10 +7,7 @@ The limits ensure that what a server sends about one request fits into one messa
 from __future__ import annotations
 
 import enum
-from typing import Literal, get_args
 
-DrafterKind = Literal["model", "ngram", "recycling"]
-DRAFTER_KINDS: tuple[DrafterKind, ...] = get_args(DrafterKind)
 MAX_WINDOW = 64
 """Most candidates of a sequence that a step verifies; the minimum is 1."""
 MAX_BRANCHES = 8
@@ -27,7 +24,7 @@ in which later requests wait for the tokenizer. English text has about four byte
 is about MAX_SEQUENCE_TOKENS."""
 MAX_MESSAGES = 4096
 """Most messages of a chat. A chat template runs Python for each of them."""
-MAX_LOGIT_BIAS = 4096
+MAX_BIASED_TOKENS = 4096
 """Most entries of `logit_bias`. Each has 14 bytes on the wire: 56 KiB, sent to each worker."""
 MAX_STOP_TOKENS = 1024
 """Most `stop_token_ids`. Each has at most 5 bytes on the wire."""

@@ -201,21 +201,21 @@ def request_from_wire(
     value that is out of its bounds.
     """
     _check_limits(request)
-    options: dict[str, Any] = {
-        name: _known_name(name, value) if name in _ENUMS else _plain(value)
-        for name, value in _given_options(request)
-    }
+    options: dict[str, Any] = {name: _plain(value) for name, value in _given_options(request)}
     return _input_from_wire(request), GenerateOptions(**options)
 
 
 def _given_options(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, Any]]:
-    """The options that a message has, each with its value there. An empty text is none."""
+    """The options that a message has, each with its value. An empty text is none.
+
+    Raises InvalidRequestError, which names the field, for an unknown enum.
+    """
     for name in OPTION_NAMES:
         message = _message_with(name, request)
         value = getattr(message, name)
         has_presence = message.DESCRIPTOR.fields_by_name[name].has_presence
         if message.HasField(name) if has_presence else value:
-            yield name, value
+            yield name, _known_name(name, value) if name in _ENUMS else value
 
 
 def _message_with(name: str, request: inference_pb2.GenerateRequest) -> Any:

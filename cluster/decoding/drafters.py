@@ -19,6 +19,7 @@ from cluster.decoding.instructions import (
 from cluster.decoding.lookahead import MOST_CHAINS
 from cluster.decoding.sequence import Refusal, Sequence
 from cluster.decoding.timings import DriverShare, StepCosts
+from cluster.decoding.windows import MAX_MERGED
 from paceline.rules import Stopping
 from workers.verification.rule import rule_named
 
@@ -210,7 +211,7 @@ class Roster(dict[str, RosterEntry]):
         return min(
             able,
             key=lambda one: (
-                one.joined.kind != "model",
+                not one.joined.has_model,
                 one.shunned_until > sequence.ready_since,
                 sequence.policy.spreads and one.pass_ms > _MUCH_SLOWER * fastest,
                 one.load,
@@ -314,12 +315,15 @@ class Drafters:
         self.grant(sequence, out)
 
     def _add_kinds(self, sequence: Sequence, out: list[Instruction]) -> bool:
-        """Add a drafter of every other kind to the sequence. Whether any was added."""
+        """Add drafters of other kinds to the sequence, up to MAX_MERGED. Whether any was added."""
         assert sequence.drafter is not None
         team = (sequence.drafter, *sequence.helpers)
         kinds = {self._drafters[name].joined.kind for name in team}
         before = len(kinds)
-        while (helper := self._drafters.best_for(sequence, other_than=kinds)) is not None:
+        while len(kinds) < MAX_MERGED:
+            helper = self._drafters.best_for(sequence, other_than=kinds)
+            if helper is None:
+                break
             kinds.add(helper.joined.kind)
             sequence.helpers.append(helper.joined.drafter)
             self._open(sequence, helper, out)

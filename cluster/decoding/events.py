@@ -111,7 +111,7 @@ class MalformedProposal:
 class Proposed:
     """One message of a drafter, sent after a pass of `pass_seconds`.
 
-    Without proposals it reports a prefill. `entries`: those of the message (batch_size.py),
+    Without proposals it reports a prefill. `entries`: those of the message (drafting.proto),
     including what was dropped when it was read; None: not counted.
     """
 
@@ -180,12 +180,16 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class DrafterJoined:
-    """A drafter can be used. It drafts no token at or beyond `max_position`."""
+    """A drafter can be used. It drafts no token at or beyond `max_position`.
+
+    `has_model`: it drafts with a model. It is preferred to a drafter without one.
+    """
 
     now: float
     drafter: str
     max_position: int
     kind: str = "model"
+    has_model: bool = True
     rules: frozenset[str] = frozenset({"coupled"})
     wants_top_tokens: bool = False
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from cluster.decoding.counts import Foresight
 from cluster.decoding.events import Proposal
 from cluster.decoding.windows import (
+    MAX_MERGED,
     MERGED_CHANCES,
     NO_CANDIDATES,
     RANK_CHANCES,
@@ -19,7 +20,7 @@ from cluster.decoding.windows import (
 )
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import extend_hash, hash_prefix
-from paceline.rules import DRAFTER_KINDS, MAX_WINDOW
+from paceline.rules import MAX_WINDOW
 
 MAX_SIBLINGS = 64
 """The most candidates under one node, for bounded comparisons. Several drafters draw them, about
@@ -79,7 +80,7 @@ class TokenTree:
         self.verified_width = verified_width
         self._rank_chances = RANK_CHANCES
         if merged and verified_width is not None:
-            self.verified_width = verified_width + len(DRAFTER_KINDS) - 1
+            self.verified_width = verified_width + MAX_MERGED - 1
             self._rank_chances = MERGED_CHANCES
         self._most_draws = most_draws
         self._counts_paths = counts_paths

@@ -10,10 +10,10 @@ from operator import attrgetter
 from cluster.decoding.events import Proposal
 from cluster.decoding.instructions import CloseDraft, Grant, OpenDraft, SendOutcome
 from cluster.simulation.clock import VirtualClock
-from cluster.simulation.costs import HostCosts
+from cluster.simulation.layout import HostCosts
 from workers.drafting import tree
 from workers.drafting.desk import DraftingDesk, DraftingSession, SessionNews
-from workers.drafting.proposer import DrafterInfo, TopTokens
+from workers.drafting.protocols import DrafterInfo, TopTokens
 from workers.emulated.profiles import DeviceProfile
 from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_text import Guess, ReplayText
@@ -36,7 +36,7 @@ class DraftAnswer:
     pass_seconds: float
 
 
-Listener = Callable[[DraftAnswer], None]
+PassListener = Callable[[DraftAnswer], None]
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class SimulatedDrafter:
         self._pass_clock = _PassClock()
         proposer = ReplayProposer(max_position, profile, text, guess, self._pass_clock)
         self._desk = DraftingDesk(proposer, max_sequences=MAX_SEQUENCES)
-        self._listeners: dict[DraftingSession, Listener] = {}
+        self._listeners: dict[DraftingSession, PassListener] = {}
         self._unread: deque[tuple[DraftingSession, DraftMessage]] = deque()
         self._is_busy = False  # With a pass, answers or messages.
         self._held_until: float | None = None
@@ -100,7 +100,7 @@ class SimulatedDrafter:
         """Number of open sequences."""
         return self._desk.num_open
 
-    def connect(self, listener: Listener) -> DraftingSession:
+    def connect(self, listener: PassListener) -> DraftingSession:
         """Open the stream of a driver. `listener` gets each pass the moment it ends."""
         session = self._desk.open_session()
         self._listeners[session] = listener

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from cluster.config.load import Config, DrafterConfig
+from cluster.config.model import Config, DrafterConfig
 from deploy.bench.decode import encode_prompts
 from deploy.bench.harness import (
     CORES,
@@ -48,6 +48,7 @@ from paceline.client import Client
 from paceline.generation import GenerateInput
 from paceline.options import GenerateOptions
 from paceline.sampling import SamplingParams, SequenceSpec
+from workers.drafting.protocols import DRAFTERS
 from workers.verification.candidates import CandidateTree, DraftProbs, SparseProbs, merge_paths
 from workers.verification.draws import (
     cut_draft_probs,
@@ -69,7 +70,7 @@ NEEDED: Mapping[str, frozenset[str]] = {
 AMOUNT, QUICK_AMOUNT = (4, 32, 2), (2, 24, 1)
 """Rows of the input, tokens a row and rounds, by default."""
 WAIT_MS = 60_000.0
-"""So long lockstep waits for its drafter: how busy a host is must not decide what is accepted."""
+"""How long lockstep waits for its drafter, so that a busy host does not change the acceptance."""
 OFF = "off"
 
 VOCAB_SIZES = (49_152, 131_072)
@@ -83,14 +84,13 @@ _FALL = 2.0
 of the noise, so that all of it is computed."""
 
 NODES = 8
-"""Candidates a step in part "acceptance", whatever their shape."""
+"""Candidates per step in part "acceptance", for every shape."""
 TEMPERATURES = (0.0, 0.7, 1.0)
 WIDTHS = (1, 2, 4)
 """Children of a node, or paths."""
 
-TRAIN_FREE = ("ngram", "recycling")
 TRAIN_FREE_SHAPES = ((4, 1), (8, 1), (8, 2), (16, 4))
-"""Windows and branches of both."""
+"""Windows and branches of each kind of drafter without a model."""
 BY_COST = (16, 8)
 """Window and branches within which Token Recycling stops by cost; n-grams have no estimates."""
 
@@ -122,7 +122,7 @@ def candidates_shown(branches: int | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RulesSettings:
-    """How much is measured. `parts`: some of PART_NAMES. `quick`: short windows in part "time"."""
+    """What to measure. `parts`: some of PART_NAMES. `quick`: short windows in part "time"."""
 
     parts: Sequence[str]
     max_tokens: int
@@ -130,12 +130,15 @@ class RulesSettings:
     quick: bool = False
 
 
+def train_free_kinds() -> list[str]:
+    """The kinds of drafters without a model."""
+    return [name for name, kind in DRAFTERS.all().items() if kind.default_model is None]
+
+
 def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]:
     """What the parts need: `drafted` has a model drafter and a core each, `plain` the others."""
     speculation = config.speculation.model_copy(update={"wait_ms": WAIT_MS})
-    drafter = next(
-        (one for one in config.drafters if one.kind == "model"), DrafterConfig(model="demo-draft")
-    )
+    drafter = next((one for one in config.drafters if one.model is not None), DrafterConfig())
 
     def deployment(threads: int, *drafters: DrafterConfig) -> Config:
         target = config.target.model_copy(update={"threads": threads})
@@ -144,9 +147,7 @@ def rules_deployments(config: Config, parts: Sequence[str]) -> dict[str, Config]
     both = {
         "drafted": deployment(1, drafter.model_copy(update={"count": 1, "threads": 1})),
         "plain": deployment(
-            CORES,
-            DrafterConfig(kind="ngram", threads=1),
-            DrafterConfig(kind="recycling", threads=1),
+            CORES, *(DrafterConfig(kind=kind, threads=1) for kind in train_free_kinds())
         ),
     }
     needed = frozenset[str]().union(*(NEEDED[part] for part in parts))
@@ -304,7 +305,7 @@ def _first_tokens(
 
 
 def _branches(first: Sequence[int], below: Sequence[int]) -> CandidateTree:
-    """Every first token, each with the same chain below it."""
+    """All first tokens, with the same chain below each."""
     token_ids, parents = list(first), [0] * len(first)
     for number in range(len(first)):
         parent = number + 1
@@ -409,7 +410,7 @@ class RequestContender:
 
     @property
     def setting(self) -> str:
-        """What the request says of speculation."""
+        """The request's speculation, in words."""
         options = self.options
         parts = (options.policy, options.drafter, options.rule, options.stopping)
         shape = f"window {options.window}, {candidates_shown(options.branches)}"
@@ -425,7 +426,7 @@ class RequestContender:
 
 
 def _train_free_row(measured: Measured, off: Measured) -> RuleRow:
-    """What was measured of a contender, against plain decoding."""
+    """The row of a contender, compared with plain decoding."""
     contender = measured.contender
     assert isinstance(contender, RequestContender)
     options = contender.options
@@ -457,7 +458,7 @@ def train_free_contenders(client: Client) -> list[RequestContender]:
     contenders = [
         RequestContender(OFF, client, GenerateOptions(temperature=0.0, seed=0, policy=OFF))
     ]
-    shapes = [(drafter, *shape, "fixed") for drafter in TRAIN_FREE for shape in TRAIN_FREE_SHAPES]
+    shapes = [(kind, *shape, "fixed") for kind in train_free_kinds() for shape in TRAIN_FREE_SHAPES]
     for drafter, window, branches, stopping in [*shapes, ("recycling", *BY_COST, "cost")]:
         options = GenerateOptions(
             temperature=0.0,
@@ -483,7 +484,7 @@ def measure_train_free(
     repeats: int,
     tell: Callable[[str], None],
 ) -> list[RuleRow]:
-    """All of them in turns."""
+    """Measure all contenders in turns."""
     measured = measure_in_turns(
         train_free_contenders(client),
         prompts,
@@ -498,7 +499,7 @@ def measure_train_free(
 
 
 def goals(rows: Sequence[RuleRow]) -> list[Goal]:
-    """All goals that the rows say something about."""
+    """The goals whose rows were measured."""
     return [*_time_goal(rows), *_acceptance_goals(rows), *_train_free_goal(rows)]
 
 
@@ -556,7 +557,7 @@ def print_rules(console: Console, rows: Sequence[RuleRow]) -> None:
 
 
 def _print_times(console: Console, rows: Sequence[RuleRow]) -> None:
-    """A column a vocabulary and batch; a line a rule, shape and window."""
+    """Print a column for each vocabulary and batch, a line for each rule, shape and window."""
     columns = list(dict.fromkeys((row.details["vocab_size"], row.details["batch"]) for row in rows))
     lines: dict[tuple[object, ...], dict[tuple[object, object], str]] = {}
     for row in rows:

@@ -47,9 +47,14 @@ class DescribeDrafterResponse(_message.Message):
     RULES_FIELD_NUMBER: _builtins.int
     WANTS_TOP_TOKENS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"model", "ngram" or "recycling"."""
+    """The name of its kind: "model", "ngram", "recycling", "emulated", or one that another package adds
+    (docs/extending.md). Lower-case letters, digits and hyphens, at most 32. The driver need not have
+    the kind installed: it uses only the fields below.
+    """
     model: _builtins.str
-    """The checkpoint's folder name; empty for kinds without one."""
+    """The checkpoint's folder name; empty for kinds without one. A drafter with a model is preferred
+    where several fit.
+    """
     vocab_size: _builtins.int
     """Vocabulary size; 0: any (the drafter copies ids and knows no vocabulary)."""
     vocabulary_digest: _builtins.bytes

@@ -92,7 +92,9 @@ class GenerateRequest(_message.Message):
     branches: _builtins.int
     """Candidates for each position, 1 to 8 (1: chains). Missing: the server's."""
     drafter: _builtins.str
-    """Kind of drafter: "model", "ngram" or "recycling". Empty: any that fits the rule."""
+    """Kind of drafter: "model", "ngram", "recycling", or one that another package adds
+    (docs/extending.md). Empty: any that fits the rule. At most 128 characters.
+    """
     tenant: _builtins.str
     """Requests of one tenant share the KV of equal prefixes and what drafters learn from text; those
     of different tenants share neither. At most 128 characters.
@@ -1084,7 +1086,7 @@ class WorkerStats(_message.Message):
     name: _builtins.str
     """"shard-0", "drafter-0", ..."""
     kind: _builtins.str
-    """"target", or a drafter's: "model", "ngram", "recycling", or "emulated"."""
+    """"target", or a drafter's kind (DescribeDrafterResponse.kind)."""
     address: _builtins.str
     pid: _builtins.int
     connected: _builtins.bool

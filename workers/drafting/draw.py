@@ -20,12 +20,7 @@ from workers.verification.draws import (
     top_children,
 )
 from workers.verification.noise import gumbel_noise_of
-from workers.verification.rule import RULES, CandidateKind, rule_named
-
-
-def model_rules() -> frozenset[str]:
-    """The names of the rules that a model drafts for."""
-    return frozenset(name for name, rule in RULES.all().items() if rule.drawn_as is not None)
+from workers.verification.rule import CandidateKind, rule_named
 
 
 def draw_one(

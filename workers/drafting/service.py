@@ -19,8 +19,12 @@ import grpc
 
 from paceline.errors import InternalError, PacelineError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.rhythm import QUIET_SECONDS, QUIET_SECONDS_OF_MANY
+from workers.drafting.desk import (
+    QUIET_SECONDS,
+    QUIET_SECONDS_OF_MANY,
+    DraftingDesk,
+    DraftingSession,
+)
 from workers.drafting.wire import apply_request, to_responses
 from workers.process.clock import WorkerClock
 from workers.process.server import status_code

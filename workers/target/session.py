@@ -19,7 +19,7 @@ from paceline.rules import MAX_PROPOSED
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_from_wire
-from workers.drafting.draft_probs_wire import distributions_from_wire
+from workers.drafting.wire import distributions_from_wire
 from workers.engine.block_pool import blocks_for
 from workers.engine.slices import Slice
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal

@@ -18,7 +18,7 @@ from tests.cluster.decoding.law_world import MakeProposer, Served, Timing, reque
 from tests.workers.verification.enumeration import is_exact
 from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.kinds.recycling import RecyclingProposer
-from workers.drafting.proposer import Proposer
+from workers.drafting.protocols import Proposer
 
 LOCKSTEP, PEARL, CHAIN = "lockstep", "pearl", "chain"
 FANOUT = "fanout"

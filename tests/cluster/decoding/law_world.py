@@ -57,7 +57,7 @@ from tests.cluster.decoding.law_faults import (
     Way,
 )
 from tests.workers.verification.enumeration import Coins, Prefix, TinyModels
-from workers.drafting import proposer
+from workers.drafting import protocols
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.tree import Grant as DraftGrant
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
@@ -67,7 +67,7 @@ from workers.verification.verify import Node, begin_node, walk
 ELDER, OURS = 1, 2
 """The sequence that may take blocks, and the one whose law is enumerated."""
 
-MakeProposer = Callable[[], proposer.Proposer]
+MakeProposer = Callable[[], protocols.Proposer]
 """A drafter's start: what it learned before is forgotten."""
 
 
@@ -213,6 +213,7 @@ class LawWorld:
                 name,
                 1000,
                 kind=info.kind,
+                has_model=bool(info.model),
                 rules=info.rules,
                 wants_top_tokens=info.wants_top_tokens,
             )
@@ -273,7 +274,7 @@ class LawWorld:
                     assert declined is None
                 case SendOutcome(name, sequence_id, position, token_ids, top_tokens):
                     told = [
-                        proposer.TopTokens(one.token_id, one.top_ids, one.previous_id)
+                        protocols.TopTokens(one.token_id, one.top_ids, one.previous_id)
                         for one in top_tokens
                     ]
                     self._drafters[name].session.outcome(sequence_id, position, token_ids, told)

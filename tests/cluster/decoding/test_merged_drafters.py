@@ -20,7 +20,7 @@ from cluster.decoding.events import (
 )
 from cluster.decoding.instructions import Emit, Grant, Instruction, OpenDraft, SendOutcome
 from cluster.decoding.scheduler import Scheduler
-from cluster.driver.fitting import check_merge
+from cluster.driver.fitting import check_merge, rules_by_kind
 from paceline.errors import InvalidRequestError
 from paceline.prefix_hash import hash_prefix
 from tests.cluster.decoding.scripts import PROMPT, the_step, verdict
@@ -128,9 +128,9 @@ def test_what_cannot_be_merged_is_refused_with_the_reason(
     policy: str, rule: str, kinds: set[str] | None, said: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=said):
-        check_merge(policy, rule, kinds)
+        check_merge(policy, rule, None if kinds is None else rules_by_kind(kinds))
 
 
 def test_what_can_be_merged_is_not() -> None:
-    check_merge("auto", "coupled", {"model", "ngram", "recycling"})
-    check_merge("chain", "one-hot", {"ngram", "recycling"})
+    check_merge("auto", "coupled", rules_by_kind(("model", "ngram", "recycling")))
+    check_merge("chain", "one-hot", rules_by_kind(("ngram", "recycling")))

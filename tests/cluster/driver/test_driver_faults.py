@@ -12,7 +12,7 @@ from cluster.decoding.waiting import MOST_LOST_STEPS
 from cluster.driver.driver import Driver, DriverOptions
 from cluster.driver.generation import Generation
 from cluster.driver.service import serve_driver
-from cluster.driver.target_link import StepTimeout
+from cluster.driver.target_links import StepTimeout
 from paceline import (
     AsyncClient,
     Finished,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cluster.driver.proposals_wire import read_proposals, tips_from_wire
-from cluster.driver.requests import Speculation
+from cluster.driver.fitting import Speculation
+from cluster.driver.wire import read_proposals, tips_from_wire
 from paceline.errors import ProtocolError
 from paceline.prefix_hash import hash_prefix
 from paceline.rules import MAX_PROPOSED
@@ -18,11 +18,9 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import drafting_pb2
 from workers.drafting.desk import DraftingDesk, SessionNews
 from workers.drafting.kinds.ngram import NgramProposer
-from workers.drafting.nodes import NewNodes
-from workers.drafting.proposal import Proposal
-from workers.drafting.proposer import Draft
-from workers.drafting.telling import proposals_of
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.proposal import Proposal, proposals_of
+from workers.drafting.protocols import Draft
+from workers.drafting.tree import DraftTree, Grant, NewNodes
 from workers.drafting.wire import to_responses
 
 _SPECULATION = Speculation(branches=3)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from cluster.config.load import Config
+from cluster.config.model import Config
 from deploy.bench.harness import TokensAndSteps, jackknife_error, length_of
 from deploy.bench.rules import (
     PART_NAMES,

@@ -14,12 +14,9 @@ from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 from workers.drafting.growth import Growth
-from workers.drafting.kinds.device_rows import expand_on_device
-from workers.drafting.kinds.model import ModelProposer
-from workers.drafting.nodes import ROOT
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.kinds.model.proposer import ModelProposer, expand_on_device
+from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.tree import ROOT, DraftTree, Grant
 from workers.engine.cpu.engine import Engine
 from workers.engine.open import AnyEngine
 

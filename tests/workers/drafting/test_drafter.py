@@ -23,7 +23,8 @@ from tests.workers.grpc_peers import (
     open_channel,
     proposals_in,
 )
-from workers.drafting.drafter import DrafterOptions, serve_drafter
+from workers.drafting.drafter import serve_drafter
+from workers.drafting.protocols import DrafterOptions
 from workers.process.server import RunningServer
 from workers.target.shard import TargetShardOptions, serve_target_shard
 

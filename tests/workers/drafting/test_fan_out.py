@@ -15,10 +15,9 @@ from tests.workers.drafting.mirror import FreshDrafter
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.expansions import Children, Expansion, Expansions
 from workers.drafting.fan_out import RANKS, Frontier
-from workers.drafting.kinds.model import ModelProposer
-from workers.drafting.nodes import NewNodes
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.proposal import Proposal
-from workers.drafting.tree import DraftTree, Grant
+from workers.drafting.tree import DraftTree, Grant, NewNodes
 from workers.engine.cpu.engine import Engine
 from workers.verification.draws import top_children
 

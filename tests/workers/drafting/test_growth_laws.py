@@ -18,8 +18,7 @@ from tests.workers.verification import chi_square
 from workers.drafting import draw
 from workers.drafting.chances import RankChances, drawn_prior
 from workers.drafting.growth import Growth
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
+from workers.drafting.stopping import DrafterStopping, Stopper
 from workers.drafting.tree import ROOT, DraftTree, Grant
 
 pytestmark = pytest.mark.long

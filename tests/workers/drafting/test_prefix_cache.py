@@ -11,7 +11,7 @@ import torch
 from tests.workers.drafting.long_prompts import MAX_LEN, SIZE, spec, tokens
 from tests.workers.drafting.mirror import BLOCK_BYTES, RULES, VOCAB_SIZE
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.kinds.model import ModelProposer
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import DraftTree, Grant
 from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.local_cache import LocalSequence

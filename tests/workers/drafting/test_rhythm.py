@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.rhythm import Rhythm
+from workers.drafting.desk import DraftingDesk, DraftingSession, Rhythm
 from workers.drafting.tree import Grant
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import ReplayProposer

@@ -19,7 +19,7 @@ from tests.workers.drafting.mirror import (
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
 from workers.drafting.fan_out import RANKS
-from workers.drafting.kinds.model import ModelProposer
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.tree import Grant
 from workers.engine.cpu.engine import Engine
 

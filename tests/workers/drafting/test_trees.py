@@ -12,11 +12,10 @@ from tests.workers.drafting.mirror import (
     FreshDrafter,
 )
 from workers.drafting.desk import DraftingDesk, DraftingSession
-from workers.drafting.kinds.model import ModelProposer
-from workers.drafting.nodes import ROOT
+from workers.drafting.kinds.model.proposer import ModelProposer
 from workers.drafting.proposal import Proposal
 from workers.drafting.stopping import AdaEdl
-from workers.drafting.tree import Grant
+from workers.drafting.tree import ROOT, Grant
 from workers.engine.cpu.engine import Engine
 from workers.verification.draws import (
     top_children,

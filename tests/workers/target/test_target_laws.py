@@ -21,7 +21,7 @@ from tests.workers.grpc_peers import Stepper, open_channel
 from tests.workers.verification import chi_square
 from tests.workers.verification.drafters import DRAFTERS, Drafted, pretends_to_be_uniform
 from tests.workers.verification.table_model import TableModel
-from workers.drafting.draft_probs_wire import distributions_to_wire
+from workers.drafting.wire import distributions_to_wire
 from workers.engine.cpu.engine import Engine, Slice
 from workers.process.server import RunningServer
 from workers.target.shard import TargetShardOptions, serve_target_shard

@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.drafting.branches import merge_branches
 from workers.drafting.desk import DraftingDesk
-from workers.drafting.kinds.ngram import NgramProposer
+from workers.drafting.kinds.ngram import NgramProposer, merge_branches
 from workers.drafting.tree import Grant
 from workers.verification.candidates import CandidateTree
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.drafting.allocation import Allocation, Known, Leaf, allocate
+from workers.drafting.best_first import Allocation, Known, Leaf, allocate
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
 
 LEAF = Leaf(0, 1.0, 8)

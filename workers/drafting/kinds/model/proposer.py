@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from torch import Tensor
+
 from paceline.errors import OverloadedError
 from workers.drafting.chances import RankChances, coupled_prior, drawn_prior
-from workers.drafting.draw import model_rules
 from workers.drafting.growth import Growth
-from workers.drafting.kinds.device_rows import expand_on_device
-from workers.drafting.kinds.tree_kv import TreeKv
-from workers.drafting.nodes import ROOT, Kept, NewNodes
-from workers.drafting.proposer import Draft, DrafterInfo, Pass, TopTokens
-from workers.drafting.stopper import Stopper
-from workers.drafting.stopping import DrafterStopping
-from workers.drafting.tree import DraftTree
+from workers.drafting.kinds.model import MODEL
+from workers.drafting.kinds.model.tree_kv import TreeKv
+from workers.drafting.protocols import Draft, DrafterInfo, Pass, TopTokens
+from workers.drafting.stopping import DrafterStopping, Stopper
+from workers.drafting.tree import ROOT, DraftTree, Kept, NewNodes
 from workers.engine.cpu.engine import Slice
 from workers.engine.local_cache import LocalCache
 from workers.engine.open import AnyEngine
+from workers.verification.device_choice import Row, choose_tokens
+from workers.verification.distribution import check_likeliest
 from workers.verification.rule import rule_named
+from workers.verification.staging import to_device, to_host
 
 PREFILL_ALONE = 128
 """Maximum number of prompt tokens in a pass while no sequence is drafting."""
@@ -60,7 +63,7 @@ class ModelProposer:
         self._held: dict[DraftTree, _Held] = {}
         self._chances = {
             rule: RankChances(coupled_prior if rule_named(rule).shares_noise else drawn_prior)
-            for rule in model_rules()
+            for rule in MODEL.rules
         }
         self._stopping = DrafterStopping()
 
@@ -68,12 +71,12 @@ class ModelProposer:
     def info(self) -> DrafterInfo:
         info = self._engine.info
         return DrafterInfo(
-            kind="model",
+            kind=MODEL.name,
+            rules=MODEL.rules,
             model=info.name,
             vocab_size=info.vocab_size,
             vocabulary_digest=info.vocabulary_digest,
             max_position=self._engine.max_model_len,
-            rules=model_rules(),
         )
 
     def open(self, tree: DraftTree) -> None:
@@ -107,8 +110,8 @@ class ModelProposer:
         self._offer(held.kv)
         held.growth.committed(kept)
 
-    def known(self, tree: DraftTree) -> NewNodes:
-        return self._held[tree].growth.known()
+    def at_hand(self, tree: DraftTree) -> NewNodes:
+        return self._held[tree].growth.at_hand()
 
     def promise(self, tree: DraftTree) -> float:
         return self._held[tree].growth.promise()
@@ -235,3 +238,56 @@ class ModelProposer:
             result.fail(tree, error)
             return
         turns.append(_Turn(tree, piece, nodes if piece.num_logits else []))
+
+
+Failure = tuple[DraftTree, Exception]
+_Fed = tuple[DraftTree, Growth, int]
+
+
+def expand_on_device(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
+    """Expand the node of each row. Returns the failures, each of which concerns one tree only.
+
+    Waits for the device, once per distinct target vocabulary size.
+    """
+    sizes = {tree.vocab_size for tree, _, _ in fed}
+    if len(sizes) == 1:
+        return _expand(logits_TV[:, : fed[0][0].vocab_size], fed)
+    failures: list[Failure] = []
+    for size in sizes:
+        rows = [row for row, (tree, _, _) in enumerate(fed) if tree.vocab_size == size]
+        failures += _expand(_pick(logits_TV, rows)[:, :size], [fed[row] for row in rows])
+    return failures
+
+
+def _expand(logits_TV: Tensor, fed: Sequence[_Fed]) -> list[Failure]:
+    drawn = [row for row, (_, growth, _) in enumerate(fed) if growth.needs_token_alone]
+    copied = [row for row, (_, growth, _) in enumerate(fed) if not growth.needs_token_alone]
+    wanted: list[Tensor] = []
+    if drawn:
+        rows = [Row(fed[row][0].spec, fed[row][0].prefix(fed[row][2])) for row in drawn]
+        wanted += choose_tokens(_pick(logits_TV, drawn), rows)
+    if copied:
+        wanted.append(_pick(logits_TV, copied))
+    copies = to_host(*wanted) if wanted else []
+    failures: list[Failure] = []
+    if drawn:
+        for row, token_id, largest in zip(
+            drawn, copies[0].tolist(), copies[1].tolist(), strict=True
+        ):
+            tree, growth, node = fed[row]
+            try:
+                check_likeliest(token_id, largest, logits_TV.shape[1])
+                growth.expand_chain(node, token_id)
+            except Exception as error:
+                failures.append((tree, error))
+    for row, logits_V in zip(copied, copies[-1] if copied else (), strict=True):
+        tree, growth, node = fed[row]
+        try:
+            growth.expand(node, logits_V)
+        except Exception as error:
+            failures.append((tree, error))
+    return failures
+
+
+def _pick(logits_TV: Tensor, rows: list[int]) -> Tensor:
+    return logits_TV.index_select(0, to_device(np.array(rows), logits_TV.device))

@@ -1,17 +1,22 @@
-"""The link to one drafter: a Draft stream that is opened again whenever it breaks."""
+"""The links to drafters: a Draft stream each, which is opened again whenever it breaks.
+
+Drafters may come, go and move while requests run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
 
 from cluster.driver.connections import (
     DESCRIBE_SECONDS,
+    Outbox,
     one_line,
     open_channel,
     open_stream,
@@ -19,11 +24,10 @@ from cluster.driver.connections import (
     waits_between_tries,
 )
 from cluster.driver.meters import WorkerMeter
-from cluster.driver.outbox import Outbox
-from cluster.driver.worker_wire import DraftInstruction, drafts_to_wire, rules_from_wire
+from cluster.driver.wire import DraftInstruction, drafts_to_wire, rules_from_wire
 from paceline.errors import PacelineError, VocabularyMismatchError, WorkerLostError
 from paceline.v1 import drafting_pb2, drafting_pb2_grpc
-from workers.drafting.batch_size import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
+from workers.drafting.wire import MAX_ENTRIES, MAX_RESPONSE_BYTES, Told, count_entries
 
 MAX_UNSENT = 10_000
 """Messages that a drafter may leave unread. Beyond that it counts as hung."""
@@ -36,6 +40,7 @@ MAX_REASON = 200
 """Characters of a drafter's reason to decline that are logged."""
 
 _REFUSED_WAIT = 5.0
+_AGAIN_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
@@ -45,6 +50,7 @@ class DrafterDescription:
     """How a drafter describes itself (drafting.proto, DescribeDrafterResponse)."""
 
     kind: str
+    has_model: bool
     max_position: int
     rules: frozenset[str]
     wants_top_tokens: bool
@@ -60,7 +66,7 @@ class DrafterListener(Protocol):
         """The drafter's stream broke."""
 
     def proposed(self, name: str, batch: drafting_pb2.ProposalBatch, entries: int) -> int:
-        """The drafter sent a message with `entries` entries (batch_size.py), at most MAX_ENTRIES.
+        """The drafter sent a message with `entries` entries (drafting.proto), at most MAX_ENTRIES.
 
         Returns how many of its proposals broke the contract.
         """
@@ -172,14 +178,16 @@ class DrafterLink:
         call = open_stream(stub.Draft)
         self._outbox = Outbox(call.write)
         self._overflown.clear()
-        self.meter.join(kind=description.kind, pid=description.pid)
+        rules = rules_from_wire(description.rules)
+        self.meter.join(kind=description.kind, pid=description.pid, rules=rules)
         try:
             self._listener.drafter_joined(
                 name,
                 DrafterDescription(
                     kind=description.kind,
+                    has_model=bool(description.model),
                     max_position=description.max_position,
-                    rules=rules_from_wire(description.rules),
+                    rules=rules,
                     wants_top_tokens=description.wants_top_tokens,
                 ),
             )
@@ -279,3 +287,106 @@ class DrafterLink:
             f"{self.meter.name} left more than {MAX_UNSENT} messages unread and counts as hung, or "
             "a message could not be sent; its stream is opened again"
         )
+
+
+class DrafterPool:
+    """One link a drafter. `probe_timeout`: seconds after which a silent drafter counts as hung."""
+
+    def __init__(
+        self, listener: DrafterListener, target: TargetVocabulary, *, probe_timeout: float
+    ) -> None:
+        self._listener = listener
+        self._target = target
+        self._probe_timeout = probe_timeout
+        self._meters: dict[str, WorkerMeter] = {}
+        self._links: dict[str, DrafterLink] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def meters(self) -> list[WorkerMeter]:
+        """The meters of the drafters in the pool. Removed drafters are not included."""
+        return [self._meters[name] for name in self._links]
+
+    @property
+    def rules_by_kind(self) -> Mapping[str, frozenset[str]] | None:
+        """The kinds of these drafters, and the rules that those of a kind can draft for.
+
+        None while a drafter has not described itself yet.
+        """
+        if any(meter.joins == 0 for meter in self.meters):
+            return None
+        found: dict[str, frozenset[str]] = {}
+        for meter in self.meters:
+            found[meter.kind] = found.get(meter.kind, frozenset()) | meter.rules
+        return found
+
+    async def start(self, addresses: Mapping[str, str], seconds: float) -> None:
+        """Connect, and wait at most `seconds` until each was tried once.
+
+        Raises VocabularyMismatchError. A drafter that cannot be reached is no error.
+        """
+        await self.update(addresses)
+        tries = [link.first_try for link in self._links.values()]
+        if tries:
+            await asyncio.wait(tries, timeout=seconds)
+        for first_try in tries:
+            error = first_try.exception() if first_try.done() else None
+            if isinstance(error, VocabularyMismatchError):
+                raise error
+
+    async def update(self, addresses: Mapping[str, str]) -> None:
+        """Have exactly these drafters. A link whose address stays is kept."""
+        for name in list(self._links):
+            if self._meters[name].address != addresses.get(name):
+                await self._drop(name)
+        for name, address in addresses.items():
+            if name not in self._links:
+                self._add(name, address)
+
+    async def stop(self) -> None:
+        """End all links."""
+        for name in list(self._links):
+            await self._drop(name)
+
+    def send(self, name: str, instructions: Sequence[DraftInstruction]) -> None:
+        """Send instructions, at least one, to the drafter that they name."""
+        link = self._links.get(name)
+        if link is not None:
+            link.send(instructions)
+
+    def suspect(self, name: str, reason: str) -> None:
+        """Do not use a drafter until it has another process."""
+        link = self._links.get(name)
+        if link is not None:
+            link.suspect(reason)
+
+    def _add(self, name: str, address: str) -> None:
+        meter = self._meters.setdefault(name, WorkerMeter(name, "drafter", address))
+        meter.address = address
+        meter.suspect = False
+        link = DrafterLink(meter, self._listener, self._target, probe_timeout=self._probe_timeout)
+        self._links[name] = link
+        self._run(name, link)
+
+    def _run(self, name: str, link: DrafterLink) -> None:
+        task = self._tasks[name] = asyncio.create_task(link.run())
+        task.add_done_callback(partial(self._run_again, name, link))
+
+    def _run_again(self, name: str, link: DrafterLink, task: asyncio.Task[None]) -> None:
+        """Restart a link that ended by a defect, after a pause. Others run until dropped."""
+        if task.cancelled() or self._tasks.get(name) is not task:
+            return
+        _log.error("the link to %s ended; it is started again", name, exc_info=task.exception())
+        asyncio.get_running_loop().call_later(_AGAIN_SECONDS, self._begin_anew, name, link, task)
+
+    def _begin_anew(self, name: str, link: DrafterLink, ended: asyncio.Task[None]) -> None:
+        if self._tasks.get(name) is ended:
+            self._run(name, link)
+
+    async def _drop(self, name: str) -> None:
+        task = self._tasks.pop(name)
+        link = self._links[name]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        link.first_try.cancel()
+        del self._links[name]

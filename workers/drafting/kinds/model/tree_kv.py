@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.drafting.nodes import ROOT, Kept
-from workers.drafting.tree import DraftTree
+from workers.drafting.tree import ROOT, DraftTree, Kept
 from workers.engine.cpu.engine import Slice
 from workers.engine.local_cache import LocalSequence
 
