@@ -78,7 +78,7 @@ def _random_fields(random: Random) -> Request:
     if random.random() < 0.3:
         request.policy = random.choice(["off", "chain", "auto", "oracle", "\N{SNOWMAN}" * 200])
     if random.random() < 0.3:
-        request.rule = random.randrange(9)  # type: ignore[assignment]
+        request.rule = random.choice(["coupled", "kseq", "dice", "\N{SNOWMAN}" * 200])
     if random.random() < 0.2:
         request.stopping = random.randrange(7)  # type: ignore[assignment]
     if random.random() < 0.2:
