@@ -96,7 +96,7 @@ class GenerateOptions:
     The protocol says what each option does: inference.proto, GenerateRequest, and types.proto,
     SamplingParams. The names that an option may have:
 
-    - `policy`: one of those that the server has (`ModelDescription.policies`), such as "chain";
+    - `policy`: one of those that the server knows (`ModelDescription.policies`), such as "chain";
     - `rule`: a verification rule that the server has, such as "coupled" (docs/rules.md);
     - `stopping`: the values of `paceline.rules.Stopping`;
     - `drafter`: a kind of drafter that the server has, such as "model" (docs/rules.md).
