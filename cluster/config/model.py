@@ -32,7 +32,7 @@ from paceline.rules import (
 )
 from paceline.text import did_you_mean
 from workers.emulated.profiles import load_profile
-from workers.engine.load.weight_form import DTYPES, Dtype
+from workers.engine.options import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
 
 

@@ -16,7 +16,7 @@ from cluster.decoding.policies import PolicyName, policy_named
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
 from paceline.rules import Rule
-from workers.engine.shared_blocks import BlockKeys
+from workers.engine.kv_blocks import BlockKeys
 
 CATCH_UP = 64
 """The most tokens that a further group may lack and still decode a sequence."""

@@ -190,7 +190,7 @@ class DriverActor(_Actor):
         from cluster.driver.service import serve_driver
         from cluster.driver.target_link import MEET_SECONDS, StepTimeout
         from paceline.rules import Rule, Stopping
-        from workers.process.garbage import spare_what_is_there
+        from workers.process.settings import freeze_present_objects
 
         config, chosen = setup.config, setup.config.speculation
         files = await files_of(setup.home, config.target.model)
@@ -220,7 +220,7 @@ class DriverActor(_Actor):
         _, server = await serve_driver(
             options, host=config.server.host, port=port, on_made=self._made
         )
-        spare_what_is_there()
+        freeze_present_objects()
         serving = self._serving(server)
         host, _, bound_port = serving.address.rpartition(":")
         if setup.host is None and host in _EVERYWHERE:  # Name the node of the cluster instead.

@@ -28,8 +28,8 @@ async def files_of(home: Path, model: str) -> ModelFiles:
 
 def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
     """The options of a shard that computes."""
+    from workers.engine.parallel.cuts import Place
     from workers.engine.parallel.group import Deadlines
-    from workers.engine.parallel.sharding import Place
     from workers.target.shard import TargetShardOptions
 
     target = config.target

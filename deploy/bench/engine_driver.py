@@ -45,7 +45,7 @@ from workers.drafting.proposer import Draft, DrafterInfo, Pass, TakesNoTime, Top
 from workers.drafting.tree import DraftTree
 from workers.drafting.wire import apply_request, to_responses
 from workers.engine.load.checkpoint import describe_checkpoint
-from workers.process.garbage import spare_what_is_there
+from workers.process.settings import freeze_present_objects
 
 POLICIES = ("off", "chain")
 AIM_MS, AIM_MS_A_SEQUENCE = 1.0, 0.05
@@ -163,7 +163,7 @@ class _Loop:
         if load.policy != PolicyName.OFF.value:
             rules = frozenset({Rule.COUPLED})
             dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", room, rules, False))
-        spare_what_is_there()
+        freeze_present_objects()
         self._admit(dispatch)
         taken: list[float] = []
         while len(taken) < steps:

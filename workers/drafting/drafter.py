@@ -16,12 +16,11 @@ from workers.drafting.kinds.ngram import NgramProposer
 from workers.drafting.kinds.recycling import RecyclingProposer
 from workers.drafting.proposer import Proposer
 from workers.drafting.service import Drafter
-from workers.engine.device import DEVICES, Device
-from workers.engine.load.weight_form import WEIGHT_FORMS, WeightForm
-from workers.process.cores import pin_cores
-from workers.process.garbage import spare_what_is_there
+from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, WeightForm
 from workers.process.server import RunningServer, start_server
+from workers.process.settings import freeze_present_objects
 from workers.process.standalone import parse_choice, parse_cores, run_standalone
+from workers.process.threads import pin_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ def _loader_of(kind: DrafterKind) -> Callable[[DrafterOptions], Awaitable[Propos
     proposer = NgramProposer if kind == "ngram" else RecyclingProposer
 
     async def make(options: DrafterOptions) -> Proposer:
-        spare_what_is_there()
+        freeze_present_objects()
         return proposer()
 
     return make
@@ -92,7 +91,7 @@ def _loader_of(kind: DrafterKind) -> Callable[[DrafterOptions], Awaitable[Propos
 async def load_model_proposer(options: DrafterOptions) -> Proposer:
     """Load a proposer of kind "model" in a thread. Raises ConfigError and CheckpointError."""
     from workers.drafting.kinds.model import ModelProposer
-    from workers.engine.loading import load_engine
+    from workers.engine.open import load_engine
 
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')

@@ -15,8 +15,8 @@ from workers.emulated.replay_proposer import ReplayProposer
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import Guess, ReplayText
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
-from workers.process.garbage import spare_what_is_there
 from workers.process.server import RunningServer, start_server
+from workers.process.settings import freeze_present_objects
 from workers.target.servicer import TargetShard
 
 
@@ -76,5 +76,5 @@ async def serve_replay_drafter(
 def _load(folder: Path, recording: Recording | None) -> tuple[CheckpointInfo, ReplayText]:
     info = describe_checkpoint(folder)
     recorded = recording.keys(info.vocab_size) if recording is not None else None
-    spare_what_is_there()
+    freeze_present_objects()
     return info, ReplayText(info.vocab_size, recorded)

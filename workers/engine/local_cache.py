@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from workers.engine.block_pool import blocks_for
-from workers.engine.shared_blocks import BlockKeys, KvKind, SharedBlocks
+from workers.engine.kv_blocks import BlockKeys, KvKind, SharedBlocks, blocks_for
 from workers.engine.slices import Slice
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.engine.block_pool import blocks_for
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.text import did_you_mean
-from workers.engine.load.weight_form import WeightForm
+from workers.engine.options import WeightForm
 from workers.models import manifest as checkpoint_manifest
 from workers.models.fetch import Progress, Source, fetch, no_progress
 

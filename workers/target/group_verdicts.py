@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.v1 import target_pb2
+from workers.engine.engine import RankedEngine
 from workers.engine.parallel.group import Group
-from workers.engine.parallel.ranked import RankedEngine
 from workers.target.device_verdicts import ChosenTokens
 from workers.target.faults import Part, judge_each
 from workers.target.session import VerdictTask

@@ -17,7 +17,7 @@ from paceline.errors import InvalidRequestError, ProtocolError
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_from_wire
-from workers.engine.block_pool import blocks_for
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import Slice
 from workers.target.slice_candidates import Candidates, read_candidates
 from workers.target.tree_slots import TreeSlots

@@ -25,7 +25,7 @@ from cluster.driver.worker_wire import drafts_to_wire, step_to_wire
 from paceline.prefix_hash import hash_on, hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.work_done import calls_of, peak_bytes
-from workers.process.garbage import YOUNG_OBJECTS, spare_what_is_there
+from workers.process.settings import YOUNG_OBJECTS, freeze_present_objects
 
 SHORT, LONG = 1_000, 32_000
 BLOCK_SIZE = 128
@@ -118,7 +118,7 @@ def test_the_collector_does_not_look_at_what_a_step_frees_by_itself() -> None:
     looks: list[str] = []
     before = gc.get_threshold()
     try:
-        spare_what_is_there()
+        freeze_present_objects()
         gc.callbacks.append(lambda phase, info: looks.append(phase))
         held = [[number] for number in range(YOUNG_OBJECTS // 2)]
         del held

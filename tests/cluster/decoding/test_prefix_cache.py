@@ -9,7 +9,7 @@ import pytest
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
 from tests.cluster.decoding.true_text import request
-from workers.engine.shared_blocks import BlockKeys, KvKind
+from workers.engine.kv_blocks import BlockKeys, KvKind
 
 SIZE = 4
 KIND = KvKind(SIZE, "float32", b"files")

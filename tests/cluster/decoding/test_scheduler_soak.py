@@ -14,7 +14,7 @@ from cluster.decoding.sequence import Sequence
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
-from workers.engine.shared_blocks import BlockKeys
+from workers.engine.kv_blocks import BlockKeys
 
 pytestmark = pytest.mark.long
 

@@ -53,8 +53,8 @@ from paceline.errors import UnavailableError
 from tests.deploy.bench.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.block_pool import blocks_for
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
+from workers.engine.kv_blocks import blocks_for
 from workers.models.catalog import ModelFiles, resolve_model
 
 EVERY_ROW = {

@@ -11,8 +11,8 @@ import pytest
 from paceline.errors import ConfigError
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine
-from workers.engine.load.host_memory import available_bytes
 from workers.engine.load.stored_tensors import WEIGHTS
+from workers.engine.memory import available_bytes
 
 
 def test_what_is_left_is_less_than_there_is() -> None:

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine, Slice
-from workers.engine.invariance import SlabActivation
-from workers.engine.load.weight_form import WeightForm
-from workers.engine.step_plan import make_plan
+from workers.engine.cpu.step_plan import make_plan
+from workers.engine.modules import SlabActivation
+from workers.engine.options import WeightForm
 
 LENGTH = 300
 VOCAB = 384
@@ -223,7 +223,7 @@ def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
 ) -> None:
     from workers.engine.cpu import engine as engine_module
 
-    load = engine_module.load_model
+    load = engine_module.load_on_cpu
 
     def load_perturbed(*arguments: Any, **options: Any) -> nn.Module:
         model = load(*arguments, **options)
@@ -231,7 +231,7 @@ def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
         layer.mlp.down_proj = RoundsByBatch(layer.mlp.down_proj)
         return model
 
-    monkeypatch.setattr(engine_module, "load_model", load_perturbed)
+    monkeypatch.setattr(engine_module, "load_on_cpu", load_perturbed)
     assert not make_engine(folder).batch_invariant
 
 

@@ -17,15 +17,17 @@ from paceline.errors import ConfigError
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine, Slice
-from workers.engine.cpu.half_linear import HalfLinear
-from workers.engine.cpu.linears import PackedLinear, convert_weights, replace_linears
-from workers.engine.cpu.quantized_linears import (
+from workers.engine.cpu.linears import (
+    HalfLinear,
     Int4Linear,
     Int8Linear,
+    PackedLinear,
+    convert_weights,
     quantize_channels,
     quantize_groups,
+    replace_linears,
 )
-from workers.engine.load.weight_form import WeightForm
+from workers.engine.options import WeightForm
 
 
 def make_linear(*, bias: bool) -> nn.Linear:

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.loading import load_engine
+from workers.engine.open import load_engine
 
 
 async def test_the_thread_that_loaded_is_gone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import OverloadedError
-from workers.engine.block_pool import BlockPool
+from workers.engine.kv_blocks import BlockPool
 from workers.engine.local_cache import LocalCache
 
 BLOCK = 4

@@ -12,11 +12,10 @@ from paceline.errors import CheckpointError, ConfigError
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine
-from workers.engine.cuda.loading import dtype_of
-from workers.engine.device import Device
 from workers.engine.load.checkpoint import inspect_checkpoint
-from workers.engine.load.weight_form import form_on_cpu
+from workers.engine.load.model import dtype_on_gpu
 from workers.engine.open import CPU_KV_BYTES, open_engine
+from workers.engine.options import Device, form_on_cpu
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -44,13 +43,13 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_the_type_on_a_gpu_is_the_checkpoints(tmp_path: Path) -> None:
     info = inspect_checkpoint(make_tiny_checkpoint(tmp_path))
-    assert dtype_of("auto", info) == torch.float32
-    assert dtype_of("auto", replace(info, dtype="bfloat16")) == torch.bfloat16
-    assert dtype_of("float32", replace(info, dtype="bfloat16")) == torch.float32
+    assert dtype_on_gpu("auto", info) == torch.float32
+    assert dtype_on_gpu("auto", replace(info, dtype="bfloat16")) == torch.bfloat16
+    assert dtype_on_gpu("float32", replace(info, dtype="bfloat16")) == torch.float32
     with pytest.raises(CheckpointError, match=r"stored as int4.*target\.dtype"):
-        dtype_of("auto", replace(info, dtype="int4"))
+        dtype_on_gpu("auto", replace(info, dtype="int4"))
     with pytest.raises(ConfigError, match=r"int8 is for CPUs; on a GPU use float32, bfloat16"):
-        dtype_of("int8", info)
+        dtype_on_gpu("int8", info)
 
 
 @NEEDS_BFLOAT16

@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.trees import Tree, close, plain_rows, random_tree
-from workers.engine import step_plan
+from workers.engine.cpu import step_plan
 from workers.engine.cpu.engine import Engine, Slice
 
 VOCAB = 384

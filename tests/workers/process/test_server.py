@@ -20,8 +20,8 @@ from paceline.v1 import drafting_pb2, drafting_pb2_grpc
 from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel
 from workers.drafting.drafter import DrafterOptions, serve_drafter
 from workers.drafting.service import SERVICE_NAME, Drafter
-from workers.process.cores import pin_cores
 from workers.process.server import start_server
+from workers.process.threads import pin_cores
 
 
 async def health_of(channel: grpc.aio.Channel, service: str) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from workers.engine.cpu.linears import packed_linear
-from workers.engine.load.weight_form import WeightForm
+from workers.engine.options import WeightForm
 
 _ROUTED_ROWS = 16
 

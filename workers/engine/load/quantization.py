@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.errors import CheckpointError
 from paceline.text import one_line
-from workers.engine.load.host_memory import check_room
 from workers.engine.load.stored_tensors import StoredTensors
+from workers.engine.memory import check_room
 
 _KEY = "quantization_config"
 _one_at_a_time = threading.Lock()
@@ -91,22 +91,12 @@ def is_quantized(config: PreTrainedConfig) -> bool:
     return getattr(config, _KEY, None) is not None
 
 
-class DequantizedTensors(StoredTensors):
-    """The plain weights of a quantized checkpoint, all in memory until `close`."""
+def dequantized_tensors(folder: Path, dtype: torch.dtype) -> StoredTensors:
+    """The plain weights of a quantized checkpoint, all in memory until they are closed.
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Raises CheckpointError, and ConfigError if the host has too little memory."""
-        super().__init__(folder)
-        self._tensors: dict[str, Tensor] = dict(_load(folder, dtype))
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        self.files = dict.fromkeys(self._tensors, folder)
-
-    def close(self) -> None:
-        """Free the weights."""
-        self._tensors = {}
-
-    def _slice(self, path: Path, name: str) -> Tensor:
-        return self._tensors[name]
+    Raises CheckpointError, and ConfigError if the host has too little memory.
+    """
+    return StoredTensors(folder, _load(folder, dtype))
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:

@@ -22,6 +22,14 @@ _LARGEST_IMBALANCE = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's number, and the number of ranks."""
+
+    rank: int = 0
+    degree: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """`count` indices from `start` of the whole tensor, which go to `at` of the rank's tensor."""
 

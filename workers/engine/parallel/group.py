@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, PrefixStore, Store, TCPStore
 
 from paceline.errors import ConfigError, InternalError, ProtocolError, WorkerLostError
-from workers.engine.parallel.sharding import Place
+from workers.engine.parallel.cuts import Place
 
 _NO_NAME = "-"
 _POLL_SECONDS = 20e-6

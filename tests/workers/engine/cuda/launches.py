@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from workers.engine.cuda.attention_kernel import attend_pages
 from workers.engine.cuda.kv_cache import PagedKV
 from workers.engine.cuda.layer_kernels import HeadNorms, add_and_norm, gate, rotate_and_store
-from workers.engine.cuda.paged_attention import attend_pages
 from workers.engine.cuda.tree_kernel import attend_beside_stems
 
 

@@ -21,9 +21,8 @@ pytest.importorskip("triton")
 
 from tests.workers.compiling import compile_launches
 from tests.workers.engine.cuda.launches import launch_attention
-from workers.engine.cuda.attention_units import num_units, share_out
+from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages, num_units, share_out
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
-from workers.engine.cuda.paged_attention import SCRATCH_BYTES, attend_pages
 
 pytestmark = pytest.mark.long
 

@@ -15,8 +15,8 @@ from tests.workers.engine.trees import close, plain_rows, random_tree
 from workers.engine.cpu.engine import Engine
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.cuda.graphs import bucket_of
-from workers.engine.cuda.layout import exact_shape, lay_out
 from workers.engine.cuda.linears import FIXED_ROWS
+from workers.engine.cuda.step import exact_shape, lay_out
 from workers.engine.slices import Slice
 
 VOCAB = 384

@@ -18,16 +18,13 @@ from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from tests.workers.engine.cuda.launches import launch_layers, launch_layers_of_other_models
 from tests.workers.engine.cuda.rounding import round_as_devices_do
 from tests.workers.engine.trees import random_tree
-from workers.engine import layer_operations
+from workers.engine.cuda import engine as engine_module
 from workers.engine.cuda import layer_kernels
-from workers.engine.cuda.kernel_operations import KernelOperations
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
-from workers.engine.cuda.layer_kernels import HeadNorms
-from workers.engine.cuda.layout import exact_shape, lay_out, read_inputs
-from workers.engine.cuda.step import DeviceStep, Heads
-from workers.engine.forward import LeanForward
-from workers.engine.fusing import NativeNorm
-from workers.engine.layer_operations import AttentionLayer, LayerOperations
+from workers.engine.cuda.layer_kernels import HeadNorms, KernelOperations
+from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
+from workers.engine.forward import AttentionLayer, LayerOperations, LeanForward
+from workers.engine.modules import NativeNorm
 from workers.engine.slices import Slice
 
 pytestmark = pytest.mark.long
@@ -250,7 +247,7 @@ def test_a_model_with_kernels_gives_the_logits_of_one_without(
     tree = random_tree(1, prefix_length=7, num_nodes=6, vocab_size=384)
     rows: list[Tensor] = []
     for can in (True, False):
-        monkeypatch.setattr(layer_operations, "can_run_kernels", lambda _, can=can: can)
+        monkeypatch.setattr(engine_module, "can_run_kernels", lambda _, can=can: can)
         # On a CPU the self-test would take long here, and says nothing of a GPU.
         engine = make_engine(
             folder,

@@ -23,17 +23,20 @@ from transformers import PreTrainedConfig as Config
 
 from tests.workers.engine.cuda.kernel_contract import DeviceAlone, check_call
 from tests.workers.engine.trees import random_tree
-from workers.engine import attention as attention_interface
-from workers.engine.attention import Step
 from workers.engine.cuda import attention, layer_kernels
 from workers.engine.cuda.graphs import SMALLEST_TREE, bucket_of, chain_buckets
-from workers.engine.cuda.kernel_operations import KernelOperations
 from workers.engine.cuda.kv_cache import PagedKV
-from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
+from workers.engine.cuda.layer_kernels import KernelOperations
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
-from workers.engine.cuda.step import DeviceStep, Heads
-from workers.engine.forward import LeanForward, hugging_face_forward
-from workers.engine.fusing import NativeNorm
+from workers.engine.cuda.step import DeviceStep, Heads, Layout, exact_shape, lay_out, read_inputs
+from workers.engine.forward import (
+    ATTENTION,
+    LeanForward,
+    Step,
+    hugging_face_forward,
+    register_attention,
+)
+from workers.engine.modules import NativeNorm
 from workers.engine.slices import Slice
 
 META = torch.device("meta")
@@ -81,9 +84,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def make_forwards(config: Config, *, batch_invariant: bool) -> Forwards:
     """All ways to run a model whose tensors are nowhere: its own, torch's, and with kernels."""
-    attention_interface.register()
+    register_attention()
     model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention_interface.NAME, dtype=torch.bfloat16
+        config, attn_implementation=ATTENTION, dtype=torch.bfloat16
     )
     assert isinstance(model, PreTrainedModel)
     model.requires_grad_(False)

@@ -12,15 +12,15 @@ from paceline.errors import ConfigError
 from tests.workers.engine.cuda.engines import DEVICES
 from workers.engine.cuda.graphs import MAX_TOKENS, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PAGE_SIZE, slot_of
-from workers.engine.cuda.layout import Shape, exact_shape, lay_out, split
 from workers.engine.cuda.linears import (
     FIXED_ROWS,
     FixedRowsLinear,
     adapt_model,
     trusted_sizes,
 )
-from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
-from workers.engine.fusing import NativeNorm, ProjectionPart
+from workers.engine.cuda.step import Shape, exact_shape, lay_out, split
+from workers.engine.memory import MemoryProfile, num_blocks_on_gpu
+from workers.engine.modules import NativeNorm, ProjectionPart
 from workers.engine.slices import Slice
 
 GIB = 1 << 30
@@ -31,18 +31,18 @@ PROFILE = MemoryProfile(total=80 * GIB, free=60 * GIB, activations=GIB)
 def test_automatic_kv_takes_what_a_step_leaves() -> None:
     assert PROFILE.kv == 50 * GIB
     per_block = 32 << 20
-    assert choose_num_blocks(None, PROFILE, per_block=per_block, max_model_len=8192) == 1600
+    assert num_blocks_on_gpu(None, PROFILE, per_block=per_block, max_model_len=8192) == 1600
 
 
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     tight = MemoryProfile(total=80 * GIB, free=9 * GIB, activations=GIB)
     with pytest.raises(ConfigError, match=rf"{71 * GIB} are taken.*leaves 0 for KV.*{GIB}: lower"):
-        choose_num_blocks(None, tight, per_block=32 << 20, max_model_len=8192)
+        num_blocks_on_gpu(None, tight, per_block=32 << 20, max_model_len=8192)
     with pytest.raises(ConfigError, match=f"at least {GIB} bytes"):
-        choose_num_blocks(GIB - 1, PROFILE, per_block=32 << 20, max_model_len=8192)
+        num_blocks_on_gpu(GIB - 1, PROFILE, per_block=32 << 20, max_model_len=8192)
     with pytest.raises(ConfigError, match=f"does not fit.*{60 * GIB} are free"):
-        choose_num_blocks(59 * GIB, PROFILE, per_block=32 << 20, max_model_len=8192)
-    assert choose_num_blocks(58 * GIB, PROFILE, per_block=GIB, max_model_len=256) == 58
+        num_blocks_on_gpu(59 * GIB, PROFILE, per_block=32 << 20, max_model_len=8192)
+    assert num_blocks_on_gpu(58 * GIB, PROFILE, per_block=GIB, max_model_len=256) == 58
 
 
 def piece(width: int, parents: tuple[int, ...] = ()) -> Slice:

@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 import torch
 import transformers.models.llama.modeling_llama
-from workers.engine.model import load_model
+from workers.engine.load.model import load_on_cpu
 from workers.engine.parallel.group import Group
-from workers.engine.parallel.sharding import Place
+from workers.engine.parallel.cuts import Place
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()
@@ -29,7 +29,7 @@ rank, degree = int(sys.argv[2]), int(sys.argv[3])
 group = Group(Place(rank, degree), host="127.0.0.1") if degree > 1 else None
 told = []
 before = peak()
-model = load_model(Path(sys.argv[1]), "float32", group, lambda *now: told.append(now))
+model = load_on_cpu(Path(sys.argv[1]), "float32", group, lambda *now: told.append(now))
 taken = peak() - before
 tensors = {}
 for module in model.modules():
