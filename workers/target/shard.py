@@ -70,7 +70,7 @@ async def serve_target_shard(
     server = await start_server(shard.add_to, host=host, port=port, serving=False)
     shard.on_broken = server.report_broken
     shard.on_serving = lambda serving: server.report(serving=serving)
-    await server.serve_once(load)
+    await server.serve_after(load)
     return server
 
 

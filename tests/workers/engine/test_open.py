@@ -1,7 +1,9 @@
-"""Which engine a checkpoint is opened as, and what is refused."""
+"""Which engine a checkpoint is opened as, what is refused, and what loading leaves behind."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.model import dtype_on_gpu
-from workers.engine.open import CPU_KV_BYTES, open_engine
+from workers.engine.open import CPU_KV_BYTES, load_engine, open_engine
 from workers.engine.options import Device, form_on_cpu
 
 NO_GPU = not torch.cuda.is_available()
@@ -67,3 +69,20 @@ def test_the_form_on_a_cpu_is_the_one_asked_for_else_the_models_own() -> None:
     assert form_on_cpu("auto", "int4") == "int4"
     assert form_on_cpu("int8", "float32") == "int8"
     assert form_on_cpu("float16", "float32") == "float16"
+
+
+async def test_the_thread_that_loaded_is_gone(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    before = set(threading.enumerate())
+    names: set[str] = set()
+
+    async def watch() -> None:
+        while True:
+            names.update(thread.name for thread in set(threading.enumerate()) - before)
+            await asyncio.sleep(0.001)
+
+    watching = asyncio.create_task(watch())
+    await load_engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
+    watching.cancel()
+    assert any(name.startswith("load") for name in names)  # it did load beside the event loop
+    assert not [t for t in threading.enumerate() if t.name.startswith("load")]

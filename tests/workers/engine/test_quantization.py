@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import CheckpointError
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine
-from tests.workers.engine.tensor_parallel.ranks import Ranks
+from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.quantization import READABLE, REFUSED

@@ -2,8 +2,8 @@
 
 Hugging Face's experts are one stacked parameter. Their products, and those of the router, round
 differently for different numbers of tokens. With the engine's linears, and a router that always
-gets the same number of rows, a token's bits do not depend on other tokens (self_test.py checks this
-on the machine).
+gets the same number of rows, a token's bits do not depend on other tokens; self_test.py checks this
+on the machine.
 
 Shapes: T tokens, N features, E experts, K experts chosen for a token, M inner width of an expert.
 """

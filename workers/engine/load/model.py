@@ -64,7 +64,7 @@ def load_on_cpu(
     # Quantized forms are made from the most precise weights.
     read_as = torch.bfloat16 if weights == "bfloat16" else torch.float32
     model, parts, sharding = empty_part(folder, group, read_as)
-    parts.tell(progress, activation_dtype(weights))
+    parts.report_to(progress, activation_dtype(weights))
     _check_room(parts.num_weights, weights, kv_bytes)
     _fill_and_convert(model, parts, weights, read_as)
     parts.close()
@@ -182,7 +182,7 @@ def load_part_on_gpu(
     """
     _check_attention(folder)
     model, parts, sharding = empty_part(folder, group, dtype, device=device)
-    parts.tell(progress, dtype)
+    parts.report_to(progress, dtype)
     try:
         for module in list(model.modules()):
             parts.fill(module, dtype)

@@ -1,10 +1,10 @@
 """Checkpoints with quantized weights: read through transformers' own quantizers, or refused.
 
-A kind can be read if its quantizer converts the weights back to numbers while loading. The engine
-then has a model of plain weights, and converts it to its own form like any other: rows of logits
-stay bit-equal in any batch, and each rank cuts its part. The price is memory: every rank makes the
-whole model before it takes its part. Activations are not quantized, even if the checkpoint asks for
-it.
+A kind of quantization can be read if its quantizer converts the weights back to numbers while it
+loads them. The engine then has a model of plain weights, and converts it to its own form like any
+other: rows of logits stay bit-equal in any batch, and each rank takes its part. The price is
+memory: every rank makes the whole model first. Activations are not quantized, even if the
+checkpoint asks for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ _KEY = "quantization_config"
 _one_at_a_time = threading.Lock()
 """transformers' loader is not thread-safe: run concurrently, it reports tied weights as missing."""
 
-
 READABLE: Mapping[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
 """The readable kinds, by transformers' `quant_method`, and the extra package that each needs."""
 
@@ -41,7 +40,7 @@ REFUSED: Mapping[str, str] = {
     "awq": "its weights are unpacked by kernels for GPUs at each step",
     "mxfp4": "its models attend in a way that is not supported here",
 }
-"""Why these kinds are refused. For other kinds the reason is that they were not examined."""
+"""Why these kinds are refused. Other kinds are refused because nobody has examined them."""
 
 
 def check_quantization(folder: Path, raw: Mapping[str, Any]) -> None:
@@ -66,7 +65,7 @@ def check_quantization(folder: Path, raw: Mapping[str, Any]) -> None:
 
 
 def plain_config(folder: Path) -> PreTrainedConfig:
-    """The configuration with which transformers loads plain weights, whatever the files hold.
+    """The configuration with which transformers converts quantized weights to plain ones.
 
     Raises what AutoConfig raises.
     """

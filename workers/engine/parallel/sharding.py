@@ -1,10 +1,15 @@
-"""How a model is divided among ranks, by the plan in Hugging Face's configuration.
+"""How a model is divided among ranks, filled with a rank's part, and joined to the other ranks.
 
-`base_model_tp_plan` says of each linear whether it is cut by its outputs ("colwise") or by its
-inputs ("rowwise"; its results are then added over the ranks). The linear's name, which all
-architectures share, tells what the cut dimension is: heads, or the inner width of a feed-forward. A
-rank builds Hugging Face's model from a configuration with its own numbers of heads and widths, so
-that the model code needs no change.
+`Sharding` follows a plan, `base_model_tp_plan` in Hugging Face's configuration. The plan says of
+each linear whether it is cut by its outputs ("colwise") or by its inputs ("rowwise"; its results
+are then added over the ranks). The linear's name, which all architectures share, tells what the cut
+dimension is: heads, or the inner width of a feed-forward.
+
+A rank builds Hugging Face's model from a configuration with its own numbers of heads and widths, so
+that the model code needs no change. `RankParts` fills this model with the rank's part of the stored
+tensors. `join_ranks` inserts the modules that add up the ranks' results.
+
+Shapes: T tokens, N features, V vocabulary.
 """
 
 from __future__ import annotations
@@ -37,7 +42,7 @@ from workers.engine.parallel.cuts import (
 from workers.engine.parallel.group import Group
 
 Progress = Callable[[int, int], None]
-"""Called with the number of bytes loaded, and with that of the rank's whole share."""
+"""Called with the number of bytes that are loaded, and the number of all that the rank holds."""
 _COLUMN_STYLES = {"colwise", "colwise_gather_output", "packed_colwise"}
 _ROW_STYLES = {"rowwise", "rowwise_split_input"}
 _SUMMED_EXPERTS = "moe_tp_experts"
@@ -152,9 +157,10 @@ def _read_plan(config: PreTrainedConfig, place: Place) -> Mapping[str, str]:
 
 
 class RankParts:
-    """Reads one module's parameters after the other.
+    """Fills an empty model with a rank's part of a checkpoint, one module after the other.
 
-    `shapes`: the whole parameters' shapes by name. `num_weights`: the elements in the rank's share.
+    `shapes`: the whole parameters' shapes by name. `num_weights`: the number of elements that the
+    rank holds.
     """
 
     def __init__(
@@ -177,8 +183,8 @@ class RankParts:
         self._progress: Progress | None = None
         self._done_bytes = self._all_bytes = 0
 
-    def tell(self, progress: Progress | None, dtype: torch.dtype) -> None:
-        """Report to `progress` what is read from now on. `dtype`: the dtype of most of it."""
+    def report_to(self, progress: Progress | None, dtype: torch.dtype) -> None:
+        """Call `progress` after each tensor from now on. `dtype`: that of most tensors."""
         self._progress = progress
         self._all_bytes = self.num_weights * dtype.itemsize
 
@@ -192,7 +198,7 @@ class RankParts:
                 if id(empty) in self._kept:
                     self._shared[id(empty), dtype] = filled
             setattr(module, leaf, filled)
-        # Vocabulary parts are cut here; everything else is cut by the local configuration.
+        # Modules of the vocabulary are built whole; the local configuration cuts all others.
         if isinstance(module, nn.Linear):
             module.out_features = module.weight.shape[0]
         elif isinstance(module, nn.Embedding):
@@ -266,7 +272,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 def join_ranks(model: PreTrainedModel, sharding: Sharding, group: Group) -> None:
-    """Insert the modules that combine the ranks' results."""
+    """Insert the modules that add up the ranks' results."""
     place = group.place
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):

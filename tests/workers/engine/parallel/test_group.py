@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import WorkerLostError
-from tests.workers.engine.tensor_parallel.ranks import Ranks
+from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.parallel.group import Deadlines, Group
 
 

@@ -15,7 +15,7 @@ from paceline.v1 import target_pb2
 from paceline.wire import spec_to_wire
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
-from tests.workers.engine.tensor_parallel.ranks import Ranks
+from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.parallel.group import Deadlines, Group
 from workers.engine.slices import Slice

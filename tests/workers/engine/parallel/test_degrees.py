@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import Architecture, make_tiny_checkpoint
-from tests.workers.engine.tensor_parallel.ranks import Ranks
+from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.parallel.group import Group
 
