@@ -58,6 +58,24 @@ class RankedEngine(ABC):
     def is_multi_threaded(self) -> bool:
         """Whether several CPU threads compute a product: a single thread adds in another order."""
 
+    @property
+    @abstractmethod
+    def forward_seconds(self) -> float:
+        """Seconds that the device took for the last step. Waits for its end."""
+
+    @property
+    @abstractmethod
+    def forward_end(self) -> float:
+        """When the last step ended, by time.perf_counter. Waits for its end."""
+
+    @abstractmethod
+    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy KV of slot `from` to slot `to` of a sequence, pair by pair in order, in all layers.
+
+        A key keeps the rotary position for which it was computed, so a tree's node must be moved to
+        the slot that is its position.
+        """
+
     @torch.inference_mode()
     def step(self, slices: Sequence[Slice]) -> Tensor:
         """Feed every slice's tokens, store their KV, return float32 logits [sum num_logits, V].

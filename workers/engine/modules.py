@@ -22,6 +22,10 @@ from torch import Tensor, nn
 
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears of one module that are called with the same input, in this order."""
+_SLAB = 32768
+"""Up to this number of elements torch uses one thread (at::internal::GRAIN_SIZE)."""
+_ALIGNMENT = 64
+"""A multiple of what any vector loop takes at a time (2 x 16 float32 elements for AVX-512)."""
 
 
 class SharedProjection(nn.Module):
@@ -140,12 +144,6 @@ def replace_norms(
             bound = tolerances.get(weight.dtype, 0.0) * float(expected.abs().max())
             if float((native(rows) - expected).abs().max()) <= bound:
                 setattr(parent, name, native)
-
-
-_SLAB = 32768
-"""Up to this number of elements torch uses one thread (at::internal::GRAIN_SIZE)."""
-_ALIGNMENT = 64
-"""A multiple of what any vector loop takes at a time (2 x 16 float32 elements for AVX-512)."""
 
 
 class SlabActivation(nn.Module):

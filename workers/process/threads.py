@@ -14,6 +14,8 @@ import torch
 
 from paceline.errors import ConfigError
 
+Result = TypeVar("Result")
+
 
 def pin_cores(cores: Collection[int]) -> None:
     """Let all threads of this process, present and future, run on `cores` only.
@@ -34,9 +36,6 @@ def pin_cores(cores: Collection[int]) -> None:
     for thread in psutil.Process().threads():
         with contextlib.suppress(ProcessLookupError):  # the thread has just ended
             os.sched_setaffinity(thread.id, cores)
-
-
-Result = TypeVar("Result")
 
 
 async def in_own_thread(work: Callable[[], Result], *, threads: int) -> Result:

@@ -95,9 +95,7 @@ class Engine(RankedEngine):
         self._cache = KVCache(**sizes, num_blocks=self.num_blocks, dtype=model.dtype)
         with torch.inference_mode():
             self._forward = choose_forward(model, self._plan([probe_slice(self.info.vocab_size)]))
-        self.forward_seconds = 0.0
-        self.forward_end = 0.0
-        """When the last forward pass ended, by time.perf_counter."""
+        self._began = self._ended = 0.0
 
     @property
     def block_size(self) -> int:
@@ -114,6 +112,16 @@ class Engine(RankedEngine):
         """Whether several CPU threads compute a product."""
         return torch.get_num_threads() > 1
 
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds that the last step took."""
+        return self._ended - self._began
+
+    @property
+    def forward_end(self) -> float:
+        """When the last step ended, by time.perf_counter."""
+        return self._ended
+
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
         """As `step`, but returns this rank's columns only."""
@@ -126,10 +134,9 @@ class Engine(RankedEngine):
         threads = None if self._threads is None else self._threads.choose(rows)
         if threads is not None:
             torch.set_num_threads(threads)
-        began = time.perf_counter()
+        self._began = time.perf_counter()
         logits_TV = self._forward(step).float()
-        self.forward_end = time.perf_counter()
-        self.forward_seconds = self.forward_end - began
+        self._ended = time.perf_counter()
         if self._threads is not None and threads is not None:
             self._threads.record(rows, threads, self.forward_seconds)
         return logits_TV
@@ -146,11 +153,7 @@ class Engine(RankedEngine):
 
     @torch.inference_mode()
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV of slot `from` to slot `to` of a sequence, pair by pair in order, in all layers.
-
-        A key keeps the rotary position for which it was computed, so a tree's node must be moved to
-        the slot that is its position.
-        """
+        """Copy a sequence's KV from slot to slot."""
         origin = origins_of(moves)
         table = torch.tensor(block_table, dtype=torch.int64)
         self._cache.copy_slots(

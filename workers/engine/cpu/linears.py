@@ -75,10 +75,10 @@ def replace_linears_of(module: nn.Module, form: WeightForm, *, is_head: bool = F
     """Replace the nn.Linears among the direct children of `module`."""
     for name, child in list(module.named_children()):
         if isinstance(child, nn.Linear):
-            setattr(module, name, packed_linear(child, form, is_head=is_head))
+            setattr(module, name, make_linear(child, form, is_head=is_head))
 
 
-def packed_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False) -> nn.Module:
+def make_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False) -> nn.Module:
     """The layer that replaces `source`. With int4 an LM head has 8 bits."""
     if form == "int4" and not is_head and fits_int4(source):
         return Int4Linear(source)

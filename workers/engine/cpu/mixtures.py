@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engine.cpu.linears import packed_linear
+from workers.engine.cpu.linears import make_linear
 from workers.engine.options import WeightForm
 
 _ROUTED_ROWS = 16
@@ -79,4 +79,4 @@ def replace_experts_of(module: nn.Module, form: WeightForm) -> None:
 def _linear(weight_MN: Tensor, form: WeightForm) -> nn.Module:
     linear = nn.Linear(weight_MN.shape[1], weight_MN.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight_MN, requires_grad=False)
-    return packed_linear(linear, form)
+    return make_linear(linear, form)

@@ -236,7 +236,7 @@ class CudaEngine(RankedEngine):
 
     @torch.inference_mode()
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy a sequence's KV from slot to slot, pair by pair in order, as Engine.move_kv does."""
+        """Copy a sequence's KV from slot to slot."""
         origin = origins_of(moves)
         pairs = [
             [slot_of(block_table, slot) for slot in slots] for slots in (origin.values(), origin)
