@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test makes an engine."""
+    """Set `target.kernels` before any test makes an engine."""
     if config.getoption("--kernels"):
         from workers.process.kernels import use_kernels
 
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none. Of several processes' tests Ray's begin."""
+    """Skip tests marked `gpu` without a GPU. With several processes, Ray's tests come first."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("ray") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -75,10 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """How several processes share the tests out: file by file, in the order of collection.
+    """Divide the tests among processes file by file, in the order of collection.
 
-    One process runs all files with Ray first: they share a cluster, and two would be too much for a
-    small machine. When it is done, it takes other files like the others.
+    One process first runs all files with Ray: they share a cluster, and two clusters would be too
+    much for a small machine. After them, it takes other files like the others.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -101,9 +101,9 @@ def demo_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """The one Ray cluster of a test session, started when a first test needs it; already joined.
+    """The one Ray cluster of a test session, joined. The first test that needs it starts it.
 
-    It has more CPUs than the machine, so that no test waits for another's to come free.
+    It has more CPUs than the machine, so no test waits for those of another.
     """
     from deploy.session.ray_head import start_head, stop_head
 
@@ -120,7 +120,7 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def second_host() -> Iterator[SecondHost]:
-    """Another host, at the other end of a cable; skips where this machine does not let us."""
+    """Another host at the other end of a cable. Skips if this machine does not allow it."""
     from tests.cluster.two_hosts import CannotMakeHostsError, SecondHost
 
     try:

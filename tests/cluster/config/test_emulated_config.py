@@ -1,4 +1,4 @@
-"""A configuration with emulated workers: what it accepts, and that it serves, labeled."""
+"""A configuration with emulated workers: what it accepts, and that it serves, so labeled."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_mistake_is_told(tmp_path: Path, text: str, complaint: str) -> None:
 
 @asynccontextmanager
 async def _served(setup: WorkerSetup) -> AsyncIterator[AsyncClient]:
-    """A client of the deployment, whose actors run here."""
+    """A client of the deployment, whose actors run in this process."""
     *shard_plans, drafter_plan = plan_placement(setup.config, [Node("here", 4)]).workers
     shards = [ShardActor() for _ in shard_plans]
     drafter, driver = DrafterActor(), DriverActor()

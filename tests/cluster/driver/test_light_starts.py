@@ -1,4 +1,4 @@
-"""What a worker does not need it does not import: the code of models takes seconds."""
+"""A worker does not import what it does not need: the code of models takes seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request may hold: the page of limits tells the constants, and each is enforced."""
+"""Limits of a request: the page of limits tells the constants, and each is enforced."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
         for name in ("request_id", "tenant", "drafter")
     },
 }
-"""By name: the field, how much of it is taken, and a request that holds so much of it."""
+"""By name: the field, its limit, and a function that makes a request with a given amount."""
 
 
 @pytest.mark.parametrize(("field", "limit", "ask"), LIMITS.values(), ids=LIMITS)

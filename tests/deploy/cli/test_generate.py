@@ -1,4 +1,4 @@
-"""`paceline generate`: rows in, rows out, in order; what is wrong is said before it starts."""
+"""`paceline generate`: rows in, rows out, in order. What is wrong is reported before it starts."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_a_signal_leaves_no_file_and_no_sequence(
 def test_a_running_cluster_that_is_not_used_is_named(
     call: Call, served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What answers in its place may be another model: `--quiet` does not hide that."""
+    """Another server that answers may have another model, so `--quiet` does not hide this."""
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     running = load_config(served.config, {})
     write_record(

@@ -122,7 +122,7 @@ def test_layouts_side_by_side_give_the_same_figures(call: Call, tmp_path: Path) 
 
 
 def test_a_load_too_large_for_the_requests_is_measured_in_full(call: Call, tmp_path: Path) -> None:
-    """Many callers who begin together: of so few requests hardly more than one burst is left."""
+    """Many callers begin together, so few requests are hardly more than one burst."""
     path = tmp_path / "plan.json"
     asked = ("--concurrency", "64", "--policies", "lockstep", "--ratios", "1:4", "--hosts", "2")
     done = call("plan", *SMALL, *asked, "--json", str(path))
@@ -147,7 +147,7 @@ def test_requests_that_are_too_many_are_told(call: Call, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 def test_requests_that_are_few_are_kept_up_with(call: Call, seed: str) -> None:
-    """However many come by luck: here a tenth of what one target group can serve."""
+    """This holds however many happen to arrive; here a tenth of what one target group can serve."""
     asked = ("--requests-per-second", "0.5", "--policies", "off", "--requests", "40")
     done = call("plan", *SMALL, *asked, "--seed", seed)
     assert done.code == 0, done.stderr

@@ -98,7 +98,7 @@ def _config(folder: Path, target: str, drafters: str = "drafters = []") -> Confi
 
 
 def _load(config: Config) -> None:
-    """As a worker does."""
+    """Load the configuration's target as a worker does."""
     target = config.target
     assert target.kv_memory != "auto"
     open_engine(

@@ -23,7 +23,7 @@ from tests.deploy.shell import ROOT, Shell, tiny_config
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 TOKENS = 700
-"""Of the emulated target: 13 s, while `down` takes some 5 s to ask for the end."""
+"""Tokens of the emulated target, which take 13 s; `down` needs some 5 s to ask for the end."""
 PRIVATE_SESSION = """
 import sys, time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Output files: whole or absent, and nothing but a regular file is ever replaced."""
+"""Output files: whole or absent, and only a regular file is ever replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The replayed text and its guesses: pure, at the set rates, and broken by what is misread."""
+"""The replayed text and its guesses: pure, at the set rates, and wrong if KV is misread."""
 
 from __future__ import annotations
 

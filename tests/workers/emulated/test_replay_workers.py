@@ -1,4 +1,4 @@
-"""Emulated workers under the real driver: equal text, and another one where KV goes wrong."""
+"""Emulated workers under the real driver: equal text, and another one if KV goes wrong."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from workers.process.server import RunningServer
 HOST = "127.0.0.1"
 MAX_TOKENS = 40
 STEP_SECONDS = 0.01829
-"""Of plain decoding of one sequence on the 70b-4xh100."""
+"""Plain decoding of one sequence on the 70b-4xh100."""
 PROMPTS = [[100, 101, 102], list(range(200, 240)), [300]]
 
 
 def _fast(name: str) -> DeviceProfile:
-    """A profile with a hundredth of its times: what is tested here is not how long it takes."""
+    """A profile with a hundredth of its times, because these tests do not measure time."""
     return load_profile(name).scaled(0.01)
 
 
@@ -84,7 +84,7 @@ async def test_equal_text_for_chains_and_trees(folder: Path, temperature: float)
 
 
 async def test_a_step_takes_what_the_profile_says(folder: Path) -> None:
-    """More only by overruns, which are counted."""
+    """It takes longer only by overruns, which are counted."""
     target = await serve_replay_target(folder, load_profile("70b-4xh100"), host=HOST)
     driver = Driver(DriverOptions(folder=folder, target_addresses=(target.address,)))
     try:
@@ -109,7 +109,7 @@ async def test_a_step_takes_what_the_profile_says(folder: Path) -> None:
 
 
 def _busy(stats: Stats) -> tuple[float, int]:
-    """Seconds that the target's passes took, and how many of them were overruns."""
+    """Seconds of the target's passes, and the number of overruns among them."""
     (shard,) = (one for one in stats.workers if one.name == "shard-0")
     return shard.busy_seconds, shard.overruns
 

@@ -1,4 +1,4 @@
-"""A row's logits are bit-equal in whatever company, split or thread count it is computed."""
+"""A row's logits have the same bits in any batch, split or thread count."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_where_blocks_lie(
     tables: tuple[list[int], list[int]],
     num_runs: int,
 ) -> None:
-    """Blocks that are neighbors are seen in one call, whosever they are; bits stay."""
+    """One call reads neighboring blocks, whichever sequence owns them. Bits stay the same."""
     lengths = [min(LENGTH, 128 * len(table)) for table in tables]
     for table, length in zip(tables, lengths, strict=True):
         engine.step([Slice(table, 0, token_ids[: length - 1], 0)])
@@ -207,7 +207,7 @@ def test_logits_only_where_asked(
 
 
 class RoundsByBatch(nn.Module):
-    """What a kernel does that rounds otherwise for other batch shapes, made larger."""
+    """Exaggerates a kernel that rounds differently for other batch shapes."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

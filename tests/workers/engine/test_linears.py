@@ -65,7 +65,7 @@ def test_a_weight_beyond_float16_is_refused_with_its_size() -> None:
 
 
 def test_a_processor_without_bfloat16_is_told_what_to_set() -> None:
-    """As oneDNN sees this one where it may use no more than AVX2."""
+    """oneDNN treats this processor as one that has only AVX2."""
     program = (
         "import torch\nfrom workers.engine.cpu.linears import PackedLinear\n"
         "PackedLinear(torch.nn.Linear(96, 64), torch.float32)\n"

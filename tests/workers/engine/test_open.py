@@ -1,4 +1,4 @@
-"""Which engine a checkpoint is opened as, and what is refused."""
+"""Which engine opens a checkpoint, and what is refused."""
 
 from __future__ import annotations
 

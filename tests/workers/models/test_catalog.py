@@ -36,7 +36,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.fixture(scope="session")
 def fetched(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint, fetched once. Tests that change it copy it."""
+    """A tiny checkpoint, fetched once. Tests that change it make a copy."""
     folder = tmp_path_factory.mktemp("home") / "models" / "tiny"
     fetch("tiny", source, folder)
     return folder

@@ -1,4 +1,4 @@
-"""Slices with trees, moves and draft probabilities: what is done, and what is refused by name."""
+"""Slices with trees, moves and draft probabilities: their effects, and refusals by field."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAN = float("nan")
 
 
 def opened_session(rule: Rule) -> TargetSession:
-    """Sequence 1 holds the tokens 1, 2, 3 in the first of two blocks."""
+    """A session whose sequence 1 holds the tokens 1, 2, 3 in the first of two blocks."""
     session = TargetSession(LIMITS)
     spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=3, rule=rule)
     session.begin_step(
@@ -34,14 +34,14 @@ def opened_session(rule: Rule) -> TargetSession:
 
 
 def piece(**fields: Any) -> target_pb2.Slice:
-    """A slice that decodes plainly, but for the fields given."""
+    """A slice that decodes plainly, except for the fields given."""
     return target_pb2.Slice(
         **{"sequence_id": 1, "start": 3, "token_ids": [7], "verdict": True, **fields}
     )
 
 
 def window(candidates: Sequence[int], parents: Sequence[int], **fields: Any) -> target_pb2.Slice:
-    """Token 7 and candidates after it."""
+    """A slice with token 7 and candidates after it."""
     return piece(token_ids=[7, *candidates], window=len(candidates), parents=parents, **fields)
 
 
