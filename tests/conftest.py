@@ -20,7 +20,7 @@ os.environ.update(
         # As in deploy/session/ray_head.py: the heads of tests listen on loopback alone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "disabled",
-        # A call of Ray's that comes too early or too late fails, and starts no cluster of its own.
+        # A call of Ray outside a cluster fails, instead of starting a cluster of its own.
         "RAY_ENABLE_AUTO_CONNECT": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -29,10 +29,10 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
     }
 )
-# Our GPU kernels, where there is no GPU: read when they are imported.
+# For our GPU kernels without a GPU. Triton reads it when they are imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
-# Tests connect to the cluster that they start, never to one that happens to run.
+# Tests connect only to the cluster that they start, not to one that happens to run.
 os.environ.pop("RAY_ADDRESS", None)
 for _variable in [name for name in os.environ if name.startswith("PACELINE_") and "__" in name]:
     del os.environ[_variable]

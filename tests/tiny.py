@@ -125,7 +125,7 @@ _OWN_FIELDS: dict[Architecture, dict[str, Any]] = {
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 10.0,
     },
-    # Layer 0 sees a window, layer 1 everything, as every sixth layer of the large ones does.
+    # Layer 0 sees a window, layer 1 everything, like every sixth layer of the large models.
     "gemma3_text": {"sliding_window": 70, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
     "phi3": {"resid_pdrop": 0.0, "sliding_window": None},
     "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0} | _EXPERTS,

@@ -43,7 +43,7 @@ def with_nan(folder: Path) -> Path:
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][IS_NO_NUMBER] = torch.nan
     heads = tensors["lm_head.weight"]
-    # As unlikely as can be whatever comes before: the same logit as the average token has.
+    # Unlikely after any prefix: its logit is that of the average token.
     heads[min(POISON) :] = 0.0
     save_file(tensors, file, metadata={"format": "pt"})
     return folder

@@ -68,7 +68,7 @@ def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: s
         await asyncio.wait_for(asked.get(), 60)
         assert not watching.done()
         await step
-        # All is forgiven once a question of the watch is answered, and one is asked in this time.
+        # One answer to the watch forgives everything, and the watch asks within this time.
         await asyncio.sleep(2 * HUNG_AFTER / QUESTIONS)
         await worker.ping.remote()
         heard = False
@@ -141,7 +141,7 @@ def test_a_broken_connection_is_no_lost_worker(ray_address: str) -> None:
         pid = await worker.ping.remote()
         watching = asyncio.create_task(until_lost(worker, hung_after=60.0, is_heard=unheard))
         unanswered = asyncio.ensure_future(worker.wait.remote())
-        while await worker.num_waits.remote() < 2:  # The watch's and ours.
+        while await worker.num_waits.remote() < 2:  # The watch's call and ours.
             await asyncio.sleep(0.05)
         assert break_connections_to(pid)
         with pytest.raises(ActorUnavailableError):

@@ -156,7 +156,7 @@ def check_that_only_it_is_started_again(
     assert tuple(token_ids) == expected
     eventually(partial(is_back, client, name, pids[name]))
     eventually(lambda: not Path(f"/proc/{pids[name]}").exists())
-    # The others were not: a rank that waits for a hung one is no hung one.
+    # The others were not restarted: a rank that waits for a hung one is not hung.
     after = pids_of(client)
     assert {one for one in pids if after[one] != pids[one]} == {name}
     assert client.generate("The fox", options_of("chain")).token_ids

@@ -139,8 +139,8 @@ def test_a_shard_that_ends_again_and_again_is_waited_for_longer_and_told(
     life = life_of(client.stats().lives, "shard-0")
     assert life.restarts == before + 3
     assert "died" in life.last_end
-    assert 0.5 < max(waits) <= 2.0  # of the fourth end in this file's cluster
-    # Each process has begun a line in one log, which outlives it.
+    assert 0.5 < max(waits) <= 2.0  # at the fourth end in this file's cluster
+    # Each process has written to one log, which outlives it.
     assert Path(life.log) == logs / "shard-0.log"
     assert Path(life.log).read_text().count("started, pid") == life.restarts + 1
     assert "shard-0: next try in 2 s" in (logs / "controller.log").read_text()

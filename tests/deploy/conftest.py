@@ -94,7 +94,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    # Unix sockets lie in it: it must be short.
+    # It holds Unix sockets, so its path must be short.
     temporary = Path(tempfile.mkdtemp(prefix="pl", dir="/tmp"))
     shell = Shell(tmp_path / "home", temporary)
     try:

@@ -94,7 +94,7 @@ class Told:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineError
             case grpc.StatusCode.UNIMPLEMENTED if not ours:
-                return UnavailableError  # No server of Paceline.
+                return UnavailableError  # Not a Paceline server.
             case _:
                 return InternalError
 
@@ -124,7 +124,7 @@ class Telling(inference_pb2_grpc.InferenceServiceServicer):
     ) -> Iterator[inference_pb2.GenerateManyResponse]:
         for message in request_iterator:
             if not self.alone:
-                next(request_iterator)  # Beside a write gRPC tells no status but its own.
+                next(request_iterator)  # During a write, gRPC reports only its own status.
                 yield from self.Generate(message, context)
             answer = inference_pb2.GenerateManyResponse()
             answer.responses.add(number=message.number, failed=self.failed)
@@ -164,7 +164,7 @@ def check(told: Told, error: BaseException | None) -> None:
     assert isinstance(error, PacelineError), f"{told} became {error!r}"
     assert str(error)
     if told.size() > FEW_BYTES:
-        return  # gRPC itself may refuse it on the way.
+        return  # gRPC itself may refuse it.
     assert type(error) is told.expected(), told
     if isinstance(error, InvalidRequestError):
         assert error.field == (told.metadata.get("paceline-field") or "request")

@@ -32,7 +32,7 @@ def behind(proxy: str) -> dict[str, str]:
 
 def test_a_proxy_that_is_down_harms_no_deployment_and_no_caller_on_its_host(tmp_path: Path) -> None:
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        nobody.bind(("127.0.0.1", 0))  # bound, but nobody listens
         environment = behind(f"127.0.0.1:{nobody.getsockname()[1]}")
         with subprocess.Popen(
             [sys.executable, "-m", "tests.deploy.serve_tiny", str(tmp_path)],

@@ -94,7 +94,7 @@ def serving() -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_a_server_that_ends_in_the_midst_of_a_stream(kind: str, how: signal.Signals) -> None:
     with serving() as (server, address), caller(kind, address) as asking:
         assert asking.stdout is not None
-        asking.stdout.readline()  # It is connected, or about to.
+        asking.stdout.readline()  # It is connected, or will be soon.
         server.send_signal(how)
         said, complaint = asking.communicate(timeout=120)
     assert "UnavailableError" in said

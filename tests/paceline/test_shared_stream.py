@@ -229,7 +229,7 @@ async def test_a_caller_that_does_not_read_loses_its_request_and_harms_no_other(
         bystander = await begun(client)
         slow = client.stream("flood")
         await anext(slow)
-        # Answered after the flood, which therefore was taken off the stream.
+        # This answer comes after the flood, so the flood was taken off the stream.
         await client.generate("release")
         assert await rest(bystander) == list(EVENTS[2:])
         assert hostile.flooded * 100_000 >= 3 * MAX_UNREAD_BYTES
@@ -237,7 +237,7 @@ async def test_a_caller_that_does_not_read_loses_its_request_and_harms_no_other(
         with pytest.raises(OverloadedError, match="left 8,388,608 bytes of the answer unread"):
             await read_into(read, slow)
         texts = [event.text for event in read if isinstance(event, Chunk)]
-        num_characters = 2 * sum(map(len, texts))  # Each has one piece, which is the same.
+        num_characters = 2 * sum(map(len, texts))  # Each has the same one piece.
         assert MAX_UNREAD_BYTES / 2 < num_characters <= MAX_UNREAD_BYTES
         await client.generate("release")
         assert hostile.cancelled == {2}

@@ -132,7 +132,7 @@ async def test_malformed_proposals_make_a_drafter_suspect(
                 assert answer.stats.drafted == 0
             await eventually(lambda: system.driver.stats().workers[1].suspect)
             worker = (await system.client.stats()).workers[1]
-            # Three that are too long make one message that is.
+            # Three long proposals make one message that is too long.
             least = 1 if breach == "too many tokens" else 3
             assert (worker.connected, worker.suspect) == (False, True)
             assert worker.malformed >= least

@@ -16,7 +16,7 @@ from tests.small_disk import small_disk_at
 ROOT = Path(__file__).resolve().parents[3]
 BYSTANDERS = 4
 OPTIONS = GenerateOptions(max_tokens=300, ignore_eos=True, temperature=1.0, seed=7)
-# Noise at every turn of the loop on which driver, target and drafter are.
+# Log at every turn of the event loop that driver, target and drafter share.
 _SERVER = """
 import asyncio, logging, sys
 from pathlib import Path

@@ -129,7 +129,7 @@ async def test_one_who_watches_and_does_not_read_holds_up_nobody(checkpoints: Ch
         unread = [health_pb2_grpc.HealthStub(hostile).Watch(_asked()) for _ in range(10)]
         watch: Any = health_pb2_grpc.HealthStub(channel).Watch(_asked())
         assert await _told(watch) == SERVING
-        for _ in range(20):  # Each change is told to those who watch.
+        for _ in range(20):  # Watchers hear of each change.
             server.report(serving=False)
             assert await _told(watch) == NOT_SERVING
             server.report(serving=True)

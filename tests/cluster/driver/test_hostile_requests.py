@@ -207,7 +207,7 @@ async def _one(random: Random, channel: grpc.aio.Channel, seen: Counter[str]) ->
     except (asyncio.CancelledError, asyncio.InvalidStateError):
         code = grpc.StatusCode.CANCELLED  # by the caller itself
     if kind is sends_no_message and code is grpc.StatusCode.UNKNOWN:
-        code = grpc.StatusCode.INVALID_ARGUMENT  # so gRPC tells it, before any code of ours runs
+        code = grpc.StatusCode.INVALID_ARGUMENT  # gRPC's own status, before any code of ours runs
     assert code in ENDS, (kind.__name__, code, details)
     seen[code.name] += 1
 
@@ -348,7 +348,7 @@ async def test_hostile_requests_leave_nothing_at_the_workers(
         await eventually(lambda: not any(desk.num_open for desk in desks))
         for desk in desks:
             desk.check_integrity()
-        # A request that goes with the step before it has the ends told of all that came before.
+        # The step of a further request also reports the ends of all earlier ones.
         await system.client.generate("a", max_tokens=2, ignore_eos=True)
         (session,) = sessions
         session.check_integrity()

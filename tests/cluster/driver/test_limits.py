@@ -88,10 +88,10 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
 def test_what_is_beyond_a_limit_is_refused_at_both_ends(
     monkeypatch: pytest.MonkeyPatch, field: str, limit: int, ask: Ask
 ) -> None:
-    request_from_wire(request_to_wire(*ask(limit)))  # is taken
+    request_from_wire(request_to_wire(*ask(limit)))  # accepted
     with pytest.raises(InvalidRequestError) as at_the_client:
         request_to_wire(*ask(limit + 1))
-    # Another client may send what ours would not.
+    # Another client may send what our client refuses.
     monkeypatch.setattr("paceline.wire._check_limits", lambda request: None)
     sent = request_to_wire(*ask(limit + 1)).SerializeToString()
     monkeypatch.undo()

@@ -240,7 +240,7 @@ async def test_an_end_waits_for_the_answer_that_is_under_way(
     narrow = [("grpc.http2.lookahead_bytes", 16), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(system.server.address, options=narrow) as channel:
         call: Any = inference_pb2_grpc.InferenceServiceStub(channel).GenerateMany()  # type: ignore[call-arg]
-        # What is told first repeats the prompt, for which the way is too narrow until we read.
+        # The first answer repeats the prompt, which exceeds the flow-control window until we read.
         await call.write(_begin(1, [300] * 300))
         await eventually(lambda: system.driver.scheduler.num_running == 1)
         if sensible:

@@ -143,7 +143,7 @@ async def test_a_row_that_is_no_number_ends_its_own_request(folder: Path) -> Non
         await bystanders.check()
         assert losses(system.driver) == 0
         await settled(system.driver)
-        # Its blocks are whoever's comes next.
+        # The next requests get its blocks.
         await bystanders.start()
         await bystanders.check(still_running=False)
 

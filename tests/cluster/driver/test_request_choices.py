@@ -92,7 +92,7 @@ async def test_rules_that_keep_the_law(system: System, rule: str, kind: str, bra
     for policy in ("chain", "lockstep"):
         chosen = {"rule": rule, "drafter": kind, "branches": branches, "policy": policy}
         greedy = await _same_text(system, 0.0, **chosen)
-        # Under chain the tiny target may be faster than any drafter.
+        # Under chain, the tiny target may outrun any drafter.
         shown = [answer.stats for answer in greedy]
         assert policy == "chain" or sum(stats.accepted for stats in shown) > 0, shown
         sampled = await system.client.generate(PROMPTS[1], _options(7, 1.0, **chosen))

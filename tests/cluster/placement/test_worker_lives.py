@@ -42,7 +42,7 @@ def test_the_more_often_a_worker_ends_the_longer_is_the_pause() -> None:
     assert pauses[:8] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE]
     assert set(pauses[8:]) == {LONGEST_PAUSE}
     assert moves == [MOVE_AFTER, 2 * MOVE_AFTER, 3 * MOVE_AFTER]
-    ends.add(10.0 * 12 + RECENT_SECONDS)  # all is forgotten by then
+    ends.add(10.0 * 12 + RECENT_SECONDS)  # forgotten by then
     assert (ends.pause, ends.wants_another_place) == (0.0, False)
 
 

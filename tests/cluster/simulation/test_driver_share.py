@@ -24,6 +24,6 @@ def test_four_drafters_are_not_much_slower_than_one(monkeypatch: pytest.MonkeyPa
     """Times are virtual, so they are the same on every host."""
     one, four = _tokens_per_second(1), _tokens_per_second(4)
     assert four > 0.95 * one
-    # Negative control: without the bound they keep the driver from the target.
+    # Negative control: without the bound, they take the driver's time from the target.
     monkeypatch.setattr(Roster, "crowd", lambda _, drafter, __: drafter.load)
     assert _tokens_per_second(4) < 0.8 * one

@@ -120,7 +120,7 @@ def test_requests_that_come_at_random_are_answered_late_where_there_are_too_many
     at_ease = figures_of([course_of(simulated(layout("off"), asked, max_num_seqs=2))])
     many = replace(asked, per_second=20.0)
     crowded = figures_of([course_of(simulated(layout("off"), many, max_num_seqs=2))])
-    # Two at a time of 20 tokens, 20 ms each: under 5 requests a second, by some steps of prefill.
+    # Two at a time, 20 tokens of 20 ms each: just under 5 requests a second, because of prefill.
     assert at_ease.completed_per_second == pytest.approx(2.0, rel=0.3)
     assert 4.0 * 0.95 < crowded.completed_per_second < 5.0
     assert crowded.ttft_ms[1] > 10 * at_ease.ttft_ms[0]

@@ -49,7 +49,7 @@ def test_lockstep_is_its_formula(alpha: float, rtt_ms: float) -> None:
     tokens = (TOKENS - 1) / rounds
     bound = 4 * _standard_error(alpha, window, rounds) + window / rounds
     assert abs(tokens - expected_tokens(alpha, window)) < bound
-    # The bound tells formulas apart: that of two drafts less, and of an acceptance .1 lower.
+    # The bound excludes the formulas with two drafts fewer, and with an acceptance lower by .1.
     assert abs(tokens - expected_tokens(alpha, window - 2)) > bound
     assert abs(tokens - expected_tokens(alpha - 0.1, window)) > bound
 
@@ -59,7 +59,7 @@ def test_a_drafter_that_is_never_wrong_is_bound_by_its_pace() -> None:
         layout("chain", window=16),
         load(requests=1, concurrency=1, acceptance=1.0, tokens=TOKENS),
     )
-    # Each step adds a token of the target's own, which the drafter drafts as well.
+    # Each step adds a token of the target, which the drafter must draft too.
     assert _ms_per_token(fleet) == pytest.approx(DRAFT_MS, rel=0.02)
 
 

@@ -102,7 +102,7 @@ def test_calibration_is_bounded_by_its_time_and_one_probe() -> None:
         assert took <= seconds + 16
         assert name in "0123"
     assert calibrated(costs, 1)[0] == "0"
-    # All were probed once after the warm-up: the fastest half is known, and its first is taken.
+    # All were probed once after the warm-up, and the first of the fastest half is taken.
     assert calibrated(costs, 55)[0] == "3"
 
 

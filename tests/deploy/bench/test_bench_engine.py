@@ -296,7 +296,7 @@ def test_the_prefix_part_compares_texts_and_counts_what_was_there(task: EngineTa
     assert off.speedup == 1
     assert cached.details["same_text"] is True
     assert off.details["prefix_hit_tokens"] == 0
-    # All but the first prompt find three blocks of 128 tokens computed.
+    # All prompts except the first find three computed blocks of 128 tokens.
     assert cached.details["prefix_hit_tokens"] == 7 * 3 * 128
 
 

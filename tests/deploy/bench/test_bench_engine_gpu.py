@@ -58,7 +58,7 @@ def test_a_row_for_each_batch_and_window(device: str, dtype: torch.dtype) -> Non
         assert row.bandwidth_share > 0
         assert row.tokens_per_second is not None
         assert row.details["step_with_verdicts_ms"] >= row.step_ms  # type: ignore[operator]
-        # In float32 no window of a text is refused, invariant or not: there are no ties.
+        # In float32 there are no ties, so no window of a text is refused, invariant or not.
         if dtype == torch.float32 or row.part == "gpu":
             assert row.details["same_text_in_windows"] is True
     assert told

@@ -288,7 +288,7 @@ def test_in_the_block_all_share_their_time_and_after_it_the_class_is_back() -> N
             found.append(int(child.stdout))
         found.append(os.sched_getscheduler(0))
 
-    thread = threading.Thread(target=look)  # it alone changes its class
+    thread = threading.Thread(target=look)  # only it changes its class
     thread.start()
     thread.join()
     assert found == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_BATCH]
@@ -315,7 +315,7 @@ def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     document = lookahead_json(result, {})
     assert document["emulated"] is document["complete"] is True
     assert "failed" not in document
-    # After each cell what there is was saved, and told what is next.
+    # After each cell, the rows were saved and the next cell was announced.
     lengths = [len(rows) for one in saved if isinstance(rows := one["rows"], list)]
     assert lengths == list(range(1, len(saved) + 1))
     assert not any(one["complete"] for one in saved)

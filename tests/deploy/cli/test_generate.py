@@ -175,7 +175,7 @@ def test_bad_flags_are_one_line_and_exit_2_before_anything_starts(
     call: Call, input_file: Path, tmp_path: Path, flags: tuple[str, ...], named: str
 ) -> None:
     output = tmp_path / "out.jsonl"
-    # The server is not there: had it been asked first, the exit code would be 3.
+    # No server is there. If it were asked first, the exit code would be 3.
     done = call(
         *("generate", "--server", "127.0.0.1:1", "--input", input_file, "--output", output), *flags
     )
@@ -248,7 +248,7 @@ def test_a_signal_leaves_no_file_and_no_sequence(
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        # Where the tests themselves run in the background, interrupts are ignored and inherited.
+        # If the tests run in the background, ignored interrupts are inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with command, Client(served.address) as client:

@@ -32,7 +32,7 @@ def test_layouts_are_ranked_and_a_dear_one_is_shown_as_such(call: Call, tmp_path
         "70b-4xh100 + 1b-h100, chain": 5,
         "70b-4xh100 + 1b-h100 x 4, chain": 8,
     }
-    # One caller's sequence has one drafter at a time: three GPUs more bring nothing.
+    # One caller's sequence has one drafter at a time, so three more GPUs gain nothing.
     one, four = (row for row in rows if row["policy"] == "chain")
     assert one["tokens_per_second"] == pytest.approx(four["tokens_per_second"], rel=0.01)
     assert one["speedup"] > 1.5
@@ -62,7 +62,7 @@ def test_no_figure_is_cut_however_narrow_it_is(columns: str, on_terminal: bool) 
         *("GPUs", "tok/s", "/GPU", "/off", "first", "token", "target", "drafter", "len", "used")
     ]
     rows = shown[shown.index(headings) + 1 :][:2]
-    # Of the first column a number; "first" and "token" have two, "target" has three.
+    # The first column has one number, "first" and "token" two, "target" three.
     assert [len(row.split()) for row in rows] == [15, 13]
     assert not any("\u2026" in line for line in shown)
 

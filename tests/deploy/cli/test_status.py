@@ -156,7 +156,7 @@ def test_any_server_can_be_asked(call: Call, served: Served) -> None:
 def test_a_server_that_is_none_is_named(call: Call) -> None:
     assert call("status", "--server", "nowhere").code == 2
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        nobody.bind(("127.0.0.1", 0))  # bound, but nobody listens
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         done = call("status", "--server", address)
     assert done.code == 3

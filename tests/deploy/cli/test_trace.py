@@ -81,7 +81,7 @@ async def test_a_run_is_drawn_with_a_row_a_device_and_arrows(tmp_path: Path) -> 
                 )
                 for policy in ("lockstep", "chain")
             ]
-        # Nobody traces any more.
+        # No tracer is left.
         await system.client.generate([5, 6, 7], max_tokens=4)
     document = json.loads(json.dumps(drawn.document()))
     check_drawn(document)
@@ -125,7 +125,7 @@ def test_passes_that_arrive_late_do_not_overlap() -> None:
     document: dict[str, Any] = drawn.document()
     check_drawn(document)
     assert [one["ts"] for one in slices(document, "pass")] == pytest.approx([5e3, 1e4, 1.5e4])
-    assert drawn.num_arrows == 2  # pass 99 was before anybody traced
+    assert drawn.num_arrows == 2  # pass 99 was before the trace began
     assert document["otherData"]["emulated"] is True
     (verdict,) = slices(document, "verdict")
     assert verdict["args"] == {"accepted": 1, "committed": 2}

@@ -40,7 +40,7 @@ def test_every_policy_is_the_same_text_and_that_of_transformers(
     report = json.loads(found.read_text())
     assert report["ok"] is True
     (file,) = report["files"]
-    # Two temperatures; plain decoding alone and at 4, and two policies x two windows x 1 and 4.
+    # Two temperatures; plain decoding alone and at 4; two policies x two windows x 1 and 4.
     assert len(file["runs"]) == 2 * (2 + 8)
     assert all(run["divergences"] == [] for run in file["runs"])
     assert file["transformers"]["rows"] == 4

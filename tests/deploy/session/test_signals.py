@@ -88,7 +88,7 @@ def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
             up.send_signal(number)
             rest, told_last = up.communicate(timeout=240)
         case = f"{number.name} within {longest} s of {said}: {told}{told_last}"
-        # Before the command's first line Python itself ends, as the system would end it.
+        # Before the command's first line, the signal ends Python itself.
         assert up.returncode in (128 + number, -number), case
         assert rest == "", case
         assert becomes_true(lambda: not shell.processes()), case

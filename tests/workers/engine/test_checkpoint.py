@@ -185,7 +185,7 @@ def test_a_tensor_in_two_files_is_that_of_the_file_in_the_index(folder: Path, wh
     save_file({NORM: torch.full((47,), 3.0)}, second, metadata={"format": "pt"})
     assert inspect_checkpoint(folder).vocab_size == 384
     index = json.loads((folder / INDEX).read_text())
-    del index["weight_map"]["model.layers.0.mlp.up_proj.weight"]  # it is in a file all the same
+    del index["weight_map"]["model.layers.0.mlp.up_proj.weight"]  # it is in a file nevertheless
     (folder / INDEX).write_text(json.dumps(index))
     engines = [Engine(one, threads=1, kv_memory_bytes=1 << 20) for one in (whole, folder)]
     rows = [engine.step([Slice([0], 0, [5, 6, 7], 3)]) for engine in engines]

@@ -109,7 +109,7 @@ def test_rows_are_close_to_transformers(
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits_TV = theirs(torch.tensor([token_ids])).logits[0]
-    # Fewer bits: those of bfloat16 activations, and of weights in 127 steps.
+    # Lower precision: bfloat16 activations, and weights in 127 steps.
     bound = 2e-4 if model[1] == "float32" else 0.05 * float(logits_TV.abs().max())
     assert (logits_TV - expected).abs().max() < bound
 
@@ -236,7 +236,7 @@ def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
 
 
 def test_plain_activations_depend_on_where_they_lie_and_slabs_do_not() -> None:
-    # silu's scalar remainder rounds otherwise than its vector code on CPUs with vector units.
+    # On CPUs with vector units, silu's scalar remainder rounds differently from its vector code.
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(3)) * 3
 
     def in_pieces(activation: nn.Module) -> torch.Tensor:

@@ -125,7 +125,7 @@ def test_a_tree_grows_level_by_level_and_a_path_of_it_is_kept(engine: Engine) ->
     parents: list[int] = []
     fed, leaves = 0, [0]
     for _ in range(4):
-        # After every token or node of the last level, its two best continuations.
+        # The two best continuations of every token or node of the last level.
         ids = [*prefix, *nodes][fed:]
         tree_start = len(prefix) if nodes else None
         rows = engine.step([Slice(TREE, fed, ids, len(leaves), tree_start, tuple(parents))])

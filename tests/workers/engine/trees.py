@@ -44,7 +44,7 @@ def random_tree(seed: int, *, prefix_length: int, num_nodes: int, vocab_size: in
     return Tree(
         [generator.randrange(vocab_size) for _ in range(prefix_length)],
         [generator.randrange(vocab_size) for _ in range(num_nodes)],
-        # Mostly near the end, so that trees are deep as well as wide.
+        # Mostly near the end, so that trees are both deep and wide.
         tuple(generator.randint(max(0, node - 3), node) for node in range(num_nodes)),
     )
 

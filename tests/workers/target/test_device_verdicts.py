@@ -173,7 +173,7 @@ def test_logits_that_decide_must_be_numbers(bad: float) -> None:
     task = random_task(3, "plain")
     assert len(task.candidates.tree) > 2
     logits_RV = random_logits(1, 1 + len(task.candidates.tree), coarse=False)
-    logits_RV[-1] = bad  # The last candidate is not accepted: nobody looks.
+    logits_RV[-1] = bad  # The last candidate is not accepted, so its row is not read.
     device_verdicts(logits_RV, [task], [(0, len(logits_RV))])
     logits_RV[0, ...] = bad
     with pytest.raises(InternalError):

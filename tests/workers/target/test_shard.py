@@ -244,7 +244,7 @@ async def test_a_broken_checkpoint_leaves_no_server(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         await serve_target_shard(options, host="127.0.0.1", port=port)
     listener = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", port)
-    # And a port in use is told before anything is loaded.
+    # A port in use is reported before anything is loaded.
     with pytest.raises(UnavailableError, match=str(port)):
         await serve_target_shard(options, host="127.0.0.1", port=port)
     listener.close()

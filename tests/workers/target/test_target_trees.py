@@ -46,7 +46,7 @@ def random_tree(random: Random, right: Sequence[int], num_nodes: int) -> Candida
     """A random tree in which the right tokens have a good chance to appear."""
     token_ids: list[int] = []
     parents: list[int] = []
-    # How many right tokens lead to a node; None for those on a wrong path.
+    # The number of right tokens that lead to a node; None on a wrong path.
     num_right: list[int | None] = [0]
     children: list[set[int]] = [set()]
     for _ in range(num_nodes):

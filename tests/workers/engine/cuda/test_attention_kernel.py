@@ -194,7 +194,7 @@ def test_sizes_of_heads(
 ) -> None:
     """Sizes that are not powers of two, and more heads in a group than a tile has rows."""
     layer = random_layer(device, dtype, pages=3, heads=heads, head_size=head_size)
-    # As hidden states are: scores of a few units, whatever the size of a head.
+    # Scores of a few units for any head size, as with hidden states.
     queries = random_queries(3, heads * group, layer) * (4 / head_size**0.5)
     check(
         queries.split([1, 2]),
@@ -308,7 +308,7 @@ def test_nothing_is_read_that_was_not_stored(
     """The first tile of 60 tokens ends before the unit that the last one begins."""
 
     def poisoned(like: Tensor, size: Any, **given: Any) -> Tensor:
-        # Triton's interpreter takes a copy's memory so too, of so many bytes.
+        # Triton's interpreter also allocates a copy like this, by its number of bytes.
         sizes = (size,) if isinstance(size, int) else size
         made = like.new_zeros(sizes, **given)
         return made.fill_(torch.nan) if made.is_floating_point() else made

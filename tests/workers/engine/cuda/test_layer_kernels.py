@@ -148,7 +148,7 @@ def test_keys_values_and_outputs_have_torchs_bits(
         assert not cache.layers[0].keys_SHD.any()
     assert torch.equal(*stored)
     assert int(stored[1].any(-1).sum()) == 12 * 2 * num_keys
-    # Where products compute attention, they may be chosen by how the queries lie in memory.
+    # If products compute attention, the memory layout of the queries may select them.
     bound = ROUNDING[dtype] * float(attended[1].abs().max())
     assert float((attended[0] - attended[1]).abs().max()) <= (0.0 if device == "cpu" else bound)
 
@@ -184,7 +184,7 @@ def test_norms_of_heads(native: bool, device: str, dtype: torch.dtype) -> None:
         stored.append((pages.keys_SHD[step.slots_T], pages.values_SHD[step.slots_T]))
     (mine, values), (theirs, expected) = stored
     assert torch.equal(values, expected)
-    # A unit of the norm's rounding, then turned: of the largest, as a sum can be near zero.
+    # One unit of the norm's rounding, rotated; relative to the largest, as a sum can be near zero.
     bound = 2 * ROUNDING[dtype] * float(theirs.abs().max())
     assert float((mine - theirs).abs().max()) <= (bound if native else 0.0)
     assert dtype == torch.float32 or float((mine != theirs).double().mean()) < 0.01
@@ -253,7 +253,7 @@ def test_a_model_with_kernels_gives_the_logits_of_one_without(
     rows: list[Tensor] = []
     for can in (True, False):
         monkeypatch.setattr(layer_operations, "can_run_kernels", lambda _, can=can: can)
-        # On a CPU the self-test would take long here, and says nothing of a GPU.
+        # On a CPU, the self-test would take long and say nothing about a GPU.
         engine = make_engine(
             folder,
             device,

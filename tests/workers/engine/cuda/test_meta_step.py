@@ -177,7 +177,7 @@ def test_every_captured_shape_keeps_to_the_kernel() -> None:
         with torch.inference_mode(), DeviceAlone() as watched:
             forward(make_step(layout))
         if shape.num_chains:
-            # Of the products the LM head alone is padded, since it has fewer rows.
+            # Of the products, only the LM head is padded, because it has fewer rows.
             assert watched.names.count("pad") == (1 if shape.filler else 0)
         (call,) = watched.calls
         assert call["window_size"] == ([-1, 0] if shape.num_chains else [-1, -1])

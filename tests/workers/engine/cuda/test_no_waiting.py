@@ -55,7 +55,7 @@ class RefuseWaiting(TorchDispatchMode):
 def no_waiting(device: str) -> Iterator[None]:
     """Refuse waiting: on a GPU torch does, on a CPU RefuseWaiting."""
     if device == "cuda":
-        with warnings.catch_warnings():  # It says that it is a prototype.
+        with warnings.catch_warnings():  # torch warns that this is a prototype.
             warnings.simplefilter("ignore", UserWarning)
             torch.cuda.set_sync_debug_mode("error")
         try:
@@ -84,7 +84,7 @@ def test_no_step_waits_for_the_device(engine: CudaEngine, device: str) -> None:
     tree = random_tree(1, prefix_length=250, num_nodes=8, vocab_size=VOCAB)
     spec = SequenceSpec(SAMPLED, seed=3, prompt_length=100, end_token_ids=(0, 2))
     prompt = list(range(3, 103))
-    # Once before: graphs are captured, kernels are loaded, and pinned memory is had the first time.
+    # The first time captures graphs, loads kernels and allocates pinned memory.
     for guard in (nullcontext(), no_waiting(device)):
         with guard:
             engine.step([Slice([1], 0, prompt, 0), Slice([3, 4], 0, tree.prefix, 0)])

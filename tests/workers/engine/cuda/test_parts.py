@@ -132,8 +132,8 @@ def test_rows_of_a_product_do_not_depend_on_the_others(dtype: torch.dtype) -> No
         whole = fixed(rows)
         assert torch.allclose(whole, source(rows), atol=0.02)
         for first, count in ((0, 1), (3, 9), (60, 70), (FIXED_ROWS, FIXED_ROWS)):
-            # A row keeps its place in its tile: that another place gives the same bits too is for
-            # the device's kernels to say, and the self-test asks them.
+            # A row keeps its place in its tile. Whether another place gives the same bits is for
+            # the device's kernels to say; the self-test checks it.
             place = first % FIXED_ROWS
             padded = torch.cat([rows.new_zeros(place, 96), rows[first : first + count]])
             assert torch.equal(fixed(padded)[place:], whole[first : first + count])

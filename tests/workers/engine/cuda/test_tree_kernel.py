@@ -45,7 +45,7 @@ def test_stem_and_own_keys_together(
         weights_AK = scores_AK.softmax(-1)
         return torch.einsum("ak,kad->ad", weights_AK, values_SAD[slots]), scores_AK.logsumexp(-1)
 
-    # What is not to be read is no number.
+    # What must not be read is NaN.
     stem_TAD = torch.full(queries.shape, torch.nan, dtype=torch.float64)
     stem_lse_AT = torch.full((heads * group, 3 * width), torch.nan)
     for token in range(3 * width):

@@ -92,7 +92,7 @@ def decode(engine: CudaEngine, sampling: SamplingParams) -> list[int]:
     found: list[int] = []
     for step in range(2, 30):
         found += [verdict.token_id for verdict in stepper.step(request).verdicts]
-        fed = [TOKEN_IDS[step]]  # Whatever was found: ranks other than 0 do not know it.
+        fed = [TOKEN_IDS[step]]  # Ranks other than 0 do not know the result.
         start = len(PROMPT) + step - 2
         piece = target_pb2.Slice(sequence_id=1, start=start, token_ids=fed, verdict=True)
         request = target_pb2.StepRequest(step=step, slices=[piece])

@@ -32,7 +32,7 @@ def test_ranks_that_differ_are_told_on_all_of_them() -> None:
         for error in errors:
             assert isinstance(error, WorkerLostError)
             assert "step is [7, 0] at rank 0, but [7, 1] at rank 2" in str(error)
-        # They are aligned still.
+        # They are still aligned.
         ranks.together(lambda group: group.compare("step", [8, 0]))
 
 
