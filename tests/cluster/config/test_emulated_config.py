@@ -134,5 +134,5 @@ async def test_two_target_groups_verify_one_sequence(tmp_path: Path) -> None:
         assert answer.token_ids == plain.token_ids
         targets = [one for one in (await client.stats()).workers if one.kind == "target"]
         assert [one.name for one in targets] == ["replica-0.shard-0", "replica-1.shard-0"]
-        # All workers share one process, which leaves drafters little time. A prefill there is certain.
+        # All workers share one process and have little time: at least a prefill is certain.
         assert targets[1].passes > 0
