@@ -77,16 +77,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Divide the tests among processes file by file, in the order of collection.
 
-    One process first runs all files with Ray: they share a cluster, and two clusters would be too
-    much for a small machine. After them, it takes other files like the others.
+    Files with Ray come first, because they take longest. One process runs all files that share a
+    cluster (`ray_address`). Files that start clusters of their own may run in any process.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             path, _, _ = nodeid.partition("::")
-            uses_ray = "pytest.mark.ray" in (config.rootpath / path).read_text(encoding="utf-8")
-            return "with Ray" if uses_ray else path
+            shares_ray = "ray_address:" in (config.rootpath / path).read_text(encoding="utf-8")
+            return "shared Ray" if shares_ray else path
 
     return ByFile(config, log)
 

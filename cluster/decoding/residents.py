@@ -47,6 +47,8 @@ class Residents:
         """Sequences that ended or left during a step. Their blocks are free once it is answered."""
         self.closes: list[int] = []
         """Ids of sequences that ended, to be closed at the target with the next step."""
+        self._promised: int | None = None
+        """Blocks that running prefills will still take; None: to be counted."""
 
     @property
     def kv(self) -> PrefixCache:
@@ -94,19 +96,27 @@ class Residents:
             return False
         if sequence.sequence_id in self.leaving or self.suspect is not None:
             return False
-        length = sequence.tree.num_committed + sequence.request.window
+        if not self.running:
+            return True
         # Running prefills will still take blocks, so these are spoken for.
-        promised = sum(
-            target.kv.wanted(other, other.tree.num_committed)
-            for other in self.running.values()
-            if other.prefilling
-        )
-        wanted = target.kv.wanted(sequence, length)
-        return not self.running or wanted + promised <= target.kv.num_available
+        if self._promised is None:
+            self._promised = sum(map(self._promised_to, self.running.values()))
+        wanted = target.kv.wanted(sequence, sequence.tree.num_committed + sequence.request.window)
+        return wanted + self._promised <= target.kv.num_available
+
+    def recount(self) -> None:
+        """What running sequences hold or want may have changed since the last `has_room_for`.
+
+        `let_in` and `remove` see to that themselves, so that letting in many sequences counts
+        each once.
+        """
+        self._promised = None
 
     def let_in(self, sequence: Sequence) -> None:
         """Run a sequence or a replica, in its place in the order of arrival."""
         sequence.kv.group = self._group
+        if self._promised is not None:
+            self._promised += self._promised_to(sequence)
         last = next(reversed(self.running.values()), None)
         self.running[sequence.sequence_id] = sequence
         if last is not None and last.order > sequence.order:
@@ -115,6 +125,7 @@ class Residents:
     def remove(self, sequence: Sequence) -> None:
         """A sequence ended here. Its blocks become free once its step in flight is answered."""
         del self.running[sequence.sequence_id]
+        self.recount()
         if sequence.kv.in_flight is not None:
             self.leaving[sequence.sequence_id] = sequence
         else:
@@ -184,6 +195,9 @@ class Residents:
             sequence.lead.replicas.remove(sequence)
         else:
             self.waiting.put_back(sequence)
+
+    def _promised_to(self, running: Sequence) -> int:
+        return self.kv.wanted(running, running.tree.num_committed) if running.prefilling else 0
 
     def _release(self, sequence: Sequence) -> None:
         if self.target is not None:

@@ -96,6 +96,8 @@ class DecodingState:
         """
         count = len(self.waiting)
         self._go_on_elsewhere()
+        for group in self.groups:
+            group.batching.recount()
         while self.waiting:
             first = self.waiting.first
             able = [group for group in self.groups if group.batching.has_room_for(first)]

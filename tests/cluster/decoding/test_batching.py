@@ -10,7 +10,9 @@ import pytest
 from cluster.decoding.events import Admitted, Cancelled, DrafterJoined
 from cluster.decoding.instructions import OpenAtTarget, Slice
 from cluster.decoding.policies import PolicyName
+from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.scheduler import Scheduler
+from cluster.decoding.sequence import Sequence
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.scripts import PROMPT
 from tests.cluster.decoding.true_text import request, true_token
@@ -62,6 +64,47 @@ def admit(world: World, sequence_id: int, length: int, *, first: int = 1, **opti
     """Admit a request with plain decoding and a prompt of `length` tokens of its own."""
     prompt = tuple((first + sequence_id * i * i + i) % 49 + 1 for i in range(length))
     world.send(Admitted(world.now, request(sequence_id, prompt, policy=PolicyName.OFF, **options)))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sequences of which it was counted which blocks they will take, whenever it was."""
+    wanted, ids = PrefixCache.wanted, list[int]()
+
+    def noting(cache: PrefixCache, sequence: Sequence, length: int) -> int:
+        ids.append(sequence.sequence_id)
+        return wanted(cache, sequence, length)
+
+    monkeypatch.setattr(PrefixCache, "wanted", noting)
+    return ids
+
+
+def test_many_that_arrive_during_a_step_are_let_in_at_the_cost_of_each(
+    asked: list[int],
+) -> None:
+    world = World(Scheduler(max_num_seqs=200, max_step_tokens=256), num_blocks=4000)
+    world.join_target()
+    for sequence_id in range(1, 201):
+        admit(world, sequence_id, 40)
+    assert len(slices(world)) == 1
+    asked.clear()
+    world.answer()
+    assert world.scheduler.num_running == 200
+    assert len(asked) <= 3 * 200
+
+
+def test_what_is_promised_to_those_let_in_together_is_never_given_twice() -> None:
+    """20 blocks of 4 tokens, and prompts of 6 blocks each: three run at a time."""
+    world = plain_world(num_blocks=20, max_step_tokens=16)
+    for sequence_id in range(1, 6):
+        admit(world, sequence_id, 24, max_tokens=2)
+    assert world.scheduler.num_running == 1
+    world.answer()
+    assert world.scheduler.num_running == 3
+    while len(world.finished) < 5:
+        assert world.scheduler.num_running <= 3
+        world.answer()
+    assert world.scheduler.num_preemptions == 0
 
 
 def slices(world: World) -> dict[int, Slice]:
