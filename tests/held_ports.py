@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def held_port() -> Iterator[int]:
     """Hold a port during the block. A server that names it may listen on it.
 
-    The port is bound without a listener. So the system gives it to nobody who asks for any port,
-    but to those who allow its reuse, as gRPC's servers do.
+    The port is bound without a listener. So the system does not give it to processes that ask
+    for any port, but to those that allow its reuse, as gRPC's servers do.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -2,7 +2,7 @@
 
     python -m tests.cluster.faulty_shard FOLDER --port 9001
 
-What a token does as soon as it is fed, whoever feeds it and whatever is in the step besides:
+What each token does as soon as it is fed, in any step of any sequence:
 """
 
 from __future__ import annotations

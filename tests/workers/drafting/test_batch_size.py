@@ -57,6 +57,6 @@ def test_every_message_is_within_the_limits_and_nothing_is_lost(
 
 
 def test_counting_a_crowd_ends_early() -> None:
-    """The proposals of the rest, of which there may be 100,000, are not counted."""
+    """The count does not look at the proposals, of which there may be 100,000."""
     crowd = drafting_pb2.ProposalBatch.FromString(b"\x0a\x00" * 100_000)
     assert count_entries(crowd) == 100_000

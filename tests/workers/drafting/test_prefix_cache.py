@@ -218,9 +218,7 @@ def test_drafts_are_to_the_bit_what_they_are_without(
 
 
 def _grow_by_second_guesses(engine: Engine) -> int:
-    """Grow a sequence whose paths are mostly moved, until a block is full. Returns the offered
-    blocks.
-    """
+    """Grow a sequence with mostly moved paths to a full block. Returns how many blocks it offered."""
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     prompt = tokens(Random(6), SIZE - 12)
