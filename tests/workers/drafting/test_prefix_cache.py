@@ -218,7 +218,7 @@ def test_drafts_are_to_the_bit_what_they_are_without(
 
 
 def _grow_by_second_guesses(engine: Engine) -> int:
-    """Grow a sequence with mostly moved paths to a full block. Returns how many blocks it offered."""
+    """Grow a sequence with mostly moved paths to a full block. Returns the number of offers."""
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     prompt = tokens(Random(6), SIZE - 12)
