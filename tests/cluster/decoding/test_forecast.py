@@ -1,4 +1,4 @@
-"""Forecasts against closed forms (ALGORITHMS.md section 5) and in the limits that are plain."""
+"""Forecasts against closed forms, and in simple limits."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_lockstep_is_the_closed_form(window: int) -> None:
 def test_chain_is_near_what_a_prototype_measured(
     rtt: float, acceptance: float, measured: float
 ) -> None:
-    """DESIGN.md section 5, its table, over real gRPC."""
+    """The measurement is over real gRPC."""
     forecast = run_ahead(conditions(acceptance, rtt=rtt), 16)
     assert speedup(forecast.tokens_per_ms) == pytest.approx(measured, rel=0.05)
 
@@ -106,7 +106,7 @@ def test_longer_steps_for_more_candidates_are_in_the_forecast() -> None:
 
 
 def test_a_driver_that_proposals_keep_busy_makes_steps_longer_and_more_proposals() -> None:
-    """Each proposal takes 2 ms to read: at 2.6 ms a pass 64 sequences would wait for the driver."""
+    """Reading takes 0.05 ms for each proposal, so those of 64 sequences take longer than a pass."""
 
     def step_ms(candidates: float, messages: float) -> float:
         return max(STEP, 64 * 0.05 * (1 + messages))
@@ -122,7 +122,7 @@ def test_a_driver_that_proposals_keep_busy_makes_steps_longer_and_more_proposals
 
 
 def test_of_a_tree_the_driver_reads_what_a_step_may_verify() -> None:
-    """A proposal a pass of a chain, of a tree one a node: a large one makes the step longer."""
+    """A chain is one proposal a pass, a tree one for each node: a large tree makes steps longer."""
     given = dataclasses.replace(
         conditions(0.5), step_ms=lambda candidates, messages: max(STEP, 1.6 * messages)
     )

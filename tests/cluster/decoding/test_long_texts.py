@@ -1,4 +1,4 @@
-"""What the driver does for a step depends on what is new in it, not on the texts before."""
+"""The driver's work for a step depends on what is new in it, not on the length of the texts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from workers.process.settings import YOUNG_OBJECTS, freeze_present_objects
 SHORT, LONG = 1_000, 32_000
 BLOCK_SIZE = 128
 FEW_BYTES = 64 * 1024
-"""More than a step of one sequence allocates; the text of the long one takes 256 KiB."""
+"""More than a step of one sequence allocates. The tokens of the long text take 256 KiB."""
 
 
 class OneSequence:
@@ -51,7 +51,7 @@ class OneSequence:
         self.admitted = Admitted(0.0, request)
 
     def send(self, event: Event) -> None:
-        """Hand an event in, and write the messages that it makes."""
+        """Hand in an event, and write the messages that it causes."""
         for instruction in self.scheduler.handle(event):
             self._carry_out(instruction)
 
@@ -63,7 +63,7 @@ class OneSequence:
             drafts_to_wire([instruction])
 
     def prefill(self) -> None:
-        """Up to the first token."""
+        """Run until the first token."""
         while not any(part.verdict for part in self.steps()):
             self.answer()
 
@@ -84,13 +84,13 @@ class OneSequence:
         self.send(StepDone(0.0, step.step, tuple(verdicts), step_seconds=0.01))
 
     def decode(self) -> None:
-        """A draft of four tokens, and the step that verifies what came before it."""
+        """Draft four tokens, and run the step that verifies the four before them."""
         self.send(Proposed(0.0, "d", (Proposal(1, self.length, self.prefix_hash, (5, 5, 5, 5)),)))
         self.answer()
 
 
 def test_a_long_prompt_is_admitted_without_a_look_at_each_token() -> None:
-    """Its hash came with the request; keys of blocks take some calls for each 128 tokens."""
+    """The request brings its hash; keys of blocks take a few calls for each 128 tokens."""
     short, long = (OneSequence(length) for length in (SHORT, LONG))
     most = calls_of(lambda: short.send(short.admitted)) + 8 * LONG // BLOCK_SIZE
     assert calls_of(lambda: long.send(long.admitted)) < most
@@ -114,7 +114,7 @@ def test_a_step_of_a_long_text_is_that_of_a_short_one(act: Callable[[OneSequence
 
 
 def test_the_collector_does_not_look_at_what_a_step_frees_by_itself() -> None:
-    """It would look at 1,000 sequences' values 33 times a step, and at all texts now and then."""
+    """Otherwise it would visit 1,000 sequences' values 33 times a step, and sometimes all texts."""
     looks: list[str] = []
     before = gc.get_threshold()
     try:

@@ -1,4 +1,4 @@
-"""What the verdict on a window is likely to be, against counting every case."""
+"""The likely verdict on a window, against counting every case."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_chain_is_the_closed_form() -> None:
 
 @pytest.mark.parametrize("shape", [Shape(3, (2, 1, 0)), Shape(2, (3, 2)), Shape(1, (0,))])
 def test_a_tree_is_the_sum_over_all_that_may_come(shape: Shape) -> None:
-    """Each place: the first guess is right, or the second, or neither."""
+    """At each place the first guess is right, or the second, or neither."""
     chances, hit_rate, deepest = (0.7, 0.6, 0.9), 0.4, 6
     tokens = goes_on = is_open = depth = 0.0
     for outcome in product(("first", "second", "neither"), repeat=deepest):
@@ -59,7 +59,7 @@ def test_a_tree_is_the_sum_over_all_that_may_come(shape: Shape) -> None:
 
 @pytest.mark.parametrize(("depth", "nodes"), [(1, 1), (4, 3), (4, 7), (8, 24), (12, 12), (0, 8)])
 def test_a_shape_is_what_a_step_picks(depth: int, nodes: int) -> None:
-    """Of a chain, and beside each of its candidates a second one with a chain as deep."""
+    """A chain, and beside each of its candidates a second guess with a chain of the same depth."""
     root = Node(0, 0, 0)
     chain = root
     for place in range(depth):

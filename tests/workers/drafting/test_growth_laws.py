@@ -1,8 +1,8 @@
 """What is drawn under a node follows its distribution, given that anything was drawn there.
 
-A tree's nodes are spent by what was drawn before. If that told anything of what is drawn next, a
-rule that tosses coins would test tokens of another law than it supposes, and the text would follow
-another one than the target's.
+Earlier draws decide where a tree's nodes go. If that revealed something about later draws, a rule
+that tosses coins would test tokens of another law than it assumes, and the text would not follow
+the target's law.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 
 PROMPT = (1, 2)
 LOGITS_V = torch.tensor([1.8, 0.6, 0.2, -0.4])
-"""After any prefix: so equal noise under two nodes draws equal tokens."""
+"""Logits after any prefix, so equal noise under two nodes draws equal tokens."""
 NUM_SEEDS = 1_500
 
 
@@ -60,7 +60,7 @@ def _follow_the_draft(counts: NDArray[np.int64]) -> bool:
 
 @pytest.mark.parametrize("rule", [Rule.RECURSIVE, Rule.MCSD])
 def test_where_nodes_are_spent_tells_nothing_of_what_is_drawn_there(rule: Rule) -> None:
-    """Under the second child, which gets children of its own only where the first one's are poor.
+    """The second child gets children of its own only where the first one's are poor.
 
     3 degrees of freedom; wrongly fails once in a million choices of the seeds.
     """
@@ -69,7 +69,7 @@ def test_where_nodes_are_spent_tells_nothing_of_what_is_drawn_there(rule: Rule) 
 
 @pytest.mark.parametrize("rule", [Rule.RECURSIVE, Rule.MCSD])
 def test_noise_that_nodes_share_is_noticed(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: nodes at one depth drawn with the same noise."""
+    """Negative control: nodes of one depth share their noise."""
     monkeypatch.setattr(draw, "of_node", lambda spec, prefix_hash: spec)
     assert not _follow_the_draft(_first_tokens_below_the_second_child(rule))
 
@@ -102,7 +102,7 @@ WAYS_TO_DRAW = [(Rule.REJECTION, 1), (Rule.KSEQ, 2), (Rule.RECURSIVE, 2), (Rule.
 
 @pytest.mark.parametrize(("rule", "branches"), WAYS_TO_DRAW)
 def test_a_discarded_draft_tells_nothing_of_the_next_one(rule: Rule, branches: int) -> None:
-    """What was drawn under a refused token may have moved a stopping rule's threshold.
+    """Draws under a refused token may have moved a stopping rule's threshold.
 
     8 degrees of freedom; wrongly fails once in a million choices of the seeds.
     """
@@ -113,6 +113,6 @@ def test_a_discarded_draft_tells_nothing_of_the_next_one(rule: Rule, branches: i
 def test_noise_that_prefixes_share_is_noticed(
     rule: Rule, branches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: noise of the position alone."""
+    """Negative control: noise that depends only on the position."""
     monkeypatch.setattr(draw, "of_node", lambda spec, prefix_hash: spec)
     assert not _are_independent(rule, branches)

@@ -1,4 +1,4 @@
-"""The lean forward gives the logits of the model's own code, and is not used where it does not."""
+"""The lean forward gives the logits of the model's own code, and is not used where it cannot."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_both_ways_give_the_same_bits(
 
 
 class Scaled(nn.Module):
-    """A layer that the lean forward takes for a plain one, but whose own code does more."""
+    """A layer that looks plain to the lean forward, but whose own code does more."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Scaled(nn.Module):
 
 
 class Renamed(nn.Module):
-    """A layer whose parts have names of its own."""
+    """A layer whose parts have other names."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A drafter's books: token ids, blocks, truncation."""
+"""A drafter's bookkeeping: token ids, blocks, truncation."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Attention(nn.Module):
 
 
 class ShiftedNorm(nn.Module):
-    """A norm with a root-mean-square's attributes that computes something else, as Gemma's does."""
+    """A norm with the attributes of RMSNorm that computes something else, as Gemma's does."""
 
     def __init__(self) -> None:
         super().__init__()

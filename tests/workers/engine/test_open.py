@@ -1,4 +1,4 @@
-"""Which engine a checkpoint is opened as, what is refused, and what loading leaves behind."""
+"""Which engine opens a checkpoint, what is refused, and what loading leaves behind."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ async def test_the_thread_that_loaded_is_gone(tmp_path: Path) -> None:
     watching = asyncio.create_task(watch())
     await load_engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
     watching.cancel()
-    assert any(name.startswith("load") for name in names)  # it did load beside the event loop
+    assert any(name.startswith("load") for name in names)  # it loaded beside the event loop
     assert not [t for t in threading.enumerate() if t.name.startswith("load")]

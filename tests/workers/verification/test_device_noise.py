@@ -1,4 +1,4 @@
-"""The noise in torch is numpy's: the same integers, and floats that differ by rounding at most."""
+"""The noise in torch is numpy's: the same integers, and floats that differ at most by rounding."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_noise_of_several_rows(device: str) -> None:
 
 
 def test_noise_is_finite_at_both_ends() -> None:
-    """The words 0 and 2^32 - 1 give the largest and smallest noise there is."""
+    """The words 0 and 2^32 - 1 give the largest and smallest possible noise."""
     words_RN4 = torch.tensor([0, 0xFFFFFFFF])
     ends = words_RN4.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
     assert torch.isfinite(-torch.log(-torch.log1p(-ends))).all()

@@ -1,4 +1,4 @@
-"""What rows are sampled with reaches the device in one copy, each row's values in its place."""
+"""Parameters of rows reach the device in one copy, with each row's values in its place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLINGS = [
 
 
 def test_each_row_has_its_own_values() -> None:
-    """Two rows of the second sequence stand apart, and one has a path."""
+    """Two rows of the second sequence are apart, and one of them has a path."""
     specs = [
         SequenceSpec(sampling, seed=2**64 - 1 - index, prompt_length=1, sample_index=index)
         for index, sampling in enumerate(SAMPLINGS)

@@ -48,7 +48,7 @@ def make_rank(
     batch_invariant: bool = True,
     progress: Progress | None = None,
 ) -> CudaEngine:
-    """A rank's engine, on its group's device."""
+    """A rank's engine on its group's device."""
     model = load_part_on_gpu(folder, torch.device(group.device), dtype, group, progress)
     options = CudaOptions(
         kv_memory_bytes=KV_BYTES,

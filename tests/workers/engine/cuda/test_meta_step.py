@@ -1,6 +1,6 @@
-"""Steps on the meta device: the kernel is called as it must be, with nothing from the host.
+"""Steps on the meta device: correct kernel calls, and no data from the host.
 
-What this shows without a GPU: shapes, types and strides of every operation, that no step asks the
+It shows without a GPU the shapes, types and strides of every operation, that no step asks the
 device for a value, and that a captured step copies nothing from the host.
 """
 
@@ -58,12 +58,12 @@ BETWEEN_PRODUCTS = ("_add_and_norm", "_rotate_and_store", "_gate")
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's meta implementation is torch's own."""
+    """Use torch's own meta implementation of the kernel."""
     monkeypatch.setattr(attention, "can_use_kernel", lambda *_: True)
 
 
 class Kernel:
-    """In the place of one of ours, which have no meta implementation: its launches are noted."""
+    """Replaces one of our kernels, which have no meta implementation, and notes its launches."""
 
     def __init__(self, name: str, launched: list[str]) -> None:
         self._name = name
@@ -75,7 +75,7 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of our kernels between products, as they are launched."""
+    """The names of our launched kernels between products."""
     names: list[str] = []
     for name in BETWEEN_PRODUCTS:
         monkeypatch.setattr(layer_kernels, name, Kernel(name, names))
@@ -83,7 +83,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def make_forwards(config: Config, *, batch_invariant: bool) -> Forwards:
-    """All ways to run a model whose tensors are nowhere: its own, torch's, and with kernels."""
+    """All ways to run a model without memory: its own code, torch's operations, our kernels."""
     register_attention()
     model = AutoModelForCausalLM.from_config(
         config, attn_implementation=ATTENTION, dtype=torch.bfloat16
@@ -135,7 +135,7 @@ def steps() -> dict[str, Sequence[Slice]]:
     "config", [LlamaConfig(**SIZES), Qwen2Config(**SIZES), Qwen3Config(**SIZES)]
 )
 def test_steps_need_nothing_from_the_host(config: Config, batch_invariant: bool) -> None:
-    """As they are, and as a graph captures them."""
+    """Both directly and as a graph captures them."""
     forwards = make_forwards(config, batch_invariant=batch_invariant)
     for name, slices in steps().items():
         exact = exact_shape(slices)
@@ -154,7 +154,7 @@ def test_steps_need_nothing_from_the_host(config: Config, batch_invariant: bool)
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SIZES), Qwen3Config(**SIZES)])
 def test_four_kernels_a_layer_between_products(config: Config, launched: list[str]) -> None:
-    """And no operation of torch beside them that computes or copies."""
+    """Beside them, no operation of torch computes or copies."""
     forward = make_forwards(config, batch_invariant=True)[2]
     slices = steps()["chains"]
     shape = bucket_of(exact_shape(slices), fixed_rows=FIXED_ROWS)
@@ -180,7 +180,7 @@ def test_every_captured_shape_keeps_to_the_kernel() -> None:
         with torch.inference_mode(), DeviceAlone() as watched:
             forward(make_step(layout))
         if shape.num_chains:
-            # Of the products the LM head alone is padded, since it has fewer rows.
+            # Of the products, only the LM head is padded, because it has fewer rows.
             assert watched.names.count("pad") == (1 if shape.filler else 0)
         (call,) = watched.calls
         assert call["window_size"] == ([-1, 0] if shape.num_chains else [-1, -1])
@@ -189,7 +189,7 @@ def test_every_captured_shape_keeps_to_the_kernel() -> None:
 
 
 def test_data_of_the_host_is_noticed() -> None:
-    """Negative controls: of the watch, and of the contract."""
+    """Negative controls of the watch and of the contract."""
     with pytest.raises(AssertionError, match="takes data from the host"), DeviceAlone():
         torch.zeros(3).to(META)
     forwards = make_forwards(LlamaConfig(**SIZES), batch_invariant=False)

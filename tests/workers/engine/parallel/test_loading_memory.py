@@ -1,4 +1,4 @@
-"""A rank that loads takes little more memory than what it holds in the end."""
+"""A rank that loads takes little more memory than it holds in the end."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 MOST = 1.3
-"""Of what the rank holds, at the peak (issue C)."""
+"""Upper bound on the peak, as a multiple of what the rank holds in the end."""
 
 PROGRAM = """
 import sys
@@ -43,8 +43,10 @@ print(taken, sum(tensors.values()), *told[-1])
 @pytest.mark.long
 @pytest.mark.parametrize(("rank", "degree"), [(0, 1), (1, 2)])
 def test_the_peak_is_near_what_is_held(demo_folder: Path, rank: int, degree: int) -> None:
-    """Beside Python and its libraries. The demo's embedding is tied: it is held as a packed LM head
-    too. Loading a whole model first would take twice the share at degree 2.
+    """The peak excludes Python and its libraries.
+
+    The demo's embedding is tied, so it is also held as a packed LM head. Loading a whole model
+    first would take twice the share at degree 2.
     """
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(demo_folder), str(rank), str(degree)],
