@@ -90,7 +90,7 @@ class RankedEngine(ABC):
 
     @torch.inference_mode()
     def whole_rows(self, part_TV: Tensor) -> Tensor:
-        """At rank 0, all ranks' columns of rows that step_part gave; no columns at the others."""
+        """The whole rows of which step_part gave the parts. Ranks other than 0 get no columns."""
         assert self.group is not None
         parts = self.group.gather(part_TV) if part_TV.shape[0] else [part_TV]
         if parts is None or self.group.place.rank:

@@ -218,7 +218,7 @@ def weigh(scores_RK, top_R, total_R):
 def fold(outputs, top, total, unit_outputs, unit_top, unit_total):
     """Add one unit to the sums; `top` is the maximum that sums are relative to, in base 2.
 
-    Rows that see nothing of the unit stay as they are: they are multiplied by 1, and get 0 added.
+    Rows that see nothing of the unit do not change: they are multiplied by 1, and 0 is added.
     """
     new_top = tl.maximum(top, unit_top)
     # For rows that have seen nothing yet, avoids the difference of two infinities.
@@ -392,7 +392,7 @@ def fold_stored_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (t, a) folds the units of one row in order: as many as the row has keys for."""
+    """Program (t, a) folds, in order, the units of row (t, a) that hold keys."""
     token = tl.program_id(0)
     query_head = tl.program_id(1)
     sequence = _sequence_of(ends, num_sequences, token, 0)

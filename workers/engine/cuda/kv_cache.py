@@ -1,6 +1,6 @@
 """The tensors that hold keys and values, in pages of 256 positions: a page is a KV block.
 
-Their layout is that which varlen_attn's block table reads.
+They have the layout that varlen_attn's block table needs.
 
 Shapes: N pages, P positions of a page, H key/value heads, D head size, S = N x P slots.
 """

@@ -194,7 +194,7 @@ class _Writer:
         assert piece.tree_start is not None
         chain = piece.tree_start - piece.start
         first = max(0, -chain)
-        # A node sees its path; a token before the tree sees what is not after it.
+        # A node sees its path; a token before the tree sees itself and all tokens before it.
         seen = np.tri(end - piece.start, end - stem, piece.start - stem, dtype=np.int32)
         seen[max(0, chain) :, piece.tree_start - stem :] = paths_of(piece.parents)[first:]
         self._parts["tree_seen"][row, : len(seen), : end - stem] = seen
@@ -248,7 +248,7 @@ class DeviceInputs:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """The heads of a token on this rank: queries, then keys, then values (as many as keys)."""
+    """The heads of a token on this rank: queries, then keys, then one value per key."""
 
     num_queries: int
     num_keys: int

@@ -121,8 +121,8 @@ def _is_converted(module: nn.Module) -> bool:
 def dtype_on_gpu(asked: Dtype, info: CheckpointInfo) -> torch.dtype:
     """The dtype in which a GPU holds a model; "auto" means the checkpoint's.
 
-    Raises CheckpointError if the checkpoint's is none of a GPU's engine, ConfigError if `asked` is
-    none of them.
+    Raises CheckpointError if a GPU does not support the checkpoint's, ConfigError if it does not
+    support `asked`.
     """
     if asked == "auto":
         if info.dtype not in _DTYPES_ON_GPU:

@@ -164,7 +164,7 @@ class Group:
                 )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """All ranks' lists of numbers, equally long, in the order of the ranks."""
+        """All ranks' lists of numbers, of one length, in the order of the ranks."""
         mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         rows: list[list[int]] = self.settle(torch.stack(self.all_gather(mine))).tolist()
         return rows
