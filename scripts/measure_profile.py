@@ -21,8 +21,8 @@ from transformers import LlamaConfig, Qwen2Config
 from deploy.bench.engine_gpu import GpuTask, gpu_for, llama_8b_config, make_engine
 from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.engine.block_pool import blocks_for
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import Slice
 from workers.verification.device_choice import Row, choose_tokens
 from workers.verification.staging import to_host

@@ -20,7 +20,7 @@ os.environ.update(
         # As in deploy/session/ray_head.py: the heads of tests listen on loopback alone.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "disabled",
-        # A call of Ray's that comes too early or too late fails, and starts no cluster of its own.
+        # A call of Ray outside a cluster fails, instead of starting a cluster of its own.
         "RAY_ENABLE_AUTO_CONNECT": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -29,10 +29,10 @@ os.environ.update(
         "TOKENIZERS_PARALLELISM": "false",
     }
 )
-# Our GPU kernels, where there is no GPU: read when they are imported.
+# For our GPU kernels without a GPU. Triton reads it when they are imported.
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
-# Tests connect to the cluster that they start, never to one that happens to run.
+# Tests connect only to the cluster that they start, not to one that happens to run.
 os.environ.pop("RAY_ADDRESS", None)
 for _variable in [name for name in os.environ if name.startswith("PACELINE_") and "__" in name]:
     del os.environ[_variable]
@@ -53,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any test makes an engine."""
+    """Set `target.kernels` before any test makes an engine."""
     if config.getoption("--kernels"):
         from workers.process.kernels import use_kernels
 
@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none. Of several processes' tests Ray's begin."""
+    """Skip tests marked `gpu` without a GPU. With several processes, Ray's tests come first."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("ray") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -75,10 +75,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """How several processes share the tests out: file by file, in the order of collection.
+    """Divide the tests among processes file by file, in the order of collection.
 
-    Files with Ray begin, since they take longest. One process runs all files that share a cluster
-    (`ray_address`). Files that start clusters of their own go wherever there is a process.
+    Files with Ray come first, because they take longest. One process runs all files that share a
+    cluster (`ray_address`). Files that start clusters of their own may run in any process.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -101,9 +101,9 @@ def demo_folder() -> Path:
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
-    """The one Ray cluster of a test session, started when a first test needs it; already joined.
+    """The one Ray cluster of a test session, joined. The first test that needs it starts it.
 
-    It has more CPUs than the machine, so that no test waits for another's to come free.
+    It has more CPUs than the machine, so no test waits for those of another.
     """
     from deploy.session.ray_head import start_head, stop_head
 
@@ -120,7 +120,7 @@ def ray_address() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def second_host() -> Iterator[SecondHost]:
-    """Another host, at the other end of a cable; skips where this machine does not let us."""
+    """Another host at the other end of a cable. Skips if this machine does not allow it."""
     from tests.cluster.two_hosts import CannotMakeHostsError, SecondHost
 
     try:

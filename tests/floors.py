@@ -1,9 +1,9 @@
-"""The rules of the floors and their rooms, and a reader of imports that finds what breaks them.
+"""The rules of the floors and their rooms, and a reader of imports that finds violations.
 
 A module imports its own floor and those below (paceline < workers < cluster < deploy). A room is a
-folder of a floor; within the floor it imports only the rooms that ARROWS names, so no two rooms
-depend on each other (docs/architecture.md draws them). Some folders do without some
-libraries. Imports inside functions and under TYPE_CHECKING count. `__import__("name")` and
+folder of a floor. Within its floor it imports only the rooms that ARROWS names, so no two rooms
+depend on each other (docs/architecture.md draws them). Some folders do not import some libraries.
+Imports inside functions and under TYPE_CHECKING count. `__import__("name")` and
 `importlib.import_module("name")` count too; `f"package.{name}"` is a module of that package.
 """
 
@@ -124,13 +124,13 @@ def _complaint(found: Import) -> str | None:
 
 
 def violations(root: Path) -> list[str]:
-    """What breaks the rules below `root`, one line each."""
+    """The violations below `root`, one line each."""
     found = ((each, _complaint(each)) for each in imports_of(root))
     return [f"{each.module}:{each.line} {wrong}" for each, wrong in found if wrong is not None]
 
 
 def loose_modules(root: Path) -> list[str]:
-    """Files that lie on a floor beside its rooms; `paceline/` has no rooms."""
+    """Files beside the rooms of a floor. `paceline/` has no rooms."""
     return [
         str(path.relative_to(root))
         for floor in FLOORS[1:]
@@ -140,7 +140,7 @@ def loose_modules(root: Path) -> list[str]:
 
 
 def import_cycle(root: Path) -> list[str]:
-    """Modules that import one another when they are loaded, in a ring; empty if there are none.
+    """Modules that import one another in a ring when they are loaded; empty if there are none.
 
     Imports inside functions and under TYPE_CHECKING run later or never, and do not count.
     """
@@ -161,7 +161,7 @@ def _parent(module: str) -> str:
 
 
 def _ring(imports: dict[str, set[str]]) -> list[str]:
-    """What is left of a graph once everything that leads to no ring is taken out."""
+    """The rest of a graph without everything that leads to no ring."""
     left = {module: targets - {module} for module, targets in imports.items()}
     while True:
         leaves = {module for module, targets in left.items() if not targets}

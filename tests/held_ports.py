@@ -1,4 +1,4 @@
-"""Ports at which servers of a test come and go, without anybody else's taking one meanwhile."""
+"""Ports at which servers of a test come and go, and which no other process takes meanwhile."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def held_port() -> Iterator[int]:
-    """A port that is ours as long as the block: a server that names it may listen on it.
+    """Hold a port during the block. A server that names it may listen on it.
 
-    It is bound and nobody listens, so the system gives it to none who asks for any port, and lets
-    those who allow its reuse have it, as gRPC's servers do.
+    The port is bound without a listener. So the system does not give it to processes that ask
+    for any port, but to those that allow its reuse, as gRPC's servers do.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

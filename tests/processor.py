@@ -1,4 +1,4 @@
-"""What tests need of the processor that they run on."""
+"""Properties of the processor that tests need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file system that is soon full."""
+"""A small file system that fills up soon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @contextmanager
 def small_disk_at(folder: Path, *, kibibytes: int) -> Iterator[Path]:
-    """Mount a file system of its own with `kibibytes` of room. Skips where that is not allowed."""
+    """Mount a file system with `kibibytes` of room. Skips if that is not allowed."""
     folder.mkdir()
     mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(folder)],

@@ -1,4 +1,4 @@
-"""Pages lead where they say: every link to a file or a heading of this repository."""
+"""Every link on a page leads to an existing file or heading of this repository."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NAMED_IN_CODE = re.compile(r"\bdocs/[\w/-]+\.md\b")
 
 
 def _anchors(page: Path) -> set[str]:
-    """The names by which the headings of `page` are linked to, as GitHub makes them."""
+    """The anchors of the headings of `page`, as GitHub makes them."""
     headings = re.findall(r"(?m)^#+ (.*)$", page.read_text())
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

@@ -1,4 +1,4 @@
-"""No import climbs, rooms import along the arrows alone, and the pure rooms stay pure."""
+"""No import climbs, rooms import only along the arrows, and the pure rooms stay pure."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_nothing_lies_loose_on_a_floor() -> None:
 
 @pytest.mark.parametrize("package", ["paceline", "cluster.decoding"])
 def test_importing_it_brings_no_heavy_library_in(package: str) -> None:
-    """Nor do the modules that it imports."""
+    """The modules that it imports do not import one either."""
     heavy = ["ray", "torch", "transformers"]
     modules = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")

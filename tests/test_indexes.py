@@ -1,4 +1,4 @@
-"""docs/architecture.md names every product file once, and draws the arrows that are enforced."""
+"""docs/architecture.md names every product file once, and its arrows are the enforced ones."""
 
 from __future__ import annotations
 

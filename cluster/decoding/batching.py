@@ -24,7 +24,7 @@ from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Replica, Sequence
 from cluster.decoding.waiting import WaitingLine
 from paceline.errors import PromptTooLongError
-from workers.engine.block_pool import blocks_for
+from workers.engine.kv_blocks import blocks_for
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 A policy is a file that defines a subclass of `LookaheadPolicy` and adds an instance to `POLICIES`.
 Ours are in cluster/decoding/policies. A package that has another imports this module and no other
-one of Paceline (docs/extending_policy.md).
+one of Paceline (docs/extending.md).
 
 A policy is a pure function of what the scheduler knows of one sequence. It returns grants and
 windows. Drafters know nothing of policies.

@@ -1,7 +1,7 @@
 """KV blocks of a target and who may read them.
 
 Sequences share full blocks of committed tokens, which nobody writes again. How blocks are named and
-evicted is in workers/engine/shared_blocks.py, which drafters use as well.
+evicted is in workers/engine/kv_blocks.py, which drafters use as well.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Keys
 
 from cluster.decoding.sequence import Sequence
-from workers.engine.block_pool import blocks_for
-from workers.engine.shared_blocks import BlockKeys, KvKind, SharedBlocks
+from workers.engine.kv_blocks import BlockKeys, KvKind, SharedBlocks, blocks_for
 
 
 class PrefixCache(SharedBlocks):

@@ -41,7 +41,7 @@ from paceline.errors import (
     RequestFaultError,
 )
 from paceline.generation import SpeculationStats
-from workers.engine.shared_blocks import KvKind
+from workers.engine.kv_blocks import KvKind
 
 
 class Scheduler:

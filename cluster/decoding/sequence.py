@@ -14,7 +14,7 @@ from cluster.decoding.lookahead import LookaheadPolicy, policy_named
 from cluster.decoding.policies.fanout import FANOUT
 from cluster.decoding.timings import Mark, Shares, Utilization
 from cluster.decoding.token_tree import TokenTree
-from workers.engine.shared_blocks import BlockKeys
+from workers.engine.kv_blocks import BlockKeys
 from workers.verification.rule import rule_named
 
 CATCH_UP = 64

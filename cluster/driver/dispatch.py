@@ -91,7 +91,7 @@ class Dispatch:
         self._suspect: Callable[[str, str], None]
         self._callers = Callers()
         self._for_drafters: deque[list[Instruction]] = deque()
-        self._has_rest = False
+        self._has_messages = False
         self._will_tell = False
         self._wake: asyncio.TimerHandle | None = None
         self._stopped = False
@@ -284,7 +284,7 @@ class Dispatch:
     # Events in, instructions out.
 
     def _handle(self, event: Event) -> Sequence[int]:
-        """Handle an event; the groups that got steps. Raises ProtocolError as `Scheduler.begin`."""
+        """Handle an event; the groups that got steps. Raises ProtocolError as `Scheduler.steps_for`."""
         if self._stopped:
             return ()
         try:
@@ -296,14 +296,14 @@ class Dispatch:
             return ()
 
     def _carry_out(self, event: Event) -> Sequence[int]:
-        self._take_rest()
+        self._take_messages()
         steps = self.scheduler.steps_for(event)
-        self._has_rest = True
+        self._has_messages = True
         for step in steps:
             self._send(step)
         if not steps:
-            self._take_rest()
-        if (self._has_rest or self._for_drafters) and not self._will_tell:
+            self._take_messages()
+        if (self._has_messages or self._for_drafters) and not self._will_tell:
             self._will_tell = True
             self._loop.call_soon(self._guarded, self._tell_drafters)
         return [step.group for step in steps]
@@ -312,17 +312,17 @@ class Dispatch:
         self._send_step(step)
         self._tell_taps(lambda tap: tap.step_sent(step))
 
-    def _take_rest(self) -> None:
+    def _take_messages(self) -> None:
         """Have the scheduler do the work that it left until the step was sent."""
-        if self._has_rest:
-            self._has_rest = False
+        if self._has_messages:
+            self._has_messages = False
             if instructions := self.scheduler.messages():
                 self._for_drafters.append(instructions)
 
     def _tell_drafters(self) -> None:
         """Send messages to drafters. Messages for callers follow in the next turn of the loop."""
         self._will_tell = False
-        self._take_rest()
+        self._take_messages()
         self._loop.call_soon(self._guarded, self._tell_callers)
         messages: dict[str, list[DraftInstruction]] = {}
         suspects: list[Suspect] = []

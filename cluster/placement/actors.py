@@ -189,7 +189,7 @@ class DriverActor(_Actor):
         from cluster.driver.driver import DriverOptions
         from cluster.driver.service import serve_driver
         from cluster.driver.target_links import MEET_SECONDS, StepTimeout
-        from workers.process.garbage import spare_what_is_there
+        from workers.process.settings import freeze_present_objects
 
         config = setup.config
         files = await files_of(setup.home, config.target.model)
@@ -211,7 +211,7 @@ class DriverActor(_Actor):
         _, server = await serve_driver(
             options, host=config.server.host, port=port, on_made=self._made
         )
-        spare_what_is_there()
+        freeze_present_objects()
         serving = self.hold(server)
         host, _, bound_port = serving.address.rpartition(":")
         if setup.host is None and host in _EVERYWHERE:  # Name the node of the cluster instead.
@@ -273,8 +273,8 @@ def _worker_host(setup: WorkerSetup) -> str:
 
 def shard_options(config: Config, plan: WorkerPlan, files: ModelFiles) -> TargetShardOptions:
     """The options of a shard that computes."""
+    from workers.engine.parallel.cuts import Place
     from workers.engine.parallel.group import Deadlines
-    from workers.engine.parallel.sharding import Place
     from workers.target.shard import TargetShardOptions
 
     target = config.target

@@ -18,7 +18,7 @@ from cluster.simulation.trial import PlannedLayout, simulate_layout
 from paceline.errors import ConfigError
 from paceline.text import counted
 from workers.emulated.profiles import DeviceProfile, LinkProfile, load_profile
-from workers.engine.block_pool import blocks_for
+from workers.engine.kv_blocks import blocks_for
 
 DEFAULT_CONCURRENCY = 8
 """Callers for each target group of plain decoding, if no load is given."""

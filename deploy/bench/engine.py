@@ -28,7 +28,7 @@ from deploy.bench.harness import (
     table,
 )
 from paceline.errors import InvalidRequestError
-from workers.engine.load.weight_form import WeightForm, form_on_cpu
+from workers.engine.options import WeightForm, form_on_cpu
 from workers.models.catalog import ModelFiles, resolve_model
 
 OFF = "off"

@@ -43,7 +43,7 @@ from workers.drafting.protocols import Draft, DrafterInfo, Pass, TakesNoTime, To
 from workers.drafting.tree import DraftTree, Kept, NewNodes
 from workers.drafting.wire import apply_request, count_entries, to_responses
 from workers.engine.load.checkpoint import describe_checkpoint
-from workers.process.garbage import spare_what_is_there
+from workers.process.settings import freeze_present_objects
 
 POLICIES = ("off", "chain")
 AIM_MS, AIM_MS_A_SEQUENCE = 1.0, 0.05
@@ -161,7 +161,7 @@ class _Loop:
         if policy_named(load.policy).drafts:
             rules = frozenset({"coupled"})
             dispatch.drafter_joined(_DRAFTER, DrafterDescription("model", True, room, rules, False))
-        spare_what_is_there()
+        freeze_present_objects()
         self._admit(dispatch)
         taken: list[float] = []
         while len(taken) < steps:

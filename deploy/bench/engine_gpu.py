@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from deploy.bench.engine import BATCHES, OFF, WINDOWS, EngineRow
 from paceline.errors import ConfigError
 from paceline.sampling import SamplingParams, SequenceSpec
-from workers.engine import attention
-from workers.engine.block_pool import blocks_for
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
 from workers.engine.cuda.kv_cache import kv_bytes
-from workers.engine.kv_sizes import kv_sizes_of
+from workers.engine.forward import ATTENTION, register_attention
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
+from workers.engine.memory import kv_sizes_of
 from workers.engine.slices import Slice
 from workers.process.kernels import can_run_kernels
 from workers.verification.device_choice import Row, choose_tokens
@@ -257,10 +257,10 @@ class _Bench:
 
 
 def _random_model(task: GpuTask) -> PreTrainedModel:
-    attention.register()
+    register_attention()
     with task.device:
         model = AutoModelForCausalLM.from_config(
-            task.config, attn_implementation=attention.NAME, dtype=task.dtype
+            task.config, attn_implementation=ATTENTION, dtype=task.dtype
         )
     assert isinstance(model, PreTrainedModel)
     model.train(False)

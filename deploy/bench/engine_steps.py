@@ -41,13 +41,13 @@ from deploy.bench.transformers_peer import TransformersProcess
 from paceline.channel import client_options
 from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, target_pb2_grpc
-from workers.engine.block_pool import blocks_for
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, block_bytes
 from workers.engine.cpu.linears import activation_dtype
-from workers.engine.kv_sizes import kv_sizes_of
-from workers.engine.load.weight_form import BITS_OF_A_WEIGHT, WeightForm
-from workers.engine.model import part_config
-from workers.engine.parallel.sharding import Place
+from workers.engine.kv_blocks import blocks_for
+from workers.engine.load.model import part_config
+from workers.engine.memory import kv_sizes_of
+from workers.engine.options import BITS_OF_A_WEIGHT, WeightForm
+from workers.engine.parallel.cuts import Place
 from workers.models.catalog import ModelFiles
 
 CONTEXT = 256

@@ -98,7 +98,7 @@ def load(
 
     from deploy.rows.peers import greedy_config
     from workers.engine.cpu.linears import convert_weights
-    from workers.engine.load.weight_form import WEIGHT_FORMS
+    from workers.engine.options import WEIGHT_FORMS
     from workers.process.standalone import parse_choice
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))

@@ -31,8 +31,8 @@ from deploy.rows.row_progress import RowProgress
 from paceline.client import Client
 from paceline.options import GenerateOptions
 from paceline.sampling import SequenceSpec
-from workers.engine.block_pool import blocks_for
 from workers.engine.cpu.engine import Engine, Slice
+from workers.engine.kv_blocks import blocks_for
 from workers.models.catalog import ModelFiles
 from workers.verification.choice import noise_of
 from workers.verification.distribution import adjusted_logits, distribution_of

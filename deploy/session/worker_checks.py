@@ -55,7 +55,7 @@ def _drafter_models(config: Config) -> list[str]:
 def _check_engines(
     config: Config, files: Mapping[str, ModelFiles], longest: int | None, *, ray_runs: bool
 ) -> None:
-    from workers.engine.ahead import check_ahead
+    from workers.engine.open import check_ahead
 
     target = config.target
     kv_memory = None if target.kv_memory == "auto" else target.kv_memory
@@ -64,8 +64,8 @@ def _check_engines(
         device = "cuda"
     elif target.resources == "auto" and ray_runs:
         # Only Ray knows whether the target gets GPUs. Its engine checks the rest.
-        from workers.engine.model import part_config
-        from workers.engine.parallel.sharding import Place
+        from workers.engine.load.model import part_config
+        from workers.engine.parallel.cuts import Place
 
         part_config(files[target.model].folder, Place(0, target.tensor_parallel))
         return

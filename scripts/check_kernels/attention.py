@@ -20,8 +20,8 @@ from torch import Tensor
 
 from scripts.check_kernels.cases import CALLS, WRONG, Case, by_torch, times, verdict
 from workers.engine.cuda.attention import Ragged, Trees, attend, attend_trees
+from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
-from workers.engine.cuda.paged_attention import SCRATCH_BYTES, attend_pages
 from workers.engine.cuda.tree_kernel import attend_beside_stems
 
 _ERRORS = {torch.bfloat16: 0.02, torch.float32: 1e-5}

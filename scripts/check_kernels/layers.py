@@ -18,18 +18,21 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from scripts.check_kernels.cases import Case, by_torch, difference, profiled, times, verdict
-from workers.engine import attention as attention_interface
-from workers.engine.attention import Step
 from workers.engine.cuda.graphs import bucket_of
-from workers.engine.cuda.kernel_operations import KernelOperations
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
-from workers.engine.cuda.layer_kernels import HeadNorms, rotate_and_store
-from workers.engine.cuda.layout import exact_shape, lay_out, read_inputs
+from workers.engine.cuda.layer_kernels import HeadNorms, KernelOperations, rotate_and_store
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
-from workers.engine.cuda.step import DeviceStep, Heads
-from workers.engine.forward import LeanForward, hugging_face_forward
-from workers.engine.fusing import NativeNorm
-from workers.engine.layer_operations import AttentionLayer, LayerOperations
+from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
+from workers.engine.forward import (
+    ATTENTION,
+    AttentionLayer,
+    LayerOperations,
+    LeanForward,
+    Step,
+    hugging_face_forward,
+    register_attention,
+)
+from workers.engine.modules import NativeNorm
 from workers.engine.slices import Slice
 
 _BLOCKS, _VOCAB = 12, 1024
@@ -212,10 +215,10 @@ class LayerCheck:
             head_dim=sizes.head_size,
             max_position_embeddings=2048,
         )
-        attention_interface.register()
+        register_attention()
         with self._device:
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention_interface.NAME, dtype=sizes.dtypes[0]
+                config, attn_implementation=ATTENTION, dtype=sizes.dtypes[0]
             )
         model.requires_grad_(False)
         model.train(False)

@@ -1,4 +1,4 @@
-"""Drafters of ours that have a defect: the real service around a proposer that raises."""
+"""Drafters with a defect of our own: the real service around a proposer that raises."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from workers.drafting.tree import DraftTree, Kept
 from workers.process.server import RunningServer
 
 BAD = "bad"
-"""The tenant whose sequences have a defect, in those that break for one sequence alone."""
+"""Tenant whose sequences have the defect, in drafters that fail for one sequence only."""
 
 
 class DefectError(Exception):
-    """None of our errors: what a mistake in the code raises."""
+    """An exception that is not one of our errors, as a bug in the code raises."""
 
 
 class BreaksAtCommit(NgramProposer):
-    """Raises for tokens that are committed to one tenant's sequences."""
+    """Raises when tokens are committed to a sequence of the tenant BAD."""
 
     def committed(self, tree: DraftTree, kept: Kept, top_tokens: Sequence[TopTokens]) -> None:
         if tree.tenant == BAD:
@@ -32,7 +32,7 @@ class BreaksAtCommit(NgramProposer):
 
 
 class BreaksAtOpen(NgramProposer):
-    """Raises when one tenant's sequences are opened."""
+    """Raises when a sequence of the tenant BAD is opened."""
 
     def open(self, tree: DraftTree) -> None:
         if tree.tenant == BAD:
@@ -41,7 +41,7 @@ class BreaksAtOpen(NgramProposer):
 
 
 class BreaksAtClose(NgramProposer):
-    """Raises in the stream's reader, beyond what can be told to one sequence."""
+    """Raises in the stream's reader, so the fault cannot be reported to one sequence."""
 
     def close(self, tree: DraftTree) -> None:
         super().close(tree)
@@ -50,7 +50,7 @@ class BreaksAtClose(NgramProposer):
 
 
 class BreaksInPasses(NgramProposer):
-    """Its shared pass raises so many times in a row, once it is armed."""
+    """Its shared pass raises a given number of times in a row, once it is armed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class BreaksInPasses(NgramProposer):
 
 
 class BreaksBetweenPasses(BreaksInPasses):
-    """The same in what the drafting task does beside passes (`BrokenDesk`)."""
+    """As BreaksInPasses, but between passes (`BrokenDesk`)."""
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
         return NgramProposer.run_pass(self, trees, pass_ms=pass_ms)
 
 
 class BrokenDesk(DraftingDesk):
-    """Raises when it is asked what to do next, while its proposer says so."""
+    """Raises when asked what to do next, while its proposer says so."""
 
     def hold_until(self, now: float) -> float | None:
         if isinstance(self.proposer, BreaksBetweenPasses) and self.proposer.left:
@@ -81,7 +81,7 @@ class BrokenDesk(DraftingDesk):
 
 
 class Reluctant(NgramProposer):
-    """Declines as if it were full, while `is_full` says so; counts how often it was asked."""
+    """Declines as if it were full, while `is_full` is set. Counts how often it was asked."""
 
     def __init__(self, is_full: Callable[[int], bool]) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Reluctant(NgramProposer):
 
 
 async def serve_proposer(proposer: NgramProposer, *, max_sequences: int = 64) -> RunningServer:
-    """The real service of drafters around it."""
+    """Serve a proposer through the real drafter service."""
     drafter = Drafter()
 
     async def load() -> None:

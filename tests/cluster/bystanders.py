@@ -15,12 +15,12 @@ from tests.cluster.system import System, eventually
 
 @dataclass
 class Bystander:
-    """What it has got so far."""
+    """The tokens that a well-behaved request has received."""
 
     token_ids: list[int] = field(default_factory=list)
 
     async def grows(self, tokens: int) -> None:
-        """Wait until it has so many tokens more."""
+        """Wait until it has this many more tokens."""
         enough = len(self.token_ids) + tokens
         await eventually(lambda: len(self.token_ids) >= enough)
 
@@ -29,9 +29,9 @@ class Bystander:
 async def bystander(
     system: System, *, max_tokens: int = 300, **changes: object
 ) -> AsyncIterator[Bystander]:
-    """Runs before and through the block, and must end with the text of plain decoding.
+    """Run a request before and through the block. It must end with the text of plain decoding.
 
-    It is looked up beforehand with policy off. `changes`: of its options.
+    That text is computed beforehand with policy `off`. `changes`: changes of its options.
     """
     options = replace(OPTIONS, max_tokens=max_tokens, **changes)  # type: ignore[arg-type]
     plain = await system.client.generate(PROMPT, replace(options, policy="off"))

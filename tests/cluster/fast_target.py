@@ -1,4 +1,4 @@
-"""A target that computes nothing, so that a driver is all there is to see; and one in a process.
+"""A target that computes nothing, so that only the driver matters; and one in a process.
 
 python -m tests.cluster.fast_target CHECKPOINT TARGET_ADDRESS MAX_UNREAD_SECONDS
 """
@@ -24,16 +24,16 @@ from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.process.server import RunningServer
 
 ROOM = 1 << 20
-"""Tokens that a sequence may have."""
+"""Upper bound on the tokens of a sequence."""
 
 
 def token_at(position: int) -> int:
-    """What the target says at a position, whatever came before."""
+    """The target's token at a position, whatever came before."""
     return 100 + position * 31 % 200
 
 
 class FastTarget(HungTarget):
-    """Accepts no candidate. `gate`: steps are answered while it is set."""
+    """Accepts no candidate. It answers steps while `gate` is set."""
 
     def __init__(self, vocabulary_digest: bytes) -> None:
         super().__init__(vocabulary_digest)
@@ -74,7 +74,7 @@ async def fast_target(folder: Path) -> AsyncIterator[tuple[FastTarget, RunningSe
 async def fast_system(
     folder: Path, **options: Any
 ) -> AsyncIterator[tuple[Driver, RunningServer, FastTarget]]:
-    """A driver in this process; `options` are its."""
+    """A driver in this process. `options`: of the driver."""
     async with fast_target(folder) as (target, server):
         wanted = DriverOptions(folder, (server.address,), max_step_tokens=1 << 17, **options)
         driver, serving = await serve_driver(wanted, host=HOST)
@@ -85,7 +85,7 @@ async def fast_system(
 
 
 class DriverProcess:
-    """A driver in a process of its own, to see what it takes."""
+    """A driver in a process of its own, whose memory can be measured."""
 
     def __init__(self, process: asyncio.subprocess.Process, address: str) -> None:
         self.process = process
@@ -93,7 +93,7 @@ class DriverProcess:
 
     @property
     def megabytes(self) -> float:
-        """Its memory."""
+        """The resident memory of the process."""
         rss: int = psutil.Process(self.process.pid).memory_info().rss
         return rss / 1e6
 

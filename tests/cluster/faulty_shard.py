@@ -2,7 +2,7 @@
 
     python -m tests.cluster.faulty_shard FOLDER --port 9001
 
-What a token does as soon as it is fed, whoever feeds it and whatever is in the step besides:
+What each token does as soon as it is fed, in any step of any sequence:
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from workers.engine.slices import Slice
 from workers.target import shard as target_shard
 
 KILLS = 383
-"""The process is gone, at once and without a word."""
+"""The process ends at once, without a word."""
 TAKES_ALL_MEMORY = 382
 """The pass asks for more memory than there is."""
 BREAKS_THE_DEVICE = 381
 """Every pass fails from then on, as after a CUDA error, until there is a new process."""
 BREAKS_EVERYTHING = 380
-"""The same, with an error that does not say that the device is why."""
+"""As BREAKS_THE_DEVICE, but the error does not name the device."""
 IS_NO_NUMBER = 379
-"""The pass gives NaN for it, and for all that comes after it (`with_nan`)."""
+"""The pass gives NaN for this token and for all that come after it (`with_nan`)."""
 POISON = (KILLS, TAKES_ALL_MEMORY, BREAKS_THE_DEVICE, BREAKS_EVERYTHING, IS_NO_NUMBER)
 
 
 def with_nan(folder: Path) -> Path:
-    """Make the embedding of IS_NO_NUMBER NaN; no token of POISON is ever chosen by the model.
+    """Make the embedding of IS_NO_NUMBER NaN. The model never chooses a token of POISON.
 
     The checkpoint's embedding must not be its LM head.
     """
@@ -43,7 +43,7 @@ def with_nan(folder: Path) -> Path:
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"][IS_NO_NUMBER] = torch.nan
     heads = tensors["lm_head.weight"]
-    # As unlikely as can be whatever comes before: the same logit as the average token has.
+    # Unlikely after any prefix: its logit is that of the average token.
     heads[min(POISON) :] = 0.0
     save_file(tensors, file, metadata={"format": "pt"})
     return folder

@@ -1,4 +1,4 @@
-"""Workers that break the contract, to see that nobody is hurt."""
+"""Workers that break the contract. They must hurt nobody."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from workers.verification.rule import RULES
 
 
 class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
-    """Answers each message with garbage: well-formed proposals of wrong tokens and wrong bases.
+    """Answers each message with well-formed proposals of wrong tokens and wrong bases.
 
-    `told`: messages on its streams, of which `streams` were opened; `asked`: how often who it is.
+    `told` counts messages on its streams, `streams` the opened streams, `asked` how often it was
+    asked to describe itself.
     """
 
     def __init__(self) -> None:
@@ -94,7 +95,7 @@ class LyingDrafter(drafting_pb2_grpc.DraftingServiceServicer):
         )
 
     def _lies_in_columns(self, sequence_id: int, known: list[int]) -> list[drafting_pb2.Tips]:
-        """Wrong tokens under the right base, beside entries for nobody and under no base."""
+        """Wrong tokens under the right base, beside entries for no sequence and under no base."""
         nobody = self.random.getrandbits(60)
         small = self.random.sample(range(384), 3)
         tips = drafting_pb2.Tips(
@@ -161,7 +162,7 @@ class MalformedDrafter(LyingDrafter):
 
 
 class HungDrafter(LyingDrafter):
-    """Answers who it is once, then nothing more; a second life would answer again."""
+    """Describes itself once, then answers nothing. A restarted one would answer again."""
 
     async def DescribeDrafter(
         self, request: drafting_pb2.DescribeDrafterRequest, context: Any
@@ -209,7 +210,7 @@ class HungTarget(target_pb2_grpc.TargetServiceServicer):
 
 
 class LyingTarget(HungTarget):
-    """Answers each step with verdicts that nobody asked for."""
+    """Answers each step with verdicts that were not requested."""
 
     async def Step(
         self, request_iterator: AsyncIterator[target_pb2.StepRequest], context: Any
@@ -236,9 +237,9 @@ async def serve_false_target(target: HungTarget, *, port: int = 0) -> RunningSer
 
 
 class Flood(LyingDrafter):
-    """From its first grant on sends messages without end, as fast as they are taken.
+    """Sends messages without end from its first grant on, as fast as they are taken.
 
-    `message` makes one, from a sequence that is open. `sent` counts them.
+    `message` makes a message from an open sequence. `sent` counts them.
     """
 
     def __init__(self, message: Callable[[int, list[int]], drafting_pb2.DraftResponse]) -> None:
@@ -336,14 +337,14 @@ FLOODS: dict[str, Callable[[int, list[int]], drafting_pb2.DraftResponse]] = {
     "refusals with long reasons": _declined,
     "long names": _named,
 }
-"""What a drafter may send without end, each message of which is well-formed."""
+"""Endless messages of a drafter, each of which is well-formed."""
 
 
 class ContradictingDrafter(LyingDrafter):
-    """Each proposal is in order by itself. Together they tell of several distributions under one
-    node, and of more draws and paths than it was granted.
+    """Sends proposals that are each in order but contradict each other.
 
-    Its candidates are the likeliest to be believed: for each of two lies another token.
+    Together they have several distributions under one node, and more draws and paths than were
+    granted.
     """
 
     def __init__(self, rule: str, digest: bytes) -> None:

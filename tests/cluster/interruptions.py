@@ -1,4 +1,4 @@
-"""Things that happen in the middle of a request."""
+"""Events in the middle of a request."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ PROMPT = "The quick brown fox jumps"
 
 
 async def plain_answer(system: System) -> Completion:
-    """The text of plain decoding."""
+    """The answer of plain decoding."""
     return await system.client.generate(PROMPT, replace(OPTIONS, policy="off"))
 
 
 async def interrupted(
     system: System, options: GenerateOptions, *acts: Callable[[], Awaitable[object]]
 ) -> tuple[Completion, float]:
-    """An answer during which each act happens, 30 tokens apart; and the longest pause in it."""
+    """Run a request during which each act happens, 30 tokens apart.
+
+    Returns its answer, and its longest pause in seconds.
+    """
     builder = CompletionBuilder()
     left = list(acts)
     pause, last = 0.0, None
@@ -47,5 +50,5 @@ async def interrupted(
 
 
 def port_of(address: str) -> int:
-    """The port of "host:port"."""
+    """The port in "host:port"."""
     return int(address.rpartition(":")[2])

@@ -1,7 +1,7 @@
 """Requests whose whole text can be enumerated, and the law that it must have.
 
 A bias leaves a random checkpoint with three tokens. Many requests are served with the seeds 0, 1,
-..., and Pearson's test (chi_square.bound) tells whether their texts follow the target's law.
+..., and Pearson's test (chi_square.bound) decides whether their texts follow the target's law.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AT_ONCE = 48
 
 @dataclass(frozen=True)
 class Case:
-    """A rule, the drafter that fits it, how wide it drafts, and the policy."""
+    """A rule, a drafter that fits it, its branches, and the policy."""
 
     rule: str
     drafter: str
@@ -65,7 +65,7 @@ class Case:
 
 @dataclass
 class Served:
-    """How often each triple came, and how many candidates came to what."""
+    """How often each triple of tokens came, and counts of what happened to candidates."""
 
     counts: NDArray[np.int64] = field(
         default_factory=lambda: np.zeros((len(TOKENS),) * NUM_SEEN, dtype=np.int64)
@@ -81,14 +81,14 @@ class Served:
 
 
 def disagreeing_models(folder: Path) -> Checkpoints:
-    """Two models that agree on nothing, so that there is much to refuse."""
+    """Two models that disagree, so that many candidates are refused."""
     return Checkpoints(
         make_tiny_checkpoint(folder / "target"), make_tiny_checkpoint(folder / "drafter", seed=1)
     )
 
 
 async def ask(system: System, case: Case, first_seed: int) -> list[Completion]:
-    """AT_ONCE requests, with so many seeds from `first_seed` on."""
+    """Answer AT_ONCE requests, with seeds from `first_seed` on."""
     seeds = range(first_seed, first_seed + AT_ONCE)
     requests = (system.client.generate(PROMPT, case.options(seed)) for seed in seeds)
     return list(await asyncio.gather(*requests))
@@ -97,7 +97,7 @@ async def ask(system: System, case: Case, first_seed: int) -> list[Completion]:
 async def serve(
     system: System, case: Case, batch: Callable[[Case, int], Awaitable[list[Completion]]]
 ) -> Served:
-    """NUM_REQUESTS requests in batches; `batch` serves AT_ONCE of them, as `ask` does."""
+    """Answer NUM_REQUESTS requests in batches. `batch` answers AT_ONCE of them, as `ask` does."""
     served = Served()
     for first_seed in range(0, NUM_REQUESTS, AT_ONCE):
         for completion in await batch(case, first_seed):
@@ -123,7 +123,7 @@ def law_of(target: Path) -> NDArray[np.float64]:
 
 
 def follows(served: Served, law: NDArray[np.float64]) -> bool:
-    """Whether what was served is likely under the law. Wrongly False once in a million."""
+    """Whether the counts are likely under the law. Wrongly False once in a million."""
     return chi_square.follows(served.counts.ravel(), law.ravel())
 
 
@@ -133,7 +133,7 @@ def likeliest(kept: SparseProbs, num: int) -> tuple[int, ...]:
 
 
 def draws_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafter sends its distribution, and candidates that it did not draw from it."""
+    """Broken: the drafter sends its distribution, but candidates that it did not draw from it."""
 
     def chain_token(kept: SparseProbs, spec: SequenceSpec, position: int) -> int:
         return likeliest(kept, 1)[0]
@@ -154,7 +154,7 @@ def draws_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trusts_what_was_drafted(patch: pytest.MonkeyPatch) -> None:
-    """The token after what was computed again is the draft's, where there is one."""
+    """Broken: after a sequence is computed again, its next token is the draft's, if any."""
     commit: Any = answers._commit
 
     def trusting(*args: Any) -> None:

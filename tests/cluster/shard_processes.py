@@ -1,4 +1,4 @@
-"""The shards of a tensor-parallel target, each a process as it is without Ray."""
+"""The shards of a tensor-parallel target, each a process without Ray."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.held_ports import held_port
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where a process runs: its address, and the command that runs another one there."""
+    """Where a process runs: its address, and the prefix of a command that runs there."""
 
     address: str = "127.0.0.1"
     run: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class ShardProcesses:
         collective_seconds: float = 10.0,
         module: str = "workers.target.shard",
     ) -> None:
-        """A rank for each folder, usually all the same, and for each host if they are given."""
+        """Make a rank for each folder (usually all equal), on the host of that number if given."""
         self._folders = folders
         self._module = module
         self._hosts = hosts or [Host()] * len(folders)

@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """A target and a drafter that agrees with it often: the same weights, rounded to int8."""
+    """A target and a drafter that often agrees with it: the same weights, rounded to int8."""
 
     target: Path
     drafter: Path
@@ -44,7 +44,7 @@ async def start_target(folder: Path, *, port: int = 0, kv_memory_mib: int = 4) -
 
 
 DrafterChoice = Path | Literal["recycling"] | None
-"""A model by its folder, or a drafter without one; None: n-grams."""
+"""A model drafter by its folder, or a drafter without a model; None: n-grams."""
 
 
 async def start_drafter(
@@ -87,11 +87,11 @@ async def running_system(
     kv_memory_mib: int = 4,
     **options: Any,
 ) -> AsyncIterator[System]:
-    """All its workers connected. `drafters`: by name. `options`: of the driver.
+    """Run a system with all its workers connected.
 
-    `more_targets`: addresses of shards after the first. `target_rtt_ms`: of the way to the target.
-    `kv_memory_mib`: of the target.
-    What ends target or drafters may start others at their ports.
+    What ends workers may start others at their ports. `drafters`: by name. `options`: of the
+    driver. `more_targets`: addresses of shards after the first. `target_rtt_ms`: round trip to the
+    target. `kv_memory_mib`: of the target.
     """
     async with AsyncExitStack() as stack:
         port = stack.enter_context(held_port())
@@ -121,9 +121,9 @@ async def running_system(
 
 
 class Wire:
-    """A TCP relay to an address that can be cut: then nothing passes, and nobody is told.
+    """A TCP relay to an address. Cut, it passes nothing, and neither side is told.
 
-    Held, it passes everything once it is released.
+    Held, it keeps everything until it is released.
     """
 
     def __init__(self, address: str) -> None:
@@ -135,16 +135,16 @@ class Wire:
         self._writers: list[asyncio.StreamWriter] = []
 
     async def open(self) -> str:
-        """Begin; the address to connect to."""
+        """Start the relay. Returns the address to connect to."""
         self._server = await asyncio.start_server(self._accept, HOST, 0)
         return f"{HOST}:{self._server.sockets[0].getsockname()[1]}"
 
     def cut(self) -> None:
-        """Pass nothing more."""
+        """Pass nothing any more."""
         self._cut = True
 
     def hold(self) -> None:
-        """Keep what comes until `release`."""
+        """Keep everything that comes until `release`."""
         self._passing.clear()
 
     def release(self) -> None:
@@ -177,7 +177,7 @@ class Wire:
 
 
 async def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait for a condition, long enough for a busy machine. Raises TimeoutError."""
+    """Wait until the condition holds, long enough for a busy machine. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.01)

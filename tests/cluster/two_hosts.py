@@ -12,19 +12,20 @@ import subprocess
 from tests.cluster.shard_processes import Host
 
 _BLOCK, _PART = divmod(os.getpid() % 4096, 16)
-"""Another network for each run of the tests: several may go on side by side."""
+"""The addresses differ for each run of the tests, so several runs can go on side by side."""
 _HERE, *_THERE = (f"10.213.{_BLOCK}.{16 * _PART + number}" for number in range(1, 12))
 HERE = Host(_HERE)
 
 
 class CannotMakeHostsError(Exception):
-    """This machine does not let us make network namespaces."""
+    """This machine does not allow network namespaces."""
 
 
 class SecondHost:
-    """A context manager that raises CannotMakeHostsError. `host` is the other one, HERE ours.
+    """A context manager that raises CannotMakeHostsError.
 
-    `hosts`: its addresses, ten of them, as if there were as many hosts behind one cable.
+    `host`: the other host; HERE is ours. `hosts`: its ten addresses, as if there were ten hosts
+    behind one cable.
     """
 
     def __init__(self) -> None:
@@ -58,11 +59,11 @@ class SecondHost:
                 _ip(*command)
 
     def cut(self) -> None:
-        """Pull the cable: nothing passes, and nobody is told."""
+        """Pull the cable: nothing passes, and neither side is told."""
         _ip("link", "set", self._cable, "down")
 
     def mend(self) -> None:
-        """Plug it in again."""
+        """Plug the cable in again."""
         _ip("link", "set", self._cable, "up")
 
 

@@ -1,4 +1,4 @@
-"""Killing and stopping a worker of a Ray cluster in the midst of a request."""
+"""Kill or stop a worker of a Ray cluster during a request."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ PROMPT = "The quick brown fox"
 NUM_TOKENS = 500
 KILL_AT = 100
 RESTART_SECONDS = 240.0
-"""Several processes that are started on a busy machine import torch for long."""
+"""Several processes that start on a busy machine take long to import torch."""
 
 
 def config_of(model: Path, *, drafter: Path | None = None, **target: Any) -> Config:
-    """A small deployment; without a drafter's checkpoint its drafter looks up n-grams."""
+    """A small deployment. Without a drafter's checkpoint, its drafter looks up n-grams."""
     drafting = (
         DrafterConfig(kind="ngram")
         if drafter is None
@@ -75,9 +75,9 @@ def plain_tokens(client: Client) -> tuple[int, ...]:
 def stream_and_kill(
     client: Client, *pids: int, by: signal.Signals = signal.SIGKILL, policy: str = "chain"
 ) -> tuple[list[int], list[float]]:
-    """Token ids of a request whose workers `pids` are killed, and when each chunk came.
+    """Kill the workers `pids` during a request. Returns its token ids, and when each chunk came.
 
-    `by` SIGSTOP the processes hang: they are there and do nothing.
+    `by`: the signal. With SIGSTOP the processes hang.
     """
     token_ids: list[int] = []
     times: list[float] = []

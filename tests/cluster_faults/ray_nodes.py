@@ -1,7 +1,7 @@
-"""A Ray cluster of several nodes, each of which can be lost with all its processes; jobs on it.
+"""A Ray cluster of several nodes, each of which can be lost with all its processes; and jobs on it.
 
-A node runs in a process namespace of its own, whose first process ends it, and may run on another
-host (tests/cluster/two_hosts.py). Needs root, `unshare`, and that no cluster is at the ports.
+A node runs in its own process namespace, whose first process ends it, and may run on another host
+(tests/cluster/two_hosts.py). Needs root, `unshare`, and that no cluster uses the ports.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STARTED = "Ray runtime started"
 
 
 class RayNodes:
-    """The head at once, others when they are asked for. Use as a context manager."""
+    """Starts the head at once, and other nodes on request. Use as a context manager."""
 
     def __init__(self, head: Host, *, num_cpus: int) -> None:
         port, client_port, dashboard_port, metrics_port = free_ports(4)
@@ -59,21 +59,22 @@ class RayNodes:
             shutil.rmtree(folder, ignore_errors=True)
 
     def add(self, *hosts: Host, num_cpus: int) -> None:
-        """Start a node on each; return when they are part of the cluster.
+        """Start a node for each number of CPUs, and wait until they are part of the cluster.
 
-        One after another, and anew where it gives up: Ray allows each 30 s, whatever the load.
+        They start one after another, again if one gives up: Ray allows 30 s for each, whatever the
+        load.
         """
         for host in hosts:
             assert any(self._joins(host, num_cpus) for _ in range(_TRIES)), self.logs()
 
     def lose(self, address: str) -> None:
-        """Kill the node there, and every process on it."""
+        """Kill the node at this address, and every process on it."""
         node = self._nodes.pop(address)
         node.kill()
         node.wait()
 
     def logs(self) -> str:
-        """What the nodes printed."""
+        """The output of all nodes."""
         return "".join((Path(folder) / "log").read_text() for folder in self._folders)
 
     def _joins(self, host: Host, num_cpus: int) -> bool:
@@ -129,7 +130,7 @@ class Job:
         self._process.communicate(timeout=60)
 
     def next_address(self) -> str:
-        """Where it says next that it serves."""
+        """Wait for the next address at which the job says that it serves."""
         assert self._process.stdout is not None
         lines: list[str] = []
         for line in self._process.stdout:
@@ -140,7 +141,7 @@ class Job:
 
 
 def environment() -> dict[str, str]:
-    """Of a process of the cluster: it finds our packages, and may listen beyond the loopback."""
+    """The environment of a cluster's process: it finds our packages, and may listen anywhere."""
     own = {name: value for name, value in os.environ.items() if name != _LOOPBACK_ONLY}
     own["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
     return own

@@ -1,4 +1,4 @@
-"""A shard whose device is broken, on a real Ray cluster: its process ends, and that is noticed."""
+"""On a real Ray cluster, a shard whose device is broken ends its process, which is noticed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ async def is_heard() -> bool:
 
 
 def test_the_process_of_a_broken_shard_ends_and_the_controller_sees_it(ray_address: str) -> None:
-    """Though it answers pings, and the driver could reach its server."""
+    """The shard answers pings, and the driver could reach its server."""
     import ray
 
     from cluster.placement.actors import Serving, ShardActor
     from cluster.placement.lives import until_lost
 
     class Shard(ShardActor):
-        """Serves nothing, and is told that its device is broken as a servicer would tell it."""
+        """Serves nothing, and learns that its device is broken as from a servicer."""
 
         async def open(self) -> Serving:
             from workers.process.server import start_server

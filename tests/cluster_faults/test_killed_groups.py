@@ -1,4 +1,4 @@
-"""Target groups on a real Ray cluster, one of them killed while it serves, or all."""
+"""Target groups on a real Ray cluster: one of them, or all, are killed while they serve."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def expected(client: Client) -> tuple[int, ...]:
 def test_a_killed_group_comes_back_and_the_request_goes_on(
     client: Client, expected: tuple[int, ...], killed: tuple[int, ...], policy: str
 ) -> None:
-    """With `chain` group 0 serves the request; it goes on at the other, or waits for one of them"""
+    """With `chain`, group 0 serves the request. It goes on at the other group, or waits for one."""
     names = [f"replica-{group}.shard-0" for group in range(2)]
     pids = [worker_of(client.stats(), name).pid for name in names]
     token_ids, _ = stream_and_kill(client, *(pids[group] for group in killed), policy=policy)

@@ -19,7 +19,7 @@ HUNG_AFTER = 4.0
 
 
 class Worker:
-    """Answers as cluster/placement/actors.py does, and steps as a worker that is busy does."""
+    """Answers as cluster/placement/actors.py does, and steps like a busy worker."""
 
     def __init__(self) -> None:
         self.waits = 0
@@ -51,7 +51,7 @@ def an_actor() -> Any:
 
 
 def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: str) -> None:
-    """A long step keeps a worker silent, while the driver waits for it and is content."""
+    """A long step silences a worker, while the driver waits for it without complaint."""
     from cluster.placement.lives import QUESTIONS, until_lost
 
     heard = True
@@ -68,7 +68,7 @@ def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: s
         await asyncio.wait_for(asked.get(), 60)
         assert not watching.done()
         await step
-        # All is forgiven once a question of the watch is answered, and one is asked in this time.
+        # One answer to the watch forgives everything, and the watch asks within this time.
         await asyncio.sleep(2 * HUNG_AFTER / QUESTIONS)
         await worker.ping.remote()
         heard = False
@@ -86,7 +86,7 @@ def test_silence_is_hanging_only_where_nobody_hears_of_the_worker(ray_address: s
 
 
 class Calls:
-    """A method of a handle on an actor, as Ray has it: each call is a future, which we end."""
+    """A method of a Ray actor's handle: each call is a future, which the test ends."""
 
     def __init__(self) -> None:
         self.open: list[asyncio.Future[None]] = []
@@ -98,9 +98,9 @@ class Calls:
 
 @pytest.mark.parametrize("turns", range(6))
 def test_a_worker_that_ends_with_a_question_open_is_lost(turns: int) -> None:
-    """Both calls to it fail so many turns of the event loop apart: none may hide the other.
+    """Both calls fail, some turns of the event loop apart, and none may hide the other.
 
-    A watch that took the failed question for an answer to its own end asked for ever.
+    A watch that took the failed question for an answer to its own call would ask forever.
     """
     from ray.exceptions import ActorDiedError
 
@@ -128,7 +128,7 @@ def test_a_worker_that_ends_with_a_question_open_is_lost(turns: int) -> None:
 
 
 def test_a_broken_connection_is_no_lost_worker(ray_address: str) -> None:
-    """Ray says that the actor is unavailable; its process lives. Killed, it is lost."""
+    """Ray calls the actor unavailable, but its process lives. Once killed, it is lost."""
     import ray
     from ray.exceptions import ActorUnavailableError
 
@@ -141,7 +141,7 @@ def test_a_broken_connection_is_no_lost_worker(ray_address: str) -> None:
         pid = await worker.ping.remote()
         watching = asyncio.create_task(until_lost(worker, hung_after=60.0, is_heard=unheard))
         unanswered = asyncio.ensure_future(worker.wait.remote())
-        while await worker.num_waits.remote() < 2:  # The watch's and ours.
+        while await worker.num_waits.remote() < 2:  # The watch's call and ours.
             await asyncio.sleep(0.05)
         assert break_connections_to(pid)
         with pytest.raises(ActorUnavailableError):
@@ -157,7 +157,7 @@ def test_a_broken_connection_is_no_lost_worker(ray_address: str) -> None:
 
 
 def break_connections_to(pid: int) -> int:
-    """Shut this process's TCP connections to what another one listens on; how many there were."""
+    """Shut this process's TCP connections to ports of process `pid`. Returns their number."""
     listening = {local for local, state in tcp_sockets_of(pid) if state == "0A"}
     broken = 0
     for entry in Path("/proc/self/fd").iterdir():
@@ -172,7 +172,7 @@ def break_connections_to(pid: int) -> int:
 
 
 def tcp_sockets_of(pid: int) -> list[tuple[int, str]]:
-    """Local port and state of each, as /proc has them."""
+    """Local port and state of each TCP socket of a process, from /proc."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):

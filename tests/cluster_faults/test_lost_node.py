@@ -1,7 +1,7 @@
-"""Nodes of a Ray cluster that are lost half-way through a request, on two hosts.
+"""Nodes of a Ray cluster on two hosts are lost during a request.
 
-The head has the controller and no CPU to give; shards and drafter are on nodes of one CPU each
-behind a cable. All tests lose nodes of one deployment, and leave it whole, on others.
+The head has the controller and no CPUs. Shards and drafter are behind a cable, on nodes of one CPU
+each. All tests lose nodes of one deployment, and leave it complete, on other nodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HUNG_AFTER = 10.0
 
 
 class Deployment:
-    """It has a node for each worker that needs one, and none to spare."""
+    """A deployment with exactly one node for each worker that needs one."""
 
     def __init__(self, nodes: RayNodes, job: Job, unused: Iterator[Host]) -> None:
         self.nodes = nodes
@@ -34,12 +34,12 @@ class Deployment:
         self.plain = plain_tokens(self.client)
 
     def follow(self) -> None:
-        """Connect to where the job says next that it serves."""
+        """Connect to the next address at which the job says that it serves."""
         self.address = self.job.next_address()
         self.client = Client(self.address)
 
     def add_node(self) -> str:
-        """A node joins; its address."""
+        """Add a node. Returns its address."""
         host = next(self._unused)
         self.nodes.add(host, num_cpus=1)
         return host.address
@@ -51,7 +51,7 @@ class Deployment:
         return self.worker(name).address.rpartition(":")[0]
 
     def stream_and_lose(self, node: str, *, then: Callable[[], object] | None = None) -> list[int]:
-        """Token ids of a request in the midst of which a node is lost; `then` is called after it"""
+        """Lose a node during a request, then call `then`. Returns the request's token ids."""
         token_ids: list[int] = []
         lost = False
         for event in self.client.stream(PROMPT, options_of("chain")):
@@ -66,7 +66,7 @@ class Deployment:
         return token_ids
 
     def check_text(self) -> None:
-        """All workers are there, and the text is that of plain decoding."""
+        """Check that all workers are there, and that the text is that of plain decoding."""
         eventually(lambda: all(worker.connected for worker in self.client.stats().workers))
         completion = self.client.generate(PROMPT, options_of("chain"))
         assert completion.token_ids == self.plain
@@ -102,7 +102,7 @@ def deployment(
 
 
 def test_a_lost_drafter_is_placed_on_a_node_that_comes(deployment: Deployment) -> None:
-    """Requests go on without it; no node has room for it at first."""
+    """Requests go on without it, because at first no node has room for it."""
     lost = deployment.host_of("drafter-0")
     assert tuple(deployment.stream_and_lose(lost)) == deployment.plain
     eventually(lambda: not deployment.worker("drafter-0").connected)
@@ -130,7 +130,9 @@ def test_requests_for_which_no_node_is_left_say_what_has_no_place(deployment: De
 
 
 def test_a_lost_driver_is_started_on_a_node_that_joins(deployment: Deployment) -> None:
-    """With shard 0, which is beside it. Requests fail; the others stay; the job says where."""
+    """The driver is lost with shard 0. Requests fail, other workers stay, the job says where it
+    serves.
+    """
     before = {worker.name: worker for worker in deployment.client.stats().workers}
     old_host, _, port = deployment.address.rpartition(":")
     assert deployment.host_of("shard-0") == old_host

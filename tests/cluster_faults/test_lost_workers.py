@@ -1,6 +1,6 @@
-"""Workers on a real Ray cluster, killed or hung half-way through a request: the text is the same.
+"""Workers on a real Ray cluster are killed or hang during a request: the text is the same.
 
-They are all of one deployment, which each test leaves whole.
+All tests use one deployment, and leave it complete.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 HUNG_AFTER = 8.0
 LONGEST_PAUSE = 1.5
-"""Seconds. Whoever waits for a drafter to be back or found lost waits for 2.5 and more."""
+"""Seconds. To wait until a drafter is back, or found lost, would take at least 2.5."""
 BOTH_WAYS = pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGSTOP])
 
 
@@ -62,7 +62,7 @@ def expected(serving: Client) -> tuple[int, ...]:
 
 @pytest.fixture
 def client(serving: Client) -> Client:
-    """Of a deployment that has all its workers."""
+    """A client of a deployment that has all its workers."""
     eventually(lambda: is_whole(serving))
     return serving
 
@@ -70,7 +70,7 @@ def client(serving: Client) -> Client:
 def test_a_killed_drafter_costs_nothing_and_comes_back(
     client: Client, expected: tuple[int, ...]
 ) -> None:
-    """Other work on the machine makes pauses too, so the best of three kills counts."""
+    """Other load on the machine makes pauses too, so the best of three kills counts."""
     pauses: list[float] = []
     while len(pauses) < 3 and min(pauses, default=LONGEST_PAUSE + 1) > LONGEST_PAUSE:
         pid = pids_of(client)["drafter-0"]
@@ -103,7 +103,7 @@ def test_a_drafter_that_hangs_is_ended_and_started_again(
 def test_a_driver_that_is_lost_is_started_again_where_it_was(
     cluster: ClusterHandle, client: Client, expected: tuple[int, ...], by: signal.Signals
 ) -> None:
-    """Its requests fail, for nobody else knows them; the workers stay."""
+    """Its requests fail, because nothing else knows them. The other workers stay."""
     before = {worker.name: worker for worker in cluster.workers()}
     pid = before["driver"].pid
     assert pid is not None
@@ -121,14 +121,14 @@ def test_a_driver_that_is_lost_is_started_again_where_it_was(
 def test_a_driver_that_a_defect_ends_is_started_again(
     cluster: ClusterHandle, client: Client, expected: tuple[int, ...]
 ) -> None:
-    """Its requests end with InternalError: nobody waits for a driver that knows half of them."""
+    """Its requests end with InternalError at once, because their state is unknown."""
     import ray
 
     def break_scheduler(actor: Any) -> None:
-        def begin(event: Any) -> None:
+        def steps_for(event: Any) -> None:
             raise ZeroDivisionError("injected")
 
-        actor._driver.scheduler.begin = begin
+        actor._driver.scheduler.steps_for = steps_for
 
     before = {worker.name: worker for worker in cluster.workers()}
     controller: Any = cluster._controller
@@ -156,7 +156,7 @@ def check_that_only_it_is_started_again(
     assert tuple(token_ids) == expected
     eventually(partial(is_back, client, name, pids[name]))
     eventually(lambda: not Path(f"/proc/{pids[name]}").exists())
-    # The others were not: a rank that waits for a hung one is no hung one.
+    # The others were not restarted: a rank that waits for a hung one is not hung.
     after = pids_of(client)
     assert {one for one in pids if after[one] != pids[one]} == {name}
     assert client.generate("The fox", options_of("chain")).token_ids

@@ -1,4 +1,4 @@
-"""Deployments that cannot be, on a real Ray cluster: refused with the reason, nothing left."""
+"""Impossible deployments on a real Ray cluster are refused with the reason, and leave nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.long]
 def test_a_deployment_that_cannot_be_leaves_nothing_behind(
     ray_address: str, tmp_path: Path
 ) -> None:
-    """More shards than heads; KV that no machine holds; more shards than cores; no checkpoint."""
+    """More shards than heads; more KV than any machine's memory; more shards than cores; no
+    checkpoint.
+    """
     model = make_tiny_checkpoint(
         tmp_path / "target", num_attention_heads=2, num_key_value_heads=1, head_dim=8
     )
@@ -47,7 +49,7 @@ def test_a_deployment_that_cannot_be_leaves_nothing_behind(
 
 
 def _places() -> set[str]:
-    """Ids of the placement groups: all that a deployment takes of a cluster is in its own.
+    """Ids of the placement groups, which hold all that a deployment takes of a cluster.
 
     Free CPUs would not do: those of the deployment before this test may come back only now.
     """

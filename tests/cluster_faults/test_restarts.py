@@ -1,4 +1,4 @@
-"""Workers that end again and again, and ports that are taken meanwhile, on a real Ray cluster."""
+"""On a real Ray cluster: workers that end again and again, and ports that others take meanwhile."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def life_of(lives: tuple[WorkerLife, ...] | list[WorkerLife], name: str) -> Work
 
 
 def stream_through(client: Client, fault: Callable[[], object]) -> tuple[int, ...]:
-    """Token ids of a request that is admitted before a fault and runs through it."""
+    """Run a request that is admitted before a fault. Returns its token ids."""
     token_ids: list[int] = []
     waiting = iter([fault])
     for event in client.stream(PROMPT, options_of("chain")):
@@ -83,7 +83,7 @@ def stream_through(client: Client, fault: Callable[[], object]) -> tuple[int, ..
 
 
 def taken(address: str) -> socket.socket:
-    """Listen at an address as soon as nobody else does."""
+    """Listen at an address as soon as it is free."""
     host, _, port = address.rpartition(":")
     give_up = time.monotonic() + RESTART_SECONDS
     while True:
@@ -139,8 +139,8 @@ def test_a_shard_that_ends_again_and_again_is_waited_for_longer_and_told(
     life = life_of(client.stats().lives, "shard-0")
     assert life.restarts == before + 3
     assert "died" in life.last_end
-    assert 0.5 < max(waits) <= 2.0  # of the fourth end in this file's cluster
-    # Each process has begun a line in one log, which outlives it.
+    assert 0.5 < max(waits) <= 2.0  # at the fourth end in this file's cluster
+    # Each process has written to one log, which outlives it.
     assert Path(life.log) == logs / "shard-0.log"
     assert Path(life.log).read_text().count("started, pid") == life.restarts + 1
     assert "shard-0: next try in 2 s" in (logs / "controller.log").read_text()
@@ -149,7 +149,7 @@ def test_a_shard_that_ends_again_and_again_is_waited_for_longer_and_told(
 def test_a_driver_whose_port_is_taken_waits_for_it_and_says_so(
     cluster: ClusterHandle, client: Client
 ) -> None:
-    """Callers know that address alone."""
+    """Callers know only that address."""
     plain = plain_tokens(client)
     driver = next(one for one in cluster.workers() if one.kind == "driver")
     assert driver.pid is not None
@@ -175,7 +175,7 @@ def _serves(client: Client) -> bool:
 def test_a_shard_that_fails_on_one_node_again_and_again_goes_to_another(
     second_host: SecondHost, tmp_path: Path
 ) -> None:
-    """As with a device that is broken: whatever is started there ends."""
+    """As with a broken device, every process that starts on that node ends."""
     model = make_tiny_checkpoint(tmp_path / "model", max_position_embeddings=2048)
     config = tmp_path / "paceline.toml"
     config.write_text(f"""
@@ -213,7 +213,7 @@ def host_of_shard(client: Client) -> str:
 
 
 def kill_shards(nodes: RayNodes, address: str) -> None:
-    """Kill the shards' processes of a node, which have other numbers in its own namespace."""
+    """Kill the shards' processes of a node. They have other pids in its own namespace."""
     shards = [
         process
         for process in psutil.Process(nodes._nodes[address].pid).children(recursive=True)

@@ -1,4 +1,4 @@
-"""A running server for commands to talk to, and a way to call commands."""
+"""A running server for commands, and a way to call commands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Call = Callable[..., Called]
 
 
 def becomes_true(condition: Callable[[], object], seconds: float = 120.0) -> bool:
-    """Whether a condition comes to hold in time, which is long even for a busy host."""
+    """Whether a condition becomes true in time. The time is long even for a busy host."""
     give_up = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > give_up:
@@ -94,7 +94,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    # Unix sockets lie in it: it must be short.
+    # It holds Unix sockets, so its path must be short.
     temporary = Path(tempfile.mkdtemp(prefix="pl", dir="/tmp"))
     shell = Shell(tmp_path / "home", temporary)
     try:

@@ -1,4 +1,4 @@
-"""Running the `paceline` command as a user does, with a home and temporary files of its own."""
+"""Run the `paceline` command as a user does, with its own home and temporary files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny_config(folder: Path) -> Path:
 
 
 class Shell:
-    """Runs the command with a home and a folder for temporary files of its own."""
+    """Runs the command with its own home and folder for temporary files."""
 
     def __init__(self, home: Path, temporary: Path, ray_address: str | None = None) -> None:
         self.home = home
@@ -55,7 +55,7 @@ class Shell:
         )
 
     def processes(self) -> list[int]:
-        """Living processes that were started with this home."""
+        """Pids of living processes that were started with this home."""
         mark = f"PACELINE_HOME={self.home}".encode()
         found = []
         for entry in Path("/proc").iterdir():
@@ -72,7 +72,7 @@ class Shell:
 
 
 def shown_by(script: str, given: bytes, columns: str, on_terminal: bool) -> str:
-    """What a Python script prints into a pipe, or on a terminal of so many columns."""
+    """What a Python script prints into a pipe, or on a terminal of `columns` columns."""
     own, others = pty.openpty() if on_terminal else os.pipe()
     with subprocess.Popen(
         [sys.executable, "-c", script],

@@ -1,4 +1,4 @@
-"""The small server, at an address."""
+"""The small server at an address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small server whose answers are written down."""
+"""A small server with prepared answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVENTS = (
 
 
 class Scripted(inference_pb2_grpc.InferenceServiceServicer):
-    """Prompt "endless" never ends; "error" is answered with `error`; else `EVENTS`."""
+    """The prompt "endless" never ends, "error" is answered with `error`, others with `EVENTS`."""
 
     def __init__(self) -> None:
         self.error: PacelineError = InternalError("unset")

@@ -1,4 +1,4 @@
-"""A process that serves `Scripted` until it is ended: SIGTERM stops it in good order."""
+"""A process that serves `Scripted` until it is ended. SIGTERM stops it in good order."""
 
 from __future__ import annotations
 

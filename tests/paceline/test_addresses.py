@@ -1,4 +1,4 @@
-"""The address that a caller gives, and what it is told where no server answers there."""
+"""The address that a caller gives, and the errors if no server answers there."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_what_is_none_is_refused_at_once(text: str, said: str) -> None:
 
 
 async def causes(address: str, connect_timeout: float = 60.0) -> list[str]:
-    """What the two clients say of a server that cannot be reached."""
+    """The errors of both clients for a server that cannot be reached."""
     said = []
     with Client(address, connect_timeout=connect_timeout) as client:
         with pytest.raises(UnavailableError) as caught:
@@ -113,7 +113,7 @@ async def test_nobody_listens(host: str) -> None:
 
 
 async def test_nobody_answers() -> None:
-    """The kernel takes the connection, and nobody speaks."""
+    """The kernel accepts the connection, but no process answers."""
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -126,7 +126,7 @@ async def test_nobody_answers() -> None:
 
 @contextmanager
 def peer(answer: Peer) -> Iterator[str]:
-    """A server that handles each connection by `answer`, then ends it."""
+    """A server that handles each connection with `answer`, then ends it."""
 
     def handle(connection: socket.socket) -> None:
         with connection, suppress(OSError):
@@ -212,7 +212,7 @@ async def test_a_web_server_with_tls(certificate: tuple[Path, Path]) -> None:
 
 
 async def test_a_server_that_is_slow_to_answer_is_waited_for(address: str) -> None:
-    """Silence is no reason to give up before the time is up: the first connections get nothing."""
+    """The first connections get no answer. The client must still wait until the time is up."""
     host, port = address.split(":")
     num_silent = 2
     begun: list[socket.socket] = []
@@ -246,7 +246,7 @@ def pipe(source: socket.socket, sink: socket.socket) -> None:
 
 
 async def test_a_server_that_has_gone_is_told_as_that() -> None:
-    """Not as an answer of it, as "the server answered UNAVAILABLE: failed to connect" was."""
+    """The error is not "the server answered UNAVAILABLE: failed to connect"."""
     server = grpc.server(ThreadPoolExecutor(4))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Scripted(), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -279,5 +279,5 @@ async def test_a_closed_client_says_so(address: str) -> None:
 
 
 def test_a_day_is_not_too_long() -> None:
-    """A lock of Python refuses a few hundred years."""
+    """A Python lock refuses a few hundred years."""
     Client("127.0.0.1:1", connect_timeout=datetime.timedelta(days=1).total_seconds()).close()

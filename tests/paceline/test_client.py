@@ -32,7 +32,7 @@ from paceline.wire import request_from_wire
 from tests.paceline.scripted import DESCRIPTION, EVENTS, STATS, Scripted
 
 TIMEOUTS = (120.0, None)
-"""Of a client whose requests end before: with a timeout and without, all goes the same way."""
+"""Timeouts of a client whose requests end earlier. Both behave the same."""
 
 
 def test_a_completion(address: str, scripted: Scripted) -> None:
@@ -216,7 +216,7 @@ def test_a_torn_stream(address: str) -> None:
 
 
 def test_what_another_server_answers_is_told() -> None:
-    """Such as a worker of ours. The second is what gRPC says by itself when a write fails."""
+    """For example one of our workers. The second case is gRPC's own text when a write fails."""
     other = error_told(grpc.StatusCode.UNIMPLEMENTED, "Method not found!", {}, "here:1")
     assert "the server at here:1 is not an inference server of Paceline" in str(other)
     torn = error_told(grpc.StatusCode.INTERNAL, "Internal error from Core", {}, "here:1")
@@ -273,7 +273,7 @@ def test_a_number_that_the_wire_does_not_hold_is_told_with_the_range(
 def test_a_value_of_another_type_is_told_in_the_words_of_its_field(
     address: str, wrong: Any, expected: str
 ) -> None:
-    """Not in protobuf's, and never as a TypeError."""
+    """The error uses neither protobuf's words nor TypeError."""
     (name,) = wrong
     with Client(address) as client, pytest.raises(InvalidRequestError) as caught:
         client.generate("Say", **wrong)
@@ -295,7 +295,7 @@ def test_the_keywords_are_the_fields() -> None:
 
 
 def test_importing_the_package_loads_grpc_and_protobuf_only_when_a_client_is_named() -> None:
-    """They take ten times as long to import as all the rest."""
+    """They take ten times as long to import as everything else."""
     loaded = "print(sorted({'grpc', 'google.protobuf', 'asyncio'} & set(sys.modules)))"
     program = f"import sys, paceline\n{loaded}\nfrom paceline import Client\n{loaded}"
     command = [sys.executable, "-c", program]
@@ -328,7 +328,7 @@ for number in range(10):
 
 
 def test_a_client_that_was_closed_leaves_nothing_to_a_later_event_loop(address: str) -> None:
-    """gRPC has one poller for a process, which tells of what an earlier loop left open."""
+    """gRPC has one poller in a process, which reports what an earlier loop left open."""
     command = [sys.executable, "-W", "error", "-c", LOOPS, address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

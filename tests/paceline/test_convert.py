@@ -1,4 +1,4 @@
-"""Specs go over the wire and come back as they were, or are refused by field."""
+"""Specs cross the wire unchanged, or are refused by field."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ except ModuleNotFoundError:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Built from a copy, since setuptools leaves files in the folder that it builds."""
+    """The wheels, built from a copy because setuptools leaves files in the folder it builds."""
     folder = tmp_path_factory.mktemp("distributions")
     for name in (*CLIENT, *SERVER, "paceline-server"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -64,7 +64,7 @@ def metadata(wheel: Path) -> dict[str, list[str]]:
 
 
 def required(wheel: Path) -> dict[str, Requirement]:
-    """Without extras."""
+    """Requirements of a wheel, without extras."""
     all_of_them = map(Requirement, metadata(wheel)["Requires-Dist"])
     return {one.name: one for one in all_of_them if "extra" not in str(one.marker)}
 
@@ -93,7 +93,7 @@ def test_the_client_needs_grpc_and_protobuf_and_the_server_needs_the_client(
 
 
 def link(name: str, folder: Path) -> None:
-    """Link an installed distribution and all that it needs into a folder."""
+    """Link an installed distribution and all its requirements into a folder."""
     installed = distribution(name)
     for file in installed.files or []:
         if ".." not in file.parts and "__pycache__" not in file.parts:

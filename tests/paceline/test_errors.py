@@ -1,4 +1,4 @@
-"""The error tree: what is exported, and that whatever a server tells becomes one of its errors."""
+"""The error tree: its exports, and that every status of a server becomes one of its errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PUBLIC = {
     if isinstance(kind, type) and issubclass(kind, PacelineError)
 }
 FEW_BYTES = 2000
-"""Of details and metadata together: gRPC refuses headers from 8 KB on, some of them at random."""
+"""Bytes of details and metadata together. gRPC refuses headers from 8 KB on, some at random."""
 
 
 def made(kind: type[PacelineError]) -> PacelineError:
@@ -55,7 +55,7 @@ def test_every_error_is_exported() -> None:
 
 @pytest.mark.parametrize("kind", PUBLIC.values(), ids=PUBLIC)
 def test_every_error_survives_the_wire_and_pickling(kind: type[PacelineError]) -> None:
-    """Pickling: a pool of processes hangs on an exception that cannot be."""
+    """Pickling matters: a pool of processes hangs on an exception that cannot be pickled."""
     error = made(kind)
     told = failure_from_wire(failure_to_wire(error), "here:1")
     for other in (told, pickle.loads(pickle.dumps(error))):
@@ -72,14 +72,14 @@ def test_a_passed_timeout_has_its_row_in_the_table() -> None:
 
 @dataclass
 class Told:
-    """With what the server ends a request."""
+    """How the server ends a request."""
 
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
     details: str = ""
     metadata: Mapping[str, str | bytes] = field(default_factory=dict)
 
     def expected(self) -> type[PacelineError]:
-        """The class by the contract of RequestFailed in inference.proto, then by the code."""
+        """The error class by the contract of RequestFailed in inference.proto, then by the code."""
         name = self.metadata.get("paceline-error", "")
         if isinstance(name, str) and name in PUBLIC:
             return PUBLIC[name]
@@ -94,7 +94,7 @@ class Told:
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineError
             case grpc.StatusCode.UNIMPLEMENTED if not ours:
-                return UnavailableError  # No server of Paceline.
+                return UnavailableError  # Not a Paceline server.
             case _:
                 return InternalError
 
@@ -104,8 +104,10 @@ class Told:
 
 
 class Telling(inference_pb2_grpc.InferenceServiceServicer):
-    """Ends each call as `told` says, a shared stream at its second request; or there, where
-    `alone`, each request with `failed`."""
+    """Ends each call as `told` says, and a shared stream at its second request.
+
+    With `alone`, it ends each request of a shared stream with `failed` instead.
+    """
 
     def __init__(self) -> None:
         self.told = Told()
@@ -122,7 +124,7 @@ class Telling(inference_pb2_grpc.InferenceServiceServicer):
     ) -> Iterator[inference_pb2.GenerateManyResponse]:
         for message in request_iterator:
             if not self.alone:
-                next(request_iterator)  # Beside a write gRPC tells no status but its own.
+                next(request_iterator)  # During a write, gRPC reports only its own status.
                 yield from self.Generate(message, context)
             answer = inference_pb2.GenerateManyResponse()
             answer.responses.add(number=message.number, failed=self.failed)
@@ -162,7 +164,7 @@ def check(told: Told, error: BaseException | None) -> None:
     assert isinstance(error, PacelineError), f"{told} became {error!r}"
     assert str(error)
     if told.size() > FEW_BYTES:
-        return  # gRPC itself may refuse it on the way.
+        return  # gRPC itself may refuse it.
     assert type(error) is told.expected(), told
     if isinstance(error, InvalidRequestError):
         assert error.field == (told.metadata.get("paceline-field") or "request")
@@ -187,7 +189,7 @@ def test_whatever_a_call_ends_with_is_an_error_of_ours() -> None:
 
 
 async def test_whatever_a_shared_stream_ends_with_is_an_error_of_ours() -> None:
-    """For all of its requests, of which each gets an error of its own."""
+    """It ends all of its requests, and each gets its own error."""
     telling = Telling()
     loop = asyncio.get_running_loop()
 
@@ -235,7 +237,7 @@ async def test_whatever_a_request_of_a_shared_stream_ends_with_is_an_error_of_ou
 
 @pytest.mark.parametrize("name", ["InvalidRequestError", "PromptTooLongError"])
 async def test_an_error_of_a_field_without_a_field_is_one_of_the_whole_request(name: str) -> None:
-    """It was a TypeError, which no caller expects."""
+    """It is not a TypeError, which no caller expects."""
     telling = Telling()
     telling.alone = True
     telling.told = Told(grpc.StatusCode.INVALID_ARGUMENT, "wrong", {"paceline-error": name})
@@ -258,7 +260,7 @@ def no_message(request: Any, context: Any) -> bytes:
 
 
 async def test_bytes_that_are_no_message_are_an_error_of_ours() -> None:
-    """In their place asyncio's gRPC gives None."""
+    """asyncio's gRPC returns None in place of such bytes."""
     handlers = {
         "Generate": grpc.unary_stream_rpc_method_handler(lambda *_: iter([b"\xff" * 40])),
         "Stats": grpc.unary_unary_rpc_method_handler(no_message),

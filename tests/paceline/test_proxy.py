@@ -1,4 +1,4 @@
-"""The HTTP proxy that the environment names: our own connections take none, a caller's may."""
+"""The environment's HTTP proxy: our own connections never use it, a caller's may."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with Client(sys.argv[1]) as client:
 
 
 def behind(proxy: str) -> dict[str, str]:
-    """The environment of a process whose proxy is at "host:port", with no exceptions."""
+    """The environment of a process whose proxy is at "host:port", without exceptions."""
     own = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     names = ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY")
     return own | dict.fromkeys(names, f"http://{proxy}")
@@ -32,7 +32,7 @@ def behind(proxy: str) -> dict[str, str]:
 
 def test_a_proxy_that_is_down_harms_no_deployment_and_no_caller_on_its_host(tmp_path: Path) -> None:
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        nobody.bind(("127.0.0.1", 0))  # bound, but nobody listens
         environment = behind(f"127.0.0.1:{nobody.getsockname()[1]}")
         with subprocess.Popen(
             [sys.executable, "-m", "tests.deploy.serve_tiny", str(tmp_path)],
@@ -62,7 +62,7 @@ def test_a_proxy_that_is_down_harms_no_deployment_and_no_caller_on_its_host(tmp_
 
 
 def test_a_caller_of_another_host_goes_through_the_proxy(tmp_path: Path) -> None:
-    """It is asked for the server, whose address nobody has (TEST-NET-1 of RFC 5737)."""
+    """The proxy is asked for the server, whose address is unused (TEST-NET-1 of RFC 5737)."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:
         proxy.settimeout(PATIENCE)
         with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a caller's process writes to stderr when its server goes: nothing."""
+"""When its server goes away, a caller's process writes nothing to stderr."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KINDS = ("plainly", "with_asyncio", "without_closing")
 
 
 def own_environment(**more: str) -> dict[str, str]:
-    """As of a caller who knows nothing of gRPC; this process has set variables of its."""
+    """The environment of a caller without gRPC's variables, which this process has set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     return kept | more
 
@@ -94,7 +94,7 @@ def serving() -> Iterator[tuple[subprocess.Popen[str], str]]:
 def test_a_server_that_ends_in_the_midst_of_a_stream(kind: str, how: signal.Signals) -> None:
     with serving() as (server, address), caller(kind, address) as asking:
         assert asking.stdout is not None
-        asking.stdout.readline()  # It is connected, or about to.
+        asking.stdout.readline()  # It is connected, or will be soon.
         server.send_signal(how)
         said, complaint = asking.communicate(timeout=120)
     assert "UnavailableError" in said
@@ -102,7 +102,7 @@ def test_a_server_that_ends_in_the_midst_of_a_stream(kind: str, how: signal.Sign
 
 
 def frame(kind: int, payload: bytes, *, flags: int = 0) -> bytes:
-    """A frame of HTTP/2 about the whole connection."""
+    """A frame of HTTP/2 for the whole connection."""
     return struct.pack(">I", len(payload))[1:] + bytes([kind, flags, 0, 0, 0, 0]) + payload
 
 
@@ -112,7 +112,7 @@ INTERNAL_ERROR = frame(7, struct.pack(">II", 1, 2) + b"the server dies")
 
 @contextmanager
 def leaving_with(last_words: bytes) -> Iterator[str]:
-    """A server of HTTP/2 that says nothing on a connection but its last words."""
+    """A server of HTTP/2 that sends only its last words on a connection."""
 
     def leave(connection: socket.socket) -> None:
         with connection, suppress(OSError):
@@ -141,7 +141,7 @@ def leaving_with(last_words: bytes) -> Iterator[str]:
     "last_words", [INTERNAL_ERROR, TOO_MANY_PINGS], ids=["internal error", "too many pings"]
 )
 def test_a_server_that_sends_its_clients_away(kind: str, last_words: bytes) -> None:
-    """gRPC's core would write a line of its own for each such connection."""
+    """gRPC's core would write a line for each such connection."""
     with leaving_with(last_words) as address, caller(kind, address) as asking:
         said, complaint = asking.communicate(timeout=120)
     assert "UnavailableError" in said

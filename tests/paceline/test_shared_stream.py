@@ -1,6 +1,6 @@
 """One stream for all requests of a client, and a server that breaks the contract on it.
 
-Each time a bystander has begun before the fault, runs through it, and ends as it should.
+Each time, a bystander begins before the fault, runs through it, and ends as it should.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.paceline.scripted import EVENTS
 Answer = inference_pb2.GenerateManyResponse
 STARTED, CHUNK, LAST_CHUNK, FINISHED = (event_to_wire(event) for event in EVENTS)
 END = object()
-"""In place of an answer: the server ends the stream well."""
+"""In place of an answer: the server ends the stream in good order."""
 
 
 def answer(number: int, *responses: inference_pb2.GenerateResponse) -> Answer:
@@ -87,9 +87,9 @@ WRONG: dict[str, Wrong] = {
 
 
 class Hostile:
-    """Answers a request with the prompt of an entry of `WRONG` so, "flood" without an end.
+    """Answers prompts that are keys of `WRONG` with these answers, and "flood" without end.
 
-    It begins to answer any other, and ends these answers at "release".
+    It begins to answer any other prompt, and ends these answers at "release".
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ class Hostile:
                 yield answer(number, STARTED, CHUNK)
 
     def _flood(self, number: int) -> Iterator[Answer]:
-        """Four times what a caller may leave unread."""
+        """Four times the amount that a caller may leave unread."""
         text = "x" * 100_000
         for index in range(4 * MAX_UNREAD_BYTES // len(text)):
             chunk = Chunk(index, (7,), ("target",), text, (text,))
@@ -165,7 +165,7 @@ async def rest(stream: AsyncIterator[GenerateEvent]) -> list[GenerateEvent]:
 
 
 async def read_into(read: list[GenerateEvent], stream: AsyncIterator[GenerateEvent]) -> None:
-    """Also what comes before an error."""
+    """Read a stream into `read`, including what comes before an error."""
     async for event in stream:
         read.append(event)
 
@@ -229,7 +229,7 @@ async def test_a_caller_that_does_not_read_loses_its_request_and_harms_no_other(
         bystander = await begun(client)
         slow = client.stream("flood")
         await anext(slow)
-        # Answered after the flood, which therefore was taken off the stream.
+        # This answer comes after the flood, so the flood was taken off the stream.
         await client.generate("release")
         assert await rest(bystander) == list(EVENTS[2:])
         assert hostile.flooded * 100_000 >= 3 * MAX_UNREAD_BYTES
@@ -237,7 +237,7 @@ async def test_a_caller_that_does_not_read_loses_its_request_and_harms_no_other(
         with pytest.raises(OverloadedError, match="left 8,388,608 bytes of the answer unread"):
             await read_into(read, slow)
         texts = [event.text for event in read if isinstance(event, Chunk)]
-        num_characters = 2 * sum(map(len, texts))  # Each has one piece, which is the same.
+        num_characters = 2 * sum(map(len, texts))  # Each has the same one piece.
         assert MAX_UNREAD_BYTES / 2 < num_characters <= MAX_UNREAD_BYTES
         await client.generate("release")
         assert hostile.cancelled == {2}

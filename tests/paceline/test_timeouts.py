@@ -1,4 +1,4 @@
-"""A timeout ends a request at the caller and at the server, connecting included."""
+"""A timeout ends a request at the caller and at the server. Connecting counts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ async def test_on_a_shared_stream_it_ends_its_request_alone(
 
 
 async def test_what_came_in_time_is_still_read(address: str, scripted: Scripted) -> None:
-    """And a caller that does not read has its request cancelled in time all the same."""
+    """A caller that does not read has its request cancelled in time too."""
     async with AsyncClient(address) as client:
         stream = client.stream("endless", timeout=0.2)
         assert await anext(stream) == EVENTS[0]
@@ -95,7 +95,7 @@ async def test_it_covers_connecting() -> None:
 
 
 class Deaf(inference_pb2_grpc.InferenceServiceServicer):
-    """Reads nothing of a shared stream."""
+    """Reads nothing from a shared stream."""
 
     def DescribeModel(self, request: Any, context: Any) -> inference_pb2.DescribeModelResponse:
         return inference_pb2.DescribeModelResponse()
@@ -109,7 +109,7 @@ class Deaf(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def test_requests_to_a_server_that_reads_nothing_leave_nothing_behind() -> None:
-    """A caller that tries again and again must not fill its own memory with what was not sent."""
+    """A caller that tries again and again must not fill its own memory with unsent messages."""
     server = grpc.server(ThreadPoolExecutor(2))
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(Deaf(), server)
     port = server.add_insecure_port("127.0.0.1:0")

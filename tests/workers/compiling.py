@@ -1,8 +1,8 @@
-"""Kernels compiled for an H100, where there is no GPU.
+"""Kernels compiled for an H100 without a GPU.
 
-The interpreter, by which tests run kernels on a CPU, forgives what the compiler refuses. So a
-process without it calls a function that launches kernels: each launch compiles, for the very types
-and alignments of its arguments, and runs nothing. Tensors may be on the meta device.
+The interpreter, with which tests run kernels on a CPU, forgives what the compiler refuses. So a
+process without it calls a function that launches kernels. Each launch compiles for the types and
+alignments of its arguments, and runs nothing. Tensors may be on the meta device.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a kernel was compiled to: counts of instructions of its PTX.
+    """A compiled kernel, as counts of instructions in its PTX.
 
-    `wide_loads` are of 16 bytes a thread, `products` those of tensor cores, `fused` products and
-    sums of float32 that the compiler gave one rounding (logarithms are written with such, but with
-    `ftz`); `spills` says whether registers are kept in memory.
+    `wide_loads`: loads of 16 bytes a thread. `products`: products on tensor cores. `fused`: float32
+    products and sums to which the compiler gave one rounding (logarithms use such too, but with
+    `ftz`). `spills`: whether registers are kept in memory.
     """
 
     wide_loads: int
@@ -38,7 +38,7 @@ class Variant:
 
 
 def compile_launches(launch: Callable[[], None], cache: Path) -> dict[str, list[Variant]]:
-    """The variants of every kernel that `launch`, a function of a module, leads to, by name.
+    """The variants of every kernel that `launch`, a function of a module, launches, by name.
 
     `cache`: an empty folder for Triton. Takes some seconds.
     """
@@ -63,7 +63,7 @@ def _main(module: str, function: str) -> None:
     from triton.runtime.jit import JITFunction
 
     class NoDevice:
-        """What Triton asks of a driver before it compiles."""
+        """Answers what Triton asks a driver before it compiles."""
 
         def get_current_device(self) -> int:
             return 0

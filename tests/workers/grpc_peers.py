@@ -1,4 +1,4 @@
-"""Small clients of the worker services, as a driver would be."""
+"""Small clients of the worker services, in place of a driver."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Stepper:
         self.step_number = 0
 
     async def send(self, **fields: Any) -> target_pb2.StepResponse:
-        """Send a step, its number filled in, and await the answer."""
+        """Send a step with the next number, and await the answer."""
         self.step_number += 1
         await self.call.write(target_pb2.StepRequest(step=self.step_number, **fields))
         response = await self.call.read()
@@ -42,7 +42,7 @@ class Stepper:
     async def open(
         self, spec: SequenceSpec, token_ids: Sequence[int], blocks: Sequence[int], *, chunk: int
     ) -> int:
-        """Open sequence 1, prefill in chunks; the first token after the prompt."""
+        """Open sequence 1 and prefill it in chunks. Returns the first token after the prompt."""
         await self.send(open=[target_pb2.TargetSequence(sequence_id=1, spec=spec_to_wire(spec))])
         for start in range(0, len(token_ids), chunk):
             fed = token_ids[start : start + chunk]
@@ -59,7 +59,7 @@ class Stepper:
     async def verify(
         self, start: int, last_token: int, candidates: Sequence[int], **fields: Any
     ) -> target_pb2.Verdict:
-        """One decoding step of sequence 1, with more fields of the slice."""
+        """Run one decoding step of sequence 1. `more`: further fields of the slice."""
         piece = target_pb2.Slice(
             sequence_id=1,
             start=start,
@@ -116,13 +116,13 @@ class DraftStream:
         )
 
     async def read(self) -> drafting_pb2.DraftResponse:
-        """The next message; the stream must not have ended."""
+        """The next message. The stream must not have ended."""
         response = await self.call.read()
         assert response is not grpc.aio.EOF, "the stream ended too early"
         return response
 
     async def proposals(self, num_tokens: int) -> list[drafting_pb2.Proposal]:
-        """The proposals that come, until they hold so many tokens."""
+        """Collect proposals until they hold `num_tokens` tokens."""
         found: list[drafting_pb2.Proposal] = []
         while sum(len(proposal.token_ids) for proposal in found) < num_tokens:
             found += proposals_in((await self.read()).proposals)
@@ -130,7 +130,7 @@ class DraftStream:
 
 
 def proposals_in(batch: drafting_pb2.ProposalBatch) -> list[drafting_pb2.Proposal]:
-    """All that a pass proposes, what it tells in columns too."""
+    """All proposals of a pass, including those in columns."""
     found = list(batch.proposals)
     for tips in batch.tips:
         sequence_ids = list(tips.sequence_ids) or [tips.sequence_id] * len(tips.token_ids)

@@ -12,12 +12,11 @@ import typer
 from workers.drafting.desk import DraftingDesk
 from workers.drafting.protocols import DRAFTERS, DrafterOptions
 from workers.drafting.service import Drafter
-from workers.engine.device import DEVICES
-from workers.engine.load.weight_form import WEIGHT_FORMS
-from workers.process.cores import pin_cores
-from workers.process.garbage import spare_what_is_there
+from workers.engine.options import DEVICES, WEIGHT_FORMS
 from workers.process.server import RunningServer, start_server
+from workers.process.settings import freeze_present_objects
 from workers.process.standalone import parse_choice, parse_cores, run_standalone
+from workers.process.threads import pin_cores
 
 
 async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) -> RunningServer:
@@ -34,7 +33,7 @@ async def serve_drafter(options: DrafterOptions, *, host: str, port: int = 0) ->
 
     async def load() -> None:
         proposer = await kind.load(options)
-        spare_what_is_there()
+        freeze_present_objects()
         drafter.begin(DraftingDesk(proposer, max_sequences=options.max_sequences))
 
     return await serve_once_loaded(drafter, load, host=host, port=port)
@@ -47,7 +46,7 @@ async def serve_once_loaded(
     server = await start_server(drafter.add_to, host=host, port=port, serving=False)
     server.on_stop(drafter.end)
     drafter.on_broken = server.report_broken
-    await server.serve_once(load)
+    await server.serve_after(load)
     return server
 
 

@@ -11,8 +11,8 @@ from workers.emulated.profiles import DeviceProfile, load_profile
 from workers.emulated.replay_target import ReplayEngine
 from workers.emulated.replay_text import Recording, ReplayText, load_recording
 from workers.engine.load.checkpoint import CheckpointInfo, describe_checkpoint
-from workers.process.garbage import spare_what_is_there
 from workers.process.server import RunningServer, start_server
+from workers.process.settings import freeze_present_objects
 from workers.process.standalone import run_standalone
 from workers.target.servicer import TargetShard
 
@@ -21,7 +21,7 @@ def load_replay(folder: Path, recording: Recording | None) -> tuple[CheckpointIn
     """The stand-in checkpoint in `folder`, and the replayed text. Raises CheckpointError."""
     info = describe_checkpoint(folder)
     recorded = recording.keys(info.vocab_size) if recording is not None else None
-    spare_what_is_there()
+    freeze_present_objects()
     return info, ReplayText(info.vocab_size, recorded)
 
 

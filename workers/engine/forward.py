@@ -4,39 +4,93 @@ The lean one computes what Llama, Mistral, Qwen2 and Qwen3 layers compute, from 
 loaded model, with a third of the operations. It is not a port: a model with other parts, or with
 other logits on a probe, runs through its own code.
 
-Shapes: T tokens, N features, D head size, V vocabulary.
+Both call the attention of the step, which is the device's: cpu/attention.py, cuda/step.py. The lean
+one also takes the operations between a layer's products from outside. `LayerOperations` are
+torch's, for any device; cuda/layer_kernels.py has kernels, each of which replaces several of these.
+
+Shapes: T tokens, N features, F features of the feed-forward, A heads of a token (queries, keys,
+values), D head size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
 
-from workers.engine.attention import Step, StepContext
-from workers.engine.cpu.kv_cache import KVCache
-from workers.engine.cpu.linears import MIN_ROWS
-from workers.engine.fusing import ProjectionPart
-from workers.engine.layer_operations import (
-    AttentionLayer,
-    LayerOperations,
-    Rotation,
-    operations_for,
-)
 from workers.engine.load.checkpoint import sliding_window_of
+from workers.engine.modules import ProjectionPart
 from workers.engine.slices import Slice
-from workers.engine.step_plan import make_plan
 
-Forward = Callable[[Step], Tensor]
-"""Maps a planned step to its logits [T, V], in the model's dtype."""
-
+ATTENTION = "paceline"
+"""The name of our attention among transformers' attention functions."""
 _UNUSED_MASK = torch.empty(1, 1, 1, 1)
 _PROBE_LENGTH = 9
 _TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.004, torch.bfloat16: 0.03}
 """Largest difference on the probe, as a share of the largest logit: a few units of rounding."""
+
+
+class Step(Protocol):
+    """A step as model code sees it: what to feed, and the attention over its KV."""
+
+    @property
+    def token_ids_T(self) -> Tensor: ...
+
+    @property
+    def position_ids_T(self) -> Tensor: ...
+
+    @property
+    def logit_rows(self) -> Tensor: ...
+
+    def attend(
+        self,
+        rows_TAD: Tensor,
+        layer: int,
+        scaling: float,
+        *,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> Tensor:
+        """Store a layer's keys and values, attend, and return [T x query heads, D].
+
+        `rows_TAD`: a token's queries, keys and values, one head after another. `window`: the number
+        of positions that a row sees, its own included. `softcap`: the bound within which tanh keeps
+        a score.
+        """
+
+
+Forward = Callable[[Step], Tensor]
+"""Maps a planned step to its logits [T, V], in the model's dtype."""
+
+
+def probe_slice(vocab_size: int) -> Slice:
+    """What the step of `choose_forward` feeds: a few tokens, whose KV goes to block 0."""
+    token_ids = [token % vocab_size for token in range(3, 3 + _PROBE_LENGTH)]
+    return Slice([0], 0, token_ids, _PROBE_LENGTH)
+
+
+def choose_forward(
+    model: PreTrainedModel, step: Step, operations: LayerOperations | None = None
+) -> Forward:
+    """The lean way if it gives the logits of the model's own code on a probe, else that code.
+
+    `step`: feeds `probe_slice`. `operations`: those of the lean way; None: torch's.
+    """
+    own = hugging_face_forward(model)
+    try:
+        lean = LeanForward(model, operations)
+    except _OtherLayoutError:
+        return own
+    expected_TV, logits_TV = own(step), lean(step)
+    if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
+        return own
+    bound = _TOLERANCE[model.dtype] * float(expected_TV.abs().max())
+    return lean if float((logits_TV - expected_TV).abs().max()) <= bound else own
 
 
 def hugging_face_forward(model: PreTrainedModel) -> Forward:
@@ -59,50 +113,155 @@ def hugging_face_forward(model: PreTrainedModel) -> Forward:
     return forward
 
 
-def choose_forward(model: PreTrainedModel, cache: KVCache) -> Forward:
-    """The way to run a model on the CPU. Overwrites block 0 of `cache`."""
-    num_kv_heads = cache.layers[0].keys_NHBD.shape[1]
-    plan = make_plan(
-        [probe_slice(int(model.config.vocab_size))],
-        num_query_heads=model.config.num_attention_heads,
-        num_kv_heads=num_kv_heads,
-        min_tokens=max(MIN_ROWS.values()),
-    )
-    return choose_by_probe(model, StepContext(plan, cache.layers))
+def _step_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    paceline_step: Step,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The step's attention as a function of transformers.
+
+    Query, key and value [1, heads, T, D] in, [1, T, heads, D] out.
+    """
+    rows_TAD = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).contiguous()
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    rows = paceline_step.attend(rows_TAD, layer, scaling, window=sliding_window, softcap=softcap)
+    return rows.view(1, query.shape[2], query.shape[1], query.shape[3]), None
 
 
-def probe_slice(vocab_size: int) -> Slice:
-    """The slice for the step that choose_by_probe takes: a few tokens in block 0."""
-    token_ids = [token % vocab_size for token in range(3, 3 + _PROBE_LENGTH)]
-    return Slice([0], 0, token_ids, _PROBE_LENGTH)
+def _no_mask(*_: Any, **__: Any) -> None:
+    """No mask: the plan carries our own."""
 
 
-def choose_by_probe(model: PreTrainedModel, step: Step) -> Forward:
-    """The lean way if it gives the logits of the model's own code, else that code."""
-    own = hugging_face_forward(model)
-    try:
-        lean = LeanForward(model)
-    except _OtherLayoutError:
-        return own
-    expected_TV, logits_TV = own(step), lean(step)
-    if logits_TV.shape != expected_TV.shape or logits_TV.dtype != expected_TV.dtype:
-        return own
-    bound = _TOLERANCE[model.dtype] * float(expected_TV.abs().max())
-    return lean if float((logits_TV - expected_TV).abs().max()) <= bound else own
+def register_attention() -> None:
+    """Make ATTENTION known to transformers. It may be called again."""
+    AttentionInterface.register(ATTENTION, _step_attention)
+    AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+Rotation = tuple[Tensor, Tensor]
+"""The rotary factors of a step, in a form that only the operations that made it can read."""
+AddAndNorm = Callable[[Tensor, Tensor | None], Tensor]
+"""Adds the second tensor, if any, to the first [T, N] in place; returns the norm of the sum."""
+Attend = Callable[[Tensor, Rotation, Step], Tensor]
+"""Takes the joined product [T, A x D]: norms and rotates heads, stores keys and values, attends.
+
+Returns [T, query heads x D]. It may write into the product.
+"""
+Gate = Callable[[Tensor], Tensor]
+"""Takes [T, 2 x F], gates before ups; returns activated gates times ups, [T, F]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """Sizes of a layer's attention. `head_norms`: the norms of queries and of keys, if any."""
+
+    index: int
+    num_queries: int
+    num_keys: int
+    head_size: int
+    scaling: float
+    head_norms: tuple[nn.Module, ...] = ()
+
+    @property
+    def num_rotated(self) -> int:
+        """The number of queries and keys."""
+        return self.num_queries + self.num_keys
+
+    @property
+    def num_heads(self) -> int:
+        """The number of queries, keys and values. There is one value per key."""
+        return self.num_rotated + self.num_keys
+
+
+class LayerOperations:
+    """The operations between the products of a Llama-like layer, by torch.
+
+    Each is bound to a layer's modules once, when the forward is made.
+    """
+
+    def add_and_norm(self, norm: nn.Module) -> AddAndNorm:
+        """The operation with this norm."""
+        normed = _forward_of(norm)
+
+        def run(hidden_TN: Tensor, delta_TN: Tensor | None) -> Tensor:
+            if delta_TN is not None:
+                hidden_TN.add_(delta_TN)
+            return normed(hidden_TN)
+
+        return run
+
+    def rotation(self, cos_TD: Tensor, sin_TD: Tensor, layer: AttentionLayer) -> Rotation:
+        """Factors [T, A, D] for heads and for their swapped halves; values are not rotated."""
+        half = cos_TD.shape[1] // 2
+        signed_TD = torch.cat([-sin_TD[:, :half], sin_TD[:, half:]], dim=1)
+        shape = (cos_TD.shape[0], layer.num_heads, cos_TD.shape[1])
+        cos_TAD, sin_TAD = cos_TD.new_ones(shape), cos_TD.new_zeros(shape)
+        cos_TAD[:, : layer.num_rotated] = cos_TD[:, None]
+        sin_TAD[:, : layer.num_rotated] = signed_TD[:, None]
+        return cos_TAD, sin_TAD
+
+    def attend(self, layer: AttentionLayer) -> Attend:
+        """The attention of this layer."""
+
+        def run(rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
+            cos_TAD, sin_TAD = rotation
+            heads_TAD = rows.view(cos_TAD.shape)
+            if layer.head_norms:
+                heads_TAD = norm_heads(heads_TAD, layer)
+            num_tokens, num_heads, head_size = heads_TAD.shape
+            swapped = heads_TAD.view(num_tokens, num_heads, 2, head_size // 2).flip(2)
+            swapped_TAD = swapped.view(cos_TAD.shape).mul_(sin_TAD)
+            heads_TAD.mul_(cos_TAD).add_(swapped_TAD)
+            return step.attend(heads_TAD, layer.index, layer.scaling).view(num_tokens, -1)
+
+        return run
+
+    def gate(self, activation: nn.Module) -> Gate:
+        """The operation with this activation."""
+        activated = _forward_of(activation)
+
+        def run(gate_and_up: Tensor) -> Tensor:
+            gate, up = gate_and_up.chunk(2, dim=-1)
+            return activated(gate).mul_(up)
+
+        return run
+
+
+def norm_heads(heads_TAD: Tensor, layer: AttentionLayer) -> Tensor:
+    """Norm queries and keys head by head, as Qwen3 does. Values are unchanged."""
+    parts = heads_TAD.split([layer.num_queries, layer.num_keys, layer.num_keys], dim=1)
+    queries, keys = (norm(part) for norm, part in zip(layer.head_norms, parts, strict=False))
+    return torch.cat([queries, keys, parts[2]], dim=1)
+
+
+def _forward_of(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The module's forward without torch's hooks, which nobody uses here but take time."""
+    forward: Any = module.forward
+    result: Callable[[Tensor], Tensor] = forward
+    return result
 
 
 class _OtherLayoutError(Exception):
-    """The model's parts are not those that the lean forward supports."""
+    """The model has other parts than the lean forward supports."""
 
 
 class LeanForward:
     """Embedding, layers, final norm and LM head of a Llama-like model."""
 
     def __init__(self, model: PreTrainedModel, operations: LayerOperations | None = None) -> None:
-        """`operations` None: those for the model's device. Raises _OtherLayoutError."""
+        """`operations` None: torch's. Raises _OtherLayoutError."""
         if sliding_window_of(model.config) is not None:
-            raise _OtherLayoutError("sliding_window")  # the probe is too short to detect a window
-        self._operations = operations or operations_for(model.device)
+            raise _OtherLayoutError("sliding_window")  # the probe is too short to notice a window
+        self._operations = operations or LayerOperations()
         base = _part(model, model.base_model_prefix)
         self._embed = _part(base, "embed_tokens")
         self._rotary = _part(base, "rotary_emb")
@@ -144,10 +303,10 @@ class _LeanLayer:
     def run(
         self, hidden_TN: Tensor, delta_TN: Tensor | None, rotation: Rotation, step: Step
     ) -> Tensor:
-        """Add `delta_TN`, the previous layer's last result, to `hidden_TN`, and this layer's
-        attention.
+        """Add to `hidden_TN` first `delta_TN`, then this layer's attention.
 
-        Returns the result of this layer's feed-forward, which the next norm adds.
+        `delta_TN`: the result of the previous layer's feed-forward. Returns that of this layer's,
+        which the next norm adds.
         """
         rows = self._project(self._input_norm(hidden_TN, delta_TN))
         attended_TN = self._output(self._attend(rows, rotation, step))
@@ -192,7 +351,7 @@ def _part(owner: nn.Module, name: str) -> Any:
 
 
 def _joined(owner: nn.Module, *names: str) -> Any:
-    """The single product that replaces these linears of `owner` (fusing.py)."""
+    """The single product that replaces these linears of `owner` (modules.py)."""
     parts = [_part(owner, name) for name in names]
     first = parts[0]
     if not all(isinstance(p, ProjectionPart) and p.shared is first.shared for p in parts):

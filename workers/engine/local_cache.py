@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from workers.engine.block_pool import blocks_for
-from workers.engine.shared_blocks import BlockKeys, KvKind, SharedBlocks
+from workers.engine.kv_blocks import BlockKeys, KvKind, SharedBlocks, blocks_for
 from workers.engine.slices import Slice
 
 
 class LocalSequence:
-    """Token ids of a sequence, its blocks, and how many of its tokens have KV stored.
+    """Token ids of a sequence, its blocks, and the number of its tokens whose KV is stored.
 
-    Each token has one slot, in the order in which tokens were added. Whether they form a chain or a
-    tree is the caller's concern (drafting/tree_kv.py).
+    Each token has one slot, in the order in which tokens were added. Only the caller knows whether
+    they form a chain or a tree (drafting/kinds/tree_kv.py).
     """
 
     def __init__(self, pool: SharedBlocks, block_size: int, tenant: str) -> None:
@@ -38,8 +37,9 @@ class LocalSequence:
         return len(self.token_ids)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens without KV. Raises OverloadedError, changing nothing, if blocks are
-        missing.
+        """Append tokens without KV.
+
+        Raises OverloadedError, and appends none, if there are too few blocks.
         """
         missing = self._missing_blocks(len(self.token_ids) + len(token_ids))
         if missing > 0:
@@ -47,7 +47,7 @@ class LocalSequence:
         self.token_ids.extend(token_ids)
 
     def check_room(self, num_tokens: int) -> None:
-        """Raise OverloadedError if it could not grow to `num_tokens` now. Takes no blocks."""
+        """Raise OverloadedError if the sequence could not grow to `num_tokens`. Takes no blocks."""
         self._pool.check_room(self._missing_blocks(num_tokens))
 
     def truncate_to(self, position: int) -> None:

@@ -1,25 +1,39 @@
-"""Opens a checkpoint as an engine, on a CPU or on a GPU. The one place that chooses."""
+"""Opens a checkpoint as an engine. This is the only place that chooses between CPU and GPU.
+
+`load_engine` is what workers call. `check_ahead` finds out before any process starts what an engine
+would refuse.
+"""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from paceline.errors import ConfigError
 from workers.engine.cpu.engine import Engine
+from workers.engine.cpu.kv_cache import BLOCK_SIZE, block_bytes
+from workers.engine.cpu.linears import activation_dtype
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.loading import dtype_of, load_on_device, load_part_on_device
-from workers.engine.device import Device
-from workers.engine.load.checkpoint import inspect_checkpoint
-from workers.engine.load.weight_form import Dtype, WeightForm, form_on_cpu
+from workers.engine.cuda.kv_cache import PAGE_SIZE, page_bytes
+from workers.engine.load.checkpoint import choose_length, inspect_checkpoint
+from workers.engine.load.model import dtype_on_gpu, load_on_gpu, load_part_on_gpu, part_config
+from workers.engine.memory import kv_sizes_of, num_blocks_in
+from workers.engine.options import Device, Dtype, WeightForm, form_on_cpu
+from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Group
-from workers.engine.parallel.rank_parts import Progress
+from workers.engine.parallel.sharding import Progress
+from workers.process.kernels import use_kernels
+from workers.process.settings import freeze_present_objects
+from workers.process.threads import in_own_thread
+from workers.verification.device_choice import make_ready
 
 AnyEngine = Engine | CudaEngine
 
 CPU_KV_BYTES = 1 << 30
-"""KV memory on a CPU if none is given."""
+"""Bytes of KV memory on a CPU if none are given."""
 
 
 def open_engine(
@@ -35,15 +49,15 @@ def open_engine(
     group: Group | None = None,
     progress: Progress | None = None,
 ) -> AnyEngine:
-    """Load a checkpoint. Device "auto": a GPU if this process sees one.
+    """Load a checkpoint, or with a `group` this rank's part of it.
 
     `weights`: the form on a CPU if `dtype` is "auto"; a GPU then takes the checkpoint's dtype.
-    `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant). `group` and
-    `progress` are those of Engine. `kv_memory_bytes` None: 1 GiB on a CPU, and on a GPU what a
-    profile run leaves.
+    `threads` is for a CPU, `batch_invariant` for a GPU (a CPU is always invariant).
+    `kv_memory_bytes` None: CPU_KV_BYTES on a CPU, and on a GPU what a profile run leaves.
+    `max_model_len` may lower the checkpoint's own. `progress` is called after each tensor.
 
-    Raises what Engine raises. Raises ConfigError also if a GPU is requested but none is seen, if
-    its memory does not suffice, and for a `dtype` that the device has no kernels for.
+    Raises CheckpointError. Raises ConfigError if a GPU is asked for but none is seen, if memory
+    does not suffice, and for a `dtype` that the device has no kernels for.
     """
     where = device_of(device)
     if where == "cpu":
@@ -57,11 +71,11 @@ def open_engine(
             progress=progress,
         )
     info = inspect_checkpoint(folder)
-    gpu, stored_as = torch.device(where), dtype_of(dtype, info)
+    gpu, stored_as = torch.device(where), dtype_on_gpu(dtype, info)
     if group is None:
-        model = load_on_device(folder, gpu, stored_as)
+        model = load_on_gpu(folder, gpu, stored_as)
     else:
-        model = load_part_on_device(folder, gpu, stored_as, group, progress)
+        model = load_part_on_gpu(folder, gpu, stored_as, group, progress)
     return CudaEngine(
         model,
         info,
@@ -77,7 +91,7 @@ def open_engine(
 def device_of(device: Device) -> str:
     """torch's name of the device: "cpu", or the first GPU that this process sees.
 
-    Raises ConfigError if a GPU is requested but none is seen.
+    Raises ConfigError if a GPU is asked for but none is seen.
     """
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
@@ -86,3 +100,81 @@ def device_of(device: Device) -> str:
             f"({torch.__version__}) and CUDA_VISIBLE_DEVICES, or use the device cpu"
         )
     return "cuda:0" if available and device != "cpu" else "cpu"
+
+
+async def load_engine(
+    folder: Path,
+    *,
+    weights: WeightForm,
+    threads: int,
+    kv_memory_bytes: int | None,
+    max_model_len: int | None = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    batch_invariant: bool = True,
+    kernels: bool = False,
+    group: Group | None = None,
+    progress: Progress | None = None,
+) -> AnyEngine:
+    """As `open_engine`, in a thread, while the event loop that will use the engine keeps running.
+
+    `kernels`: this engine, and all later ones of the process, use our own kernels on a GPU.
+    """
+    if kernels:
+        use_kernels(True)
+    load = partial(
+        open_engine,
+        folder,
+        weights=weights,
+        threads=threads,
+        kv_memory_bytes=kv_memory_bytes,
+        max_model_len=max_model_len,
+        device=device,
+        dtype=dtype,
+        batch_invariant=batch_invariant,
+        group=group,
+        progress=progress,
+    )
+    engine = await in_own_thread(load, threads=threads)
+    where = torch.device(device_of(device))
+    if where.type == "cuda":
+        ready = partial(make_ready, int(engine.info.vocab_size), where)
+        await in_own_thread(ready, threads=threads)
+    freeze_present_objects()
+    return engine
+
+
+def check_ahead(
+    folder: Path,
+    *,
+    device: Literal["cpu", "cuda"],
+    weights: WeightForm,
+    kv_memory_bytes: int | None,
+    dtype: Dtype = "auto",
+    max_model_len: int | None = None,
+    degree: int = 1,
+) -> None:
+    """Check the options that `open_engine` will get on each of `degree` ranks. Loads no weights.
+
+    Raises CheckpointError. Raises ConfigError, with the numbers, if the device has no kernels for
+    the dtype, the checkpoint does not support the length, there are more ranks than heads, or the
+    KV memory does not hold one sequence. How much memory there is only the worker finds out.
+    """
+    info = inspect_checkpoint(folder)
+    length = choose_length(max_model_len, info.max_model_len)
+    if device == "cpu":
+        kv_dtype = activation_dtype(form_on_cpu(dtype, weights))
+        kv_memory_bytes = CPU_KV_BYTES if kv_memory_bytes is None else kv_memory_bytes
+    else:
+        kv_dtype = dtype_on_gpu(dtype, info)
+    for rank in range(degree):
+        sizes = kv_sizes_of(part_config(folder, Place(rank, degree)))
+        if kv_memory_bytes is None:
+            continue  # a profile run will decide
+        on_cpu = device == "cpu"
+        num_blocks_in(
+            kv_memory_bytes,
+            per_block=(block_bytes if on_cpu else page_bytes)(**sizes, dtype=kv_dtype),
+            block_size=BLOCK_SIZE if on_cpu else PAGE_SIZE,
+            max_model_len=length,
+        )

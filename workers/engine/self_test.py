@@ -1,7 +1,7 @@
 """The start-up self-test: is a row of logits bit-equal whatever it is computed with?
 
-It proves this promise on the machine at hand, with its kernels and thread count. It uses the
-engine's own blocks, before any sequence exists.
+It proves this promise on the machine at hand, with its kernels and its number of threads. It
+overwrites the engine's KV blocks, so it runs before any sequence exists.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workers.engine.block_pool import blocks_for
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import CheckpointInfo
 from workers.engine.slices import Slice
 
@@ -35,13 +35,13 @@ class Steppable(Protocol):
 _LENGTH = 140
 """Tokens of the longer sequence: two chunks of attention."""
 _TAIL = 20
-"""The number of last rows that are compared; they lie in both chunks."""
+"""The number of rows that are compared, the last ones; they lie in both chunks."""
 _WINDOWS = (1, 2, 3, 5, 9)
 """The sizes in which the tail is fed in pieces. Their sum is _TAIL."""
 
 
 def rows_are_invariant(engine: Steppable) -> bool:
-    """Whether several ways to compute the same rows give the same bits. Takes some 10 steps.
+    """Whether several ways to compute the same rows give the same bits. This takes some 10 steps.
 
     The ways: the prompt at once; the tail in windows; the prompt in two parts in blocks that are
     not neighbors, beside another sequence of another length; and, if torch has several threads,

@@ -41,7 +41,7 @@ class Slice:
 
 
 def blocks_begun(slices: Sequence[Slice], block_size: int) -> list[int]:
-    """The blocks whose first slot these slices write: their old content is of no use to anybody."""
+    """The blocks whose first slot these slices write: nobody needs their old content."""
     begun: list[int] = []
     for piece in slices:
         end = piece.start + len(piece.token_ids)
@@ -69,7 +69,10 @@ def check_tree(piece: Slice) -> None:
 
 
 def origins_of(moves: Sequence[tuple[int, int]]) -> dict[int, int]:
-    """Maps each target slot to the slot of its content before these moves, (from, to) in order."""
+    """Maps each slot that is written to the slot that held its content before all moves.
+
+    `moves`: pairs (from, to), in order.
+    """
     origin: dict[int, int] = {}
     for source, target in moves:
         origin[target] = origin.get(source, source)
@@ -114,7 +117,7 @@ def unrelated_slots(piece: Slice, num_slots: int) -> Tensor:
 
 def paths_of(parents: Sequence[int]) -> NDArray[np.bool_]:
     """[nodes, nodes]: which nodes are on the path to each node of a tree, itself included."""
-    paths = [0]  # as the bits of a number, since writing a row of an array takes longer
+    paths = [0]  # a path is the bits of a number: writing a row of an array takes longer
     for node, parent in enumerate(parents):
         paths.append(paths[parent] | 1 << node)
     width = -(-len(parents) // 8)

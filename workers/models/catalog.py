@@ -13,7 +13,7 @@ from pathlib import Path
 
 from paceline.errors import CheckpointError
 from paceline.text import did_you_mean
-from workers.engine.load.weight_form import WeightForm
+from workers.engine.options import WeightForm
 from workers.models.fetch import Progress, Source, fetch, is_intact, no_progress
 
 

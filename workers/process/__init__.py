@@ -1,3 +1,1 @@
-"""What every worker process has: a gRPC server, a log, cores, a clock, threads beside the event
-loop.
-"""
+"""What every worker process has: a gRPC server, a log, cores and threads, a clock."""

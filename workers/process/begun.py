@@ -1,7 +1,7 @@
 """A coroutine that runs at once up to its first wait, and is awaited later.
 
 An asyncio task starts its coroutine one turn of the event loop later, and reports its end another
-turn later. Between a verdict and the next step, those turns would add to the target's idle time.
+turn later. Between a verdict and the next step, those turns would make the target idle for longer.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Result = TypeVar("Result")
 
 
 class Begun(Generic[Result]):
-    """Runs a coroutine at once. Await it once, from a task, or `cancel` it.
+    """Runs a coroutine at once. Either await it once, from a task, or `cancel` it.
 
-    The coroutine may wait only for futures of the event loop. An exception that it raises is raised
-    when it is awaited.
+    The coroutine may wait only for futures of the event loop. If it raises an exception, awaiting
+    raises it.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Result]) -> None:

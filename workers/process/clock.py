@@ -6,12 +6,10 @@ import time
 
 
 class WorkerClock:
-    """The clock of a real device. An emulated one has its own
-    (workers/emulated/device_clock.py).
-    """
+    """The clock of a real device. Emulated devices have workers/emulated/device_clock.py."""
 
     overrun_seconds = 0.0
-    """How much longer the last pass took than the device would have. Always 0 for a real device."""
+    """Seconds by which the last pass took longer than on the emulated device; 0 for a real one."""
 
     def now(self) -> float:
         """Seconds since an arbitrary moment."""

@@ -1,7 +1,7 @@
 """Whether our own GPU kernels run. They are written in Triton, which torch's CUDA builds bring.
 
-They have been interpreted and compiled, and have NEVER RUN ON A GPU: so they run where the
-configuration asks for them (target.kernels), and docs/gpu.md says how to prove them. Else, and
+They have been interpreted and compiled, and have NEVER RUN ON A GPU. So they run only if the
+configuration asks for them (target.kernels); docs/gpu.md says how to prove them. Otherwise, and
 where they cannot run, torch's operations compute the same. In tests Triton's interpreter runs them
 on CPU tensors (TRITON_INTERPRET=1, tests/conftest.py).
 """
@@ -20,28 +20,27 @@ import torch
 
 _log = logging.getLogger(__name__)
 AMPERE = (8, 0)
-"""Compute capability from which on kernels of attention run: ours and torch's."""
-
+"""The lowest compute capability on which kernels of attention run, ours and torch's."""
 
 _wanted = False
 
 
 def use_kernels(wanted: bool) -> None:
-    """Whether our kernels are wanted in this process. Before an engine is made, which asks once."""
+    """Set whether this process uses our kernels. Call it before an engine is made: it asks once."""
     global _wanted
     _wanted = wanted
 
 
 def can_run_kernels(device: torch.device) -> bool:
-    """Whether tensors of this device are to be given to our kernels.
+    """Whether our kernels are to compute with tensors of this device.
 
-    Says once in the log why not, where they are wanted.
+    If they are wanted but cannot run, the log says why, once.
     """
     return _wanted and device.type == "cuda" and _obstacle(device) is None
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Where kernels are launched: Triton's device is the current one, whatever its arguments'."""
+    """A context in which to launch kernels: Triton uses the current device, not its arguments'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

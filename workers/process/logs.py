@@ -1,9 +1,9 @@
 """A worker's log: PACELINE_HOME/logs/RUN/WORKER.log, on the worker's own host.
 
 A run is one start of a deployment. Each file has a maximum size and is rotated (WORKER.log.1 is
-older); old runs are removed. A failing log never fails its writer: lines that a full disk refuses
-are counted, and their number is logged once there is room. A line has the time, level and worker,
-and the request if the caller passed `extra={"request_id": ...}`.
+older); old runs are removed. If the log fails, whoever writes to it goes on: lines that a full disk
+refuses are counted, and their number is logged once there is room. A line has the time, level and
+worker, and the request if the caller passed `extra={"request_id": ...}`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 
 FILE_BYTES = 4 * 1024 * 1024
-"""Maximum bytes of one file. A day's warnings are some kilobytes; a repeated traceback fills it in
+"""Bytes of one file, at most. A day's warnings are some kilobytes; a repeated traceback fills it in
 hours.
 """
 OLDER_FILES = 2
@@ -32,7 +32,7 @@ OLDER_FILES = 2
 KEPT_RUNS = 10
 """Number of ended runs that are kept on a host."""
 PAUSE_SECONDS = 5.0
-"""Seconds without a try after a line that could not be written, since a try costs time."""
+"""Seconds to wait after a line that could not be written, since each try costs time."""
 
 _LOCK = ".in-use"
 _log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ AddServices = Callable[[grpc.aio.Server], Sequence[str]]
 """Adds services to a server and returns their full names (`paceline.v1.TargetService`)."""
 
 LAST_WORD_SECONDS = 1.0
-"""Seconds that a broken worker waits for its streams to end, so that their peers get the reason."""
+"""Seconds that a broken worker waits for its streams to end, so that peers learn the reason."""
 
 EXIT_BROKEN = 70
 """Exit status of a worker that ended because it was broken (EX_SOFTWARE of sysexits.h)."""
@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no stubs
     """The standard health service: one status for "" and all of a server's services.
 
-    In grpcio-health-checking's own, a watcher that does not read can block every report.
+    It replaces that of grpcio-health-checking, in which a watcher that does not read can block
+    every report.
     """
 
     def __init__(self, services: Sequence[str]) -> None:
@@ -45,8 +46,6 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # it has no
 
     def report(self, *, serving: bool) -> None:
         """Answer this status from now on, and notify watchers."""
-        if serving == self._serving:
-            return
         if serving != self._serving:
             self._serving = serving
             self._changed.set()
@@ -98,7 +97,7 @@ class RunningServer:
         """Make the health service answer SERVING from now on, or NOT_SERVING."""
         self._health.report(serving=serving)
 
-    async def serve_once(self, ready: Callable[[], Awaitable[None]]) -> None:
+    async def serve_after(self, ready: Callable[[], Awaitable[None]]) -> None:
         """Report SERVING after `ready` has succeeded. If it raises, stop and raise the same."""
         try:
             await ready()
@@ -112,7 +111,7 @@ class RunningServer:
         self._closers.append(closer)
 
     def report_broken(self, reason: str) -> None:
-        """Note that the process can serve no more, and that no new connection would help."""
+        """Note that the process cannot serve any more, and that no new connection would help."""
         if not self._broken.done():
             self._broken.set_result(reason)
 
@@ -204,19 +203,19 @@ def status_code(error: PacelineError) -> grpc.StatusCode:
 def unexpected(request_id: str) -> InternalError:
     """The error that a caller gets for an unexpected exception. Call it in the exception's handler.
 
-    The exception may quote other callers' data or our own, so it goes to the log, with the id.
+    The exception goes to the log, with the id: it may quote other callers' data, or our own.
     """
     _log.exception("request %s: an unexpected error", request_id)
     return InternalError(
-        f"an unexpected error ended request {request_id!r}; the server's log tells it under this "
-        "id: please report it"
+        f"an unexpected error ended request {request_id!r}; the server's log has it under this id: "
+        "please report it"
     )
 
 
 class _UnexpectedErrors(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Ends calls with errors of ours, where gRPC would send the text of the exception.
+    """Ends calls with errors of ours; gRPC would send the text of the exception.
 
-    The id is the request's if it has one, else one that is made for the error.
+    The id in the error is the request's if it has one, else a new one.
     """
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:

@@ -20,7 +20,7 @@ from paceline.sampling import SamplingParams, SequenceSpec
 from paceline.v1 import target_pb2, types_pb2
 from paceline.wire import spec_from_wire
 from workers.drafting.wire import distributions_from_wire
-from workers.engine.block_pool import blocks_for
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import Slice
 from workers.verification.candidates import CandidateTree, DraftProbs, check_proposal
 from workers.verification.prefix import CountedText

@@ -9,20 +9,18 @@ from pathlib import Path
 import typer
 
 from paceline.errors import ConfigError
-from workers.engine.device import DEVICES, Device
-from workers.engine.load.weight_form import WEIGHT_FORMS, Dtype, WeightForm
-from workers.engine.loading import load_engine
-from workers.engine.open import AnyEngine, device_of
+from workers.engine.open import AnyEngine, device_of, load_engine
+from workers.engine.options import DEVICES, WEIGHT_FORMS, Device, Dtype, WeightForm
+from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, Group
-from workers.engine.parallel.rank_parts import Progress
-from workers.engine.parallel.sharding import Place
-from workers.process.cores import pin_cores
+from workers.engine.parallel.sharding import Progress
 from workers.process.server import RunningServer, start_server
 from workers.process.standalone import (
     parse_choice,
     parse_cores,
     run_standalone,
 )
+from workers.process.threads import pin_cores
 from workers.target.servicer import TargetShard
 
 _log = logging.getLogger(__name__)
@@ -72,7 +70,7 @@ async def serve_target_shard(
     server = await start_server(shard.add_to, host=host, port=port, serving=False)
     shard.on_broken = server.report_broken
     shard.on_serving = lambda serving: server.report(serving=serving)
-    await server.serve_once(load)
+    await server.serve_after(load)
     return server
 
 

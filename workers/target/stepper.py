@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from paceline.errors import ProtocolError
 from paceline.v1 import target_pb2
+from workers.engine.engine import RankedEngine, group_of
 from workers.engine.load.checkpoint import CheckpointInfo
-from workers.engine.parallel.ranked import RankedEngine, group_of
 from workers.engine.slices import Slice
 from workers.process.clock import WorkerClock
 from workers.target.faults import MAX_REASON_CHARACTERS

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.v1 import target_pb2, types_pb2
+from workers.engine.engine import RankedEngine
 from workers.engine.parallel.group import Group
-from workers.engine.parallel.ranked import RankedEngine
 from workers.target.faults import Part, SliceFault, judge_each
 from workers.target.session import VerdictTask
 from workers.verification.candidates import CandidateTree, end_of

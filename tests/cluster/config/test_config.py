@@ -305,7 +305,7 @@ def test_a_variable_with_single_underscores_is_told_the_right_name(
 
 
 def test_variables_that_are_no_keys_are_left_alone() -> None:
-    """Kubernetes sets the latter for services of the names paceline and paceline-server."""
+    """Kubernetes sets such variables for services named paceline and paceline-server."""
     ours = ("PACELINE_HOME", "PACELINE_RAY_HEAD")
     theirs = ("PACELINE_PORT", "PACELINE_SERVICE_HOST", "PACELINE_SERVER_SERVICE_PORT")
     assert load_config(None, dict.fromkeys((*ours, *theirs), "4")) == Config()

@@ -1,4 +1,4 @@
-"""A configuration with emulated workers: what it accepts, and that it serves, labeled."""
+"""A configuration with emulated workers: what it accepts, and that it serves, so labeled."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_mistake_is_told(tmp_path: Path, text: str, complaint: str) -> None:
 
 @asynccontextmanager
 async def _served(setup: WorkerSetup) -> AsyncIterator[AsyncClient]:
-    """A client of the deployment, whose actors run here."""
+    """A client of the deployment, whose actors run in this process."""
     *shard_plans, drafter_plan = plan_placement(setup.config, [Host("here", 4)]).workers
     shards = [ShardActor() for _ in shard_plans]
     drafter, driver = DrafterActor(), DriverActor()
@@ -134,5 +134,5 @@ async def test_two_target_groups_verify_one_sequence(tmp_path: Path) -> None:
         assert answer.token_ids == plain.token_ids
         targets = [one for one in (await client.stats()).workers if one.kind == "target"]
         assert [one.name for one in targets] == ["replica-0.shard-0", "replica-1.shard-0"]
-        # All in one process, whose emulated steps leave a drafter little time: at least a prefill.
+        # All workers share one process, so drafters have little time. A prefill there is certain.
         assert targets[1].passes > 0

@@ -1,4 +1,4 @@
-"""Ways to break the law, which the checks of law_cases.py must notice."""
+"""Ways to break the law. The checks of law_cases.py must notice each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.decoding.token_tree import TokenTree
 
 
 def bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
-    """The bonus is taken where the run-ahead begins with it, and given up elsewhere."""
+    """Take the bonus only where the run-ahead begins with it, and give it up elsewhere."""
     commit = answers._commit
     bonus: list[int] = []
 
@@ -33,7 +33,7 @@ def bonus_where_it_agrees(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
-    """When a sequence loses its KV, candidates are kept if they are of a certain token."""
+    """When a sequence loses its KV, keep candidates only if they are of a certain token."""
     forget = Sequence.forget_kv
 
     def by_value(self: Sequence) -> None:
@@ -45,12 +45,12 @@ def forget_some_of_what_was_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_run_ahead(patch: pytest.MonkeyPatch) -> None:
-    """Another drafter's draws come to stand beside those of the drafter before."""
+    """Put another drafter's draws beside those of the drafter before."""
     patch.setattr(TokenTree, "drop_run_ahead", lambda tree: None)
 
 
 def drop_some_of_the_run_ahead(patch: pytest.MonkeyPatch) -> None:
-    """When another drafter begins, candidates are kept if they are of a certain token."""
+    """When another drafter begins, keep candidates only if they are of a certain token."""
 
     def by_value(tree: TokenTree) -> None:
         pinned = {id(node) for node in tree._pinned}
@@ -60,5 +60,5 @@ def drop_some_of_the_run_ahead(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_the_window_in_the_tree(patch: pytest.MonkeyPatch) -> None:
-    """What is being verified stays in the tree when another drafter begins, which adds to it."""
+    """Keep the window that is being verified in the tree, to which another drafter then adds."""
     patch.setattr(TokenTree, "drop_run_ahead", lambda tree: tree._keep(tree._pinned))

@@ -1,4 +1,4 @@
-"""Ways to serve a request whose law is enumerated (law_world.py), and what is asked of the law."""
+"""Ways to serve a request whose law is enumerated (law_world.py), and checks of that law."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOCKSTEP, PEARL, CHAIN = "lockstep", "pearl", "chain"
 FANOUT = "fanout"
 
 MODEL, OTHER_MODEL = "model", "other-model"
-"""Drafters with distributions of their own each."""
+"""Drafters with different distributions."""
 
 PROPOSERS: dict[str, Callable[[BegunModels], Proposer]] = {
     MODEL: EnumeratedProposer,
@@ -37,10 +37,11 @@ PROPOSERS: dict[str, Callable[[BegunModels], Proposer]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """How a rule is served. `length` counts the tokens looked at, the first of which is certain.
+    """How a rule is served.
 
-    `fault`: what goes wrong, if anything does. `drafters`: their kinds; where they are not merged,
-    the first works for the sequence.
+    `length`: the number of tokens that are compared; the first one is certain. `fault`: what goes
+    wrong, if anything. `drafters`: their kinds; unless they are merged, the first one works for the
+    sequence.
     """
 
     rule: str
@@ -86,14 +87,14 @@ class Case:
         return served(models, asked, self.timing, self.length, makes=makes, fault=self.fault)
 
     def check_exact(self) -> Served:
-        """The law is the target's own, and candidates were verified on the way."""
+        """Check that the law is the target's own, and that candidates were verified."""
         found = self.serve()
         assert is_exact(self.models, found.law)
         assert max(part.window for part in found.windows) > 0
         return found
 
     def check_noticed(self) -> None:
-        """The law is another one, and by more than rounding."""
+        """Check that the law differs from the target's by more than rounding."""
         law = self.serve().law
         assert not is_exact(self.models, law)
         assert law.sum() == pytest.approx(1)

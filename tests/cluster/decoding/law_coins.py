@@ -1,6 +1,6 @@
-"""Coins in the place of noise: each falls on each of its sides in turn, once for each name.
+"""Coins that replace noise. Each coin falls on each of its sides in turn, once for each name.
 
-Asked for again, a number is the same, so a coin that is used twice shows in the law.
+A number that is asked for again is the same, so a coin that is used twice shows in the law.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from workers.verification.candidates import SparseProbs
 
 @dataclass
 class NamedCoins:
-    """Coins by name. A name stands for one uniform, which lies where earlier uses left it."""
+    """Coins by name. A name stands for one uniform, which earlier uses have narrowed to an
+    interval.
+    """
 
     coins: Coins
     _spans: dict[tuple[object, ...], tuple[float, float]] = field(default_factory=dict)
 
     def choice(self, name: tuple[object, ...], probs: Sequence[float]) -> int:
-        """A side with these probabilities: that which the name's uniform falls on.
+        """Choose the side on which the name's uniform falls.
 
-        The sides lie end to end from 0 to 1. So by the same name the same probabilities give the
-        same side, and two drafters that draw with one noise from two distributions often agree.
+        `probs`: the probabilities of the sides, which lie end to end from 0 to 1. So under one
+        name, equal probabilities give the same side, and two drafters that draw with one noise from
+        two distributions often agree.
         """
         low, high = self._spans.get(name, (0.0, 1.0))
         ends = [*itertools.accumulate(probs)]
@@ -45,13 +48,13 @@ class NamedCoins:
         return side
 
     def below(self, name: tuple[object, ...], probability: float) -> bool:
-        """Whether a uniform is below this."""
+        """Whether the name's uniform is below this probability."""
         return self.choice(name, (probability, 1 - probability)) == 0
 
 
 @dataclass
 class WindowCoins:
-    """The coins of one window, named by position as KeyedCoins are."""
+    """The coins of one window, named by position like those of KeyedCoins."""
 
     named: NamedCoins
     first_position: int
@@ -70,7 +73,7 @@ class WindowCoins:
 
 
 def draw_with(named: NamedCoins, patch: pytest.MonkeyPatch) -> None:
-    """Let the drafter's draws fall as the coins say, each named as its noise is."""
+    """Replace the noise of the drafter's draws by coins of the same names."""
 
     def independent(
         kept: SparseProbs, spec: SequenceSpec, position: int, numbers: Sequence[int]

@@ -1,4 +1,4 @@
-"""Drafters whose distributions are TinyModels'."""
+"""Drafters whose distributions come from TinyModels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ PROMPT = (0,)
 
 
 class BegunModels(TinyModels):
-    """Target and drafter are sure of the first token: a prompt's step needs not be summed over."""
+    """Target and drafter are sure of the first token, so the sum need not include the prompt's
+    step.
+    """
 
     def target_V(self, prefix: Prefix) -> NDArray[np.float64]:
         return super().target_V(prefix) if prefix else np.eye(self.vocab_size)[0]
@@ -83,9 +85,9 @@ class EnumeratedProposer:
 
 
 class BranchingProposer(TakesNoTime):
-    """Drafts by no draw: the chain of the likeliest tokens, and beside each the next likeliest.
+    """Drafts without drawing: the chain of the likeliest tokens, and beside each the next one.
 
-    So that under `fanout` there are branches that no step verifies before the chain is refused.
+    So under `fanout` there are branches that no step verifies before the chain is refused.
     """
 
     def __init__(self, models: TinyModels) -> None:
@@ -106,7 +108,7 @@ class BranchingProposer(TakesNoTime):
         pass
 
     def run_pass(self, trees: Sequence[DraftTree], *, pass_ms: float) -> Pass:
-        """The chain with a token after each of its branches, as far as the grant goes."""
+        """Return the chain with a token after each of its branches, as far as the grant goes."""
         result = Pass(took_part=list(trees))
         for tree in trees:
             token_ids: list[int] = []
@@ -129,7 +131,7 @@ class BranchingProposer(TakesNoTime):
         pass
 
     def _ranked(self, path: Prefix) -> list[int]:
-        """Tokens that the drafter thinks possible, the likeliest first."""
+        """Tokens with a positive probability at the drafter, the likeliest first."""
         sparse = self._models.draft(path)
         order = np.argsort(-sparse.probs_M, stable=True)
         return [int(sparse.token_ids_M[index]) for index in order]

@@ -1,7 +1,7 @@
-"""What goes wrong while a request is served whose law is enumerated (law_world.py).
+"""Faults while a request is served whose law is enumerated (law_world.py).
 
-When it goes wrong is fixed beforehand, by counting steps and passes: a fault that looks at a token
-would change the law, whatever Paceline did.
+Steps and passes are counted to fix beforehand when a fault comes. A fault that depended on a token
+would itself change the law.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 
 
 class Way(enum.Enum):
-    """How a drafter ceases to work for the sequence."""
+    """How a drafter stops working for the sequence."""
 
     LOST = "lost"
-    """Its stream broke. Another drafter that is there takes over."""
+    """Its stream breaks. Another drafter that is there takes over."""
     DECLINES = "declines"
     """It sends `Declined`. Another drafter that is there takes over."""
     RESTARTS = "restarts"
-    """Its stream broke, and at once it is back with nothing known."""
+    """Its stream breaks, and it is back at once without any knowledge."""
 
 
 @dataclass(frozen=True)
 class TargetFault:
-    """The target is lost while it computes its step number `step`, the prompt's being the first.
+    """The target is lost while it computes step number `step`; the prompt's step is the first.
 
     `away`: passes whose drafts arrive before it is back. `drafter_too`: the drafter ends with the
     target, and starts again when the target is back. `verified`: the step was verified, and only
@@ -43,9 +43,9 @@ class TargetFault:
 
 @dataclass(frozen=True)
 class DrafterFault:
-    """The sequence's drafter ceases to work for it, after `passes` passes during step `step`.
+    """The sequence's drafter stops working for it, after `passes` passes during step `step`.
 
-    `target_away`: the target is lost in that step, too, after this.
+    `target_away`: the target is lost later in the same step.
     """
 
     step: int
@@ -60,9 +60,10 @@ class DrafterFault:
 
 @dataclass(frozen=True)
 class Preemption:
-    """An older sequence, of plain decoding, takes the KV blocks of the one that is looked at.
+    """An older sequence with plain decoding takes the KV blocks of the enumerated one.
 
-    There are `num_blocks` blocks of a token each; the older sequence ends when it has them all.
+    There are `num_blocks` blocks of one token each. The older sequence ends when it has all of
+    them.
     """
 
     num_blocks: int
@@ -73,7 +74,7 @@ class Preemption:
 
 @dataclass(frozen=True)
 class Pause:
-    """The request is paused in the midst of its step number `step`, and resumed after it."""
+    """The request is paused during step number `step`, and resumed after it."""
 
     step: int
 

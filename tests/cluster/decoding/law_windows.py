@@ -15,7 +15,7 @@ from workers.verification.candidates import CandidateTree, DraftProbs
 
 
 def attach(sequence: Sequence, models: TinyModels, tree: CandidateTree) -> None:
-    """A drafter with the draft distributions of `models` proposes these after the prompt."""
+    """Attach the proposal of a drafter with the distributions of `models`, after the prompt."""
     made = Proposal(
         sequence.sequence_id,
         len(PROMPT),
@@ -37,9 +37,9 @@ def verify_window(
     *,
     beside: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Verify a window and commit what the verdict brings. `beside`: what comes before the verdict.
+    """Verify a window and commit the verdict. Returns whether there was any candidate.
 
-    Returns whether there was any candidate; without one nothing is done.
+    Without candidates nothing happens. `beside`: called before the verdict is committed.
     """
     asked, tree = sequence.request, sequence.tree
     window = tree.pin(asked.window, num_paths=sequence.num_paths)

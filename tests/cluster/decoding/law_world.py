@@ -1,8 +1,8 @@
-"""The law of what is served, by enumeration: the real scheduler, drafting desk and rules.
+"""The law of what is served, by enumeration, with the real scheduler, drafting desk and rules.
 
 Only randomness is replaced. Every number that production takes from (seed, position, purpose,
-candidate, prefix) falls on each of its sides in turn, once for each such name: asked for again it
-is the same number, so a coin that is used twice shows in the law.
+candidate, prefix) falls on each of its sides in turn, once for each such name. A number that is
+asked for again is the same, so a coin that is used twice shows in the law.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ from workers.verification.verify import Coins as WalkCoins
 from workers.verification.verify import Node, begin_node, walk
 
 ELDER, OURS = 1, 2
-"""The sequence that may take blocks, and the one whose law is enumerated."""
+"""Ids of the older sequence that may take blocks, and of the one whose law is enumerated."""
 
 MakeProposer = Callable[[], protocols.Proposer]
-"""A drafter's start: what it learned before is forgotten."""
+"""Starts a drafter that has learned nothing."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """When a drafter's passes come: `during` a step, and of these so many `late`, after it."""
+    """When passes come: `during` a step, of which `late` arrive only after it."""
 
     during: int
     late: int = 0
@@ -87,7 +87,7 @@ class Drafter:
         self.session = self.desk.open_session()
 
     def draft(self) -> tuple[Proposal, ...]:
-        """What one pass gives."""
+        """Run one pass and return its proposals."""
         if not self.desk.has_work:
             return ()
         return tuple(
@@ -108,21 +108,21 @@ class Drafter:
 
 @dataclass
 class Served:
-    """The law [V] * length of the first tokens, over all coins, and what happened on the way."""
+    """The law [V] * length of the first tokens, over all coins, and counts of what happened."""
 
     law: NDArray[np.float64]
     windows: list[Slice] = field(default_factory=list)
     preempted_with: list[int] = field(default_factory=list)
-    """How many candidates were held each time that the sequence lost its blocks."""
+    """The number of candidates that were held each time that the sequence lost its blocks."""
     branch_hits: int = 0
-    """Verdicts that were held as a branch beside the chain."""
+    """The number of verdicts that were held as a branch beside the chain."""
 
 
 @dataclass
 class LawWorld:
-    """One request served once, with coins that fall as `named` says.
+    """Serves one request once, with coins that fall as `named` says.
 
-    `makes`: the drafters by name. The first by name works for the sequence as long as it can.
+    `makes`: the drafters by name. The first one works for the sequence as long as it can.
     """
 
     models: TinyModels
@@ -143,7 +143,7 @@ class LawWorld:
         self._now = 0.0
 
     def serve(self, length: int) -> tuple[int, ...]:
-        """The first `length` tokens of the text."""
+        """Serve the request, and return the first `length` tokens of its text."""
         self._join_target()
         for name in self.makes:
             self._join_drafter(name)
@@ -180,7 +180,7 @@ class LawWorld:
         return tuple(self.text[:length])
 
     def _passes_in_step(self) -> list[dict[str, tuple[Proposal, ...]]]:
-        """Let the drafters work beside the step; what comes after it."""
+        """Run the passes during a step. Returns the proposals that arrive after it."""
         fault, late = self.fault, []
         in_time = self.timing.during - self.timing.late
         for number in range(self.timing.during + 1):
@@ -220,7 +220,7 @@ class LawWorld:
         )
 
     def _change_drafter(self, way: Way) -> None:
-        """The first drafter ceases to work for the sequence."""
+        """Make the first drafter stop working for the sequence."""
         name = min(self._drafters)
         if way is Way.DECLINES:
             self._drafters[name].session.close(OURS)
@@ -232,7 +232,7 @@ class LawWorld:
             self._join_drafter(name)
 
     def _lose_target(self, fault: TargetFault) -> None:
-        """The step in flight gets no answer."""
+        """Lose the target, so that the step in flight gets no answer."""
         if fault.verified and self._step is not None:
             self._verdicts(self._step)
         self._step = None
@@ -246,7 +246,7 @@ class LawWorld:
         self._join_target()
 
     def _draft(self) -> dict[str, tuple[Proposal, ...]]:
-        """A pass of each drafter."""
+        """Run one pass of each drafter."""
         return {name: drafter.draft() for name, drafter in self._drafters.items()}
 
     def _deliver(self, proposals: Mapping[str, tuple[Proposal, ...]]) -> bool:
@@ -322,7 +322,9 @@ class LawWorld:
         return SequenceVerdict(part.sequence_id, len(accepted), token_id, accepted, top_tokens)
 
     def _top_tokens(self, part: Slice, tree: CandidateTree) -> tuple[TopTokens, ...]:
-        """The target's likeliest tokens after each token of the slice, for drafters that learn."""
+        """The target's likeliest tokens after each token of the slice, for drafters that learn from
+        them.
+        """
         paths = [(*PROMPT, *self.text)[: part.start + 1 + n] for n in range(len(part.token_ids))]
         first = len(part.token_ids) - part.window
         for index, (token_id, parent) in enumerate(
@@ -359,7 +361,7 @@ def verdict_of(
     draft_probs: DraftProbs,
     coins: WalkCoins,
 ) -> tuple[tuple[int, ...], int | None]:
-    """What a rule accepts of candidates after a prefix, and the token after a refusal."""
+    """The candidates after a prefix that a rule accepts, and the token after a refusal."""
 
     def begin(node: int, accepted: tuple[int, ...]) -> Node:
         target_V = models.target_V((*prefix, *tree.tokens_of(accepted)))
@@ -378,7 +380,7 @@ def request(
     stopping: Stopping = Stopping.FIXED,
     merge: bool = False,
 ) -> Request:
-    """A request of a token's prompt."""
+    """A request with a prompt of one token."""
     spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=len(PROMPT), rule=rule)
     return Request(
         OURS,
@@ -394,7 +396,7 @@ def request(
 
 
 def _elder(fault: Preemption) -> Request:
-    """An older request, whose tokens are all certain."""
+    """An older request whose tokens are all certain."""
     spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=len(PROMPT))
     most = fault.num_blocks - len(PROMPT)
     return Request(ELDER, PROMPT, spec, most, "off", window=0)

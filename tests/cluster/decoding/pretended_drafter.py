@@ -18,7 +18,7 @@ from workers.verification.rule import rule_named
 
 @dataclass
 class DraftedSequence:
-    """What a drafter keeps: committed tokens, and every candidate as the tokens that lead to it."""
+    """A drafter's sequence: committed tokens, and for each candidate the tokens that lead to it."""
 
     committed: list[int]
     seed: int
@@ -28,19 +28,19 @@ class DraftedSequence:
     branches: int = 1
     rule: str = "coupled"
     paths: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """How many of k-SEQ's paths go through a candidate, by the tokens that lead to it."""
+    """The number of k-SEQ's paths through each candidate, by the tokens that lead to it."""
 
 
 @dataclass
 class PretendedDrafter:
-    """Keeps sequences as a real drafter does; `guess` makes tokens, `pick` chooses what grows."""
+    """Keeps sequences as a real drafter does. `guess` makes tokens; `pick` chooses what grows."""
 
     guess: Callable[[list[int], int], int]
     pick: Callable[[int], int] = lambda count: count - 1
     sequences: dict[int, DraftedSequence] = field(default_factory=dict)
 
     def tell(self, message: OpenDraft | SendOutcome | Grant | CloseDraft) -> None:
-        """A message of the driver."""
+        """Handle a message of the driver."""
         match message:
             case OpenDraft(_, sequence_id, spec, token_ids):
                 drafted = DraftedSequence(list(token_ids), spec.seed, rule=spec.rule)
@@ -65,7 +65,7 @@ class PretendedDrafter:
                 del self.sequences[sequence_id]
 
     def run_pass(self) -> tuple[Proposal, ...]:
-        """One node more, or the children of one, for each sequence that may have them."""
+        """Add one node, or the children of one, to each sequence whose grant allows it."""
         return tuple(
             proposal
             for sequence_id, drafted in self.sequences.items()
@@ -104,7 +104,7 @@ class PretendedDrafter:
 
 
 def evenly(token_ids: Collection[int]) -> SparseProbs:
-    """A distribution over these tokens, each as likely as the others."""
+    """A distribution in which these tokens are equally likely."""
     size = len(token_ids)
     probs_M = np.full(size, 1 / size, dtype=np.float32)
     return SparseProbs(np.array(sorted(token_ids), dtype=np.int64), probs_M)

@@ -1,7 +1,7 @@
 """A target that keeps token ids in its KV blocks, for tests of the scheduler without I/O.
 
-Beside each is a hash of all that its token was computed after, and it answers from what it reads
-there: a wrong rollback, a block shared by mistake or a lost prefix shows as wrong text.
+It stores a hash of the whole prefix beside each token, and answers from what it reads there. So a
+wrong rollback, a block that is shared by mistake, or a lost prefix gives wrong text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_SIZE = 4
 
 @dataclass
 class PretendedTarget:
-    """Holds (token id, hash of the tokens up to it) where a real one holds keys and values."""
+    """Stores (token id, hash of the tokens up to it) where a real target stores keys and values."""
 
     block_size: int = BLOCK_SIZE
     kv: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)

@@ -1,10 +1,9 @@
-"""Random schedules of the scheduler, with drafters that nobody would want.
+"""Random schedules of the scheduler with troublesome drafters, targets and callers.
 
-They lag, burst, reorder, repeat, go silent, send garbage, come and go; the clock jumps; of several
-target groups one answers late or is lost; callers stop reading and read again. The text stays plain
-decoding's, and all invariants hold after each event (World.send).
-
-A schedule is a tape of bytes that says what happens next, so that a failure shrinks to a short one.
+Drafters lag, burst, reorder, repeat, go silent, send garbage, come and go. The clock jumps. Of
+several target groups, one answers late or is lost. Callers stop reading and read again. The text
+must stay that of plain decoding, and all invariants must hold after each event (World.send). A
+schedule is a tape of bytes that decides what happens next, so a failure shrinks to a short one.
 """
 
 from __future__ import annotations
@@ -36,21 +35,21 @@ from tests.cluster.decoding.world import World
 
 NAMES = ("a", "b", "c")
 JUMPS = (0.0, 0.001, 0.02, 3.0, 1000.0)
-"""Of the driver's clock, in seconds: it stands still, or much time passes at once."""
+"""Jumps of the driver's clock, in seconds: it stands still, or much time passes at once."""
 
 DURATIONS = (0.003, 0.0, -1.0, math.inf, math.nan, 1e300)
-"""Of a pass, in seconds, as a drafter tells them."""
+"""Durations of a pass that drafters report, in seconds."""
 
 
 class Tape:
-    """Choices read from bytes; after their end always the first."""
+    """Choices read from bytes. After the last byte it always makes the first choice."""
 
     def __init__(self, tape: bytes) -> None:
         self._bytes = iter(tape)
         self.ended = False
 
     def choose(self, count: int) -> int:
-        """One of so many."""
+        """Choose one of `count`."""
         byte = next(self._bytes, None)
         self.ended = byte is None
         return 0 if byte is None else byte % count
@@ -58,7 +57,7 @@ class Tape:
 
 @dataclass
 class FarDrafter(PretendedDrafter):
-    """A drafter at the end of a link: what either side says waits until it is let through."""
+    """A drafter at the end of a link. Messages of both sides wait until they are let through."""
 
     to_drafter: list[OpenDraft | SendOutcome | Grant | CloseDraft] = field(default_factory=list)
     to_driver: list[tuple[Proposal, ...]] = field(default_factory=list)
@@ -67,18 +66,18 @@ class FarDrafter(PretendedDrafter):
         self.to_drafter.append(message)
 
     def hear(self, count: int) -> None:
-        """The next messages of the driver arrive."""
+        """Deliver the next `count` messages of the driver."""
         for message in self.to_drafter[:count]:
             super().tell(message)
         del self.to_drafter[:count]
 
 
 class Schedule:
-    """One schedule: about three requests, up to three drafters and target groups."""
+    """One schedule: about three requests, up to three drafters, up to three target groups."""
 
     policies = tuple(POLICIES)
     rules = frozenset({"coupled"})
-    """For which the drafters can draft."""
+    """The rules for which the drafters can draft."""
     most_tokens = 24
     wrong_one_in = 4
 
@@ -92,7 +91,7 @@ class Schedule:
         self.far: dict[str, FarDrafter] = {}
         self.sent: list[tuple[str, tuple[Proposal, ...]]] = []
         self.seen: Counter[str] = Counter()
-        """What happened, so that a test can tell whether schedules reach what they are for."""
+        """Counts of what happened, so that a test can check that schedules reach their cases."""
         for group in range(self.num_groups):
             self.world.join_target(group)
         for _ in range(1 + tape.choose(3)):
@@ -116,7 +115,7 @@ class Schedule:
         world.send(Admitted(world.now, asked))
 
     def choose_rule(self) -> str:
-        """That of the next request."""
+        """Choose the rule of the next request."""
         return "coupled"
 
     def guess(self, path: list[int], seed: int) -> int:
@@ -124,7 +123,7 @@ class Schedule:
         return self.tape.choose(50) if wrong else true_token(path, seed)
 
     def act(self) -> None:
-        """Whatever the tape says happens next."""
+        """Let the next event of the tape happen."""
         world, tape = self.world, self.tape
         there = sorted(self.far) or NAMES
         name = there[tape.choose(len(there))]
@@ -183,11 +182,11 @@ class Schedule:
                     self.admit()
 
     def decline(self, name: str, victim: int) -> None:
-        """A drafter refuses a sequence, whether it works for it or not."""
+        """A drafter declines a sequence, whether it works for it or not."""
         self.world.send(DraftDeclined(self.world.now, name, victim))
 
     def deliver(self, name: str, index: int) -> None:
-        """One message of a drafter arrives, after others that were sent later perhaps."""
+        """Deliver one message of a drafter, perhaps after others that it sent later."""
         proposals = self.far[name].to_driver.pop(index)
         self.seen["reorder"] += bool(proposals and index and any(self.far[name].to_driver))
         self.sent.append((name, proposals))
@@ -195,7 +194,9 @@ class Schedule:
         self.world.send(Proposed(self.world.now, name, proposals, pass_seconds=told))
 
     def send_garbage(self, name: str) -> None:
-        """What is sound by form: candidates of a wrong place, in another shape, or of nobody."""
+        """Send well-formed garbage: candidates at a wrong place, in another shape, or of no
+        sequence.
+        """
         world, tape = self.world, self.tape
         tokens = tuple(tape.choose(60) for _ in range(tape.choose(5)))
         parents = tuple(tape.choose(index + 1) for index in range(len(tokens)))
@@ -239,9 +240,9 @@ class Schedule:
             world.send(DrafterJoined(world.now, name, longest, rules=self.rules))
 
     def drain(self) -> None:
-        """No drafter says anything more; everything comes to its end all the same.
+        """End everything without any further word from drafters.
 
-        Paused requests hold nobody up: they end last, once their callers read again.
+        Paused requests delay nothing: they end last, once their callers read again.
         """
         self.drain_but_paused()
         for sequence_id in sorted(self.world.paused):
@@ -249,7 +250,7 @@ class Schedule:
         self.drain_but_paused()
 
     def drain_but_paused(self) -> None:
-        """Until all requests have ended whose callers read."""
+        """Run until all requests whose callers read have ended."""
         world = self.world
         for _ in range(500):
             if world.ended | world.paused >= world.requests.keys() and not world.steps:
@@ -265,7 +266,7 @@ class Schedule:
 
     @classmethod
     def run(cls, tape: bytes) -> Self:
-        """A whole schedule."""
+        """Run a whole schedule."""
         schedule = cls(Tape(tape))
         while not schedule.tape.ended:
             schedule.act()
@@ -274,7 +275,9 @@ class Schedule:
 
     @classmethod
     def run_many(cls, count: int, *, num_bytes: int, seed: int) -> Counter[str]:
-        """The same schedules each time, on tapes of so many bytes; what happened in them."""
+        """Run `count` schedules on tapes of `num_bytes` bytes from a fixed seed. Returns what
+        happened.
+        """
         draw, seen = random.Random(seed), Counter[str]()
         for _ in range(count):
             seen += cls.run(draw.randbytes(num_bytes)).seen
@@ -282,9 +285,9 @@ class Schedule:
 
 
 class FewThatGoWell(Schedule):
-    """Of one sequence or two at a time, most drafts are right, so that windows follow one another.
+    """Schedules of one or two sequences with mostly right drafts, so windows follow each other.
 
-    In turn with what a tape chooses all drafters draft, and now and then some group answers.
+    Between the events of the tape, all drafters draft, and now and then a group answers.
     """
 
     most_tokens = 60
@@ -296,7 +299,7 @@ class FewThatGoWell(Schedule):
         self.go_well()
 
     def go_well(self) -> None:
-        """A pass of each drafter is heard of, and perhaps a step is answered."""
+        """Deliver a pass of each drafter, and perhaps answer a step."""
         for name, drafter in self.far.items():
             drafter.hear(len(drafter.to_drafter))
             drafter.to_driver.append(drafter.run_pass())

@@ -30,7 +30,9 @@ PROMPT = (7, 8, 9)
 
 
 def started(policy: str = "chain", **options: Any) -> Scheduler:
-    """A scheduler with a target, one drafter and sequence 1 decoding after its prompt's step."""
+    """A scheduler with a target, one drafter, and sequence 1, which decodes after its prompt's
+    step.
+    """
     scheduler = Scheduler(wait_seconds=2.0)
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
     scheduler.handle(DrafterJoined(0, "d", 1000))
@@ -48,7 +50,7 @@ def proposal(path: Sequence[int], *token_ids: int, last: bool = False) -> Propos
 
 
 def verdict_of(window: int, accepted: int) -> CountedVerdict:
-    """A verdict on a chain of `window`, as it is counted."""
+    """A counted verdict on a chain of `window`."""
     foresight = Foresight.NOTHING if accepted == window else Foresight.OTHERS
     tried = min(window, accepted + 1)
     return CountedVerdict(window, window, tried, accepted, accepted + 1, foresight)

@@ -1,7 +1,7 @@
 """Policy `auto` under the simulator: never far from the best fixed policy, never below plain.
 
-Times are the virtual clock's, so every ratio here is exact and the same in every run.
-Fleet.same_text compares each answer with plain decoding's.
+Times are virtual, so every ratio is exact and the same in every run. Fleet.same_text compares each
+answer with plain decoding's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FIXED_IN_LARGE_BATCHES = (
 
 
 def compute_bound(profile: DeviceProfile) -> DeviceProfile:
-    """A device whose step takes as long a row as the first one."""
+    """A device on which each row of a step takes as long as the first one."""
     times = PassTimes(batch=(1, 64), tokens=(1, 64), table=((5.0, 320.0), (5.0, 320.0)))
     return profile.model_copy(update={"pass_ms": times})
 
@@ -55,7 +55,7 @@ def decode(
     target: DeviceProfile = TARGET,
     drafter: DeviceProfile = DRAFTER,
 ) -> tuple[float, Fleet]:
-    """Tokens a second from the first token of all to the last of all, and what was simulated."""
+    """Tokens per second from the first token of all to the last of all, and the simulated fleet."""
     layout = Layout(
         target,
         policy,
@@ -75,7 +75,7 @@ def decode(
 
 
 def choices(fleet: Fleet) -> Counter[str]:
-    """Verdicts by chosen policy."""
+    """The number of verdicts by chosen policy."""
     return Counter(fleet.drivers[0].scheduler.speculation().choices)
 
 
@@ -120,7 +120,9 @@ def test_a_whole_batch_within_a_twentieth_of_the_best_fixed_policy(
 
 
 def test_branches_in_a_batch() -> None:
-    """A few try them, all follow when they are hit; windows as the driver can read proposals."""
+    """A few sequences try branches; all follow once branches are hit. Windows fit the driver's
+    time.
+    """
     given: dict[str, Any] = {"batch": 8, "tokens": 400, "acceptance": 0.85, "hit_rate": 0.85}
     chain, fanout = (decode(policy, window=8, **given)[0] for policy in ("chain", "fanout"))
     auto, fleet = decode("auto", **given)
@@ -147,7 +149,7 @@ def test_nothing_is_lost_where_no_second_guess_is_right() -> None:
 
 
 def test_requests_that_come_and_go() -> None:
-    """Thirty-two requests, eight at a time: what is known outlasts each of them."""
+    """Thirty-two requests, eight at a time: what is learned outlasts each of them."""
     speeds = []
     for policy in ("chain", "auto"):
         layout = Layout(TARGET, policy, 8, drafter=DRAFTER, drafters=1)
@@ -182,7 +184,7 @@ def test_never_below_plain_decoding(given: dict[str, Any]) -> None:
 
 
 def test_speculation_shrinks_to_nothing_as_the_step_becomes_compute_bound() -> None:
-    """What it lost until it knew what steps take is all that it loses."""
+    """`auto` loses only what it takes to learn the time of steps."""
     plain, _ = decode("off", target=compute_bound(TARGET), batch=8, tokens=300)
     auto, bound = decode("auto", target=compute_bound(TARGET), batch=8, tokens=300)
     _, free = decode("auto", batch=8, tokens=100)
@@ -197,7 +199,7 @@ def test_speculation_shrinks_to_nothing_as_the_step_becomes_compute_bound() -> N
 
 
 def test_an_instant_drafter_next_door_is_worth_waiting_for() -> None:
-    """Its window costs less time than the plain step that a chain makes after each rollback."""
+    """Waiting for its window costs less than the plain step of a chain after each rollback."""
     given: dict[str, Any] = {"drafter": DRAFTER.scaled(0.02), "acceptance": 0.75}
     fixed = [decode(policy, window=window, **given)[0] for policy, window in FIXED]
     auto, fleet = decode("auto", **given)

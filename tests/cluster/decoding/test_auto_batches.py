@@ -28,9 +28,10 @@ from tests.cluster.decoding.true_text import request
 
 
 class Batch:
-    """Sequences that step together: steps of 20 ms, passes of 2 ms, a row of `row_ms` each.
+    """Sequences that step together: steps of 20 ms, passes of 2 ms, `row_ms` for each row.
 
-    The driver works `proposal_ms` on a proposal; a step ends when all that came in it was read.
+    The driver works `proposal_ms` on a proposal. A step ends when the driver has read all proposals
+    that came during it.
     """
 
     def __init__(self, count: int, *, row_ms: float = 0.0, proposal_ms: float = 0.0) -> None:
@@ -46,12 +47,14 @@ class Batch:
         self.most_tried = 0
 
     def go(self, steps: int, right: Sequence[bool]) -> None:
-        """So many steps; the candidates of each sequence are all right or all wrong."""
+        """Answer `steps` steps. The candidates of a sequence are all right or all wrong, as `right`
+        says.
+        """
         for _ in range(steps):
             self._step(right)
 
     def choices(self, steps: int, right: Sequence[bool]) -> list[Counter[str]]:
-        """What each sequence does in so many steps."""
+        """The choices of each sequence in the next `steps` steps."""
         for pilot in self.pilots:
             pilot.choices.clear()
         self.go(steps, right)
@@ -120,7 +123,7 @@ def test_what_is_tried_beside_those_that_rest_is_looked_at_soon() -> None:
 
 
 def test_few_of_a_batch_are_tried_at_a_time() -> None:
-    """Until something is known eight, then one in sixteen; and not always the same."""
+    """Until something is known, eight are tried; then one in sixteen, and not always the same."""
     batch = Batch(64)
     wrong = [False] * 64
     batch.go(20, wrong)
@@ -132,7 +135,7 @@ def test_few_of_a_batch_are_tried_at_a_time() -> None:
 
 
 def test_a_batch_that_keeps_the_driver_busy_rests_and_one_that_does_not_drafts() -> None:
-    """Reading a proposal takes as long as it brings: 8 passes for 64 sequences, 0.1 ms each."""
+    """A step has eight passes, each with a proposal for each of 64 sequences."""
     right = [True] * 64
     for proposal_ms, drafts in ((0.0, True), (0.1, True), (1.0, False)):
         batch = Batch(64, proposal_ms=proposal_ms)
@@ -142,7 +145,7 @@ def test_a_batch_that_keeps_the_driver_busy_rests_and_one_that_does_not_drafts()
 
 
 def test_candidates_that_are_dear_for_the_whole_batch_are_not_tried_at_all() -> None:
-    """Alone each would pay: a row of 1 ms for more than a third of a step of 20 ms."""
+    """For one sequence alone, rows of 1 ms pay in a step of 20 ms."""
     right = [True] * 64
     batch = Batch(64, row_ms=1.0)
     batch.go(60, right)

@@ -28,7 +28,7 @@ PROPOSAL = Proposal(1, 3, 0, (5,))
 class Script:
     """One sequence: steps of 20 ms, passes of 2 ms, the first candidate 4 ms after a verdict.
 
-    `row_ms`: what each candidate adds to a step.
+    `row_ms`: the time that each candidate adds to a step.
     """
 
     def __init__(self, *, row_ms: float = 0.0) -> None:
@@ -40,7 +40,9 @@ class Script:
         self.step = 0
 
     def verdict(self, *, window: int, accepted: int) -> None:
-        """A step with so many candidates of which so many are accepted; then nothing is held."""
+        """A step with `window` candidates, of which `accepted` are right. No candidate is held
+        after it.
+        """
         self.step += 1
         part = Slice(1, 2, (9,) * (1 + window), window, True, ())
         self.controller.beliefs.steps.sent(self.now, RunStep(self.step, (), (), (part,)))
@@ -56,7 +58,7 @@ class Script:
         self.controller.judged(self.pilot, counted, self.now, "d", self.tree)
 
     def go(self, count: int, *, right: bool) -> None:
-        """So many verdicts on as many candidates as it wants, all of them right or none."""
+        """`count` verdicts on windows of the wanted size, all right or all wrong."""
         for _ in range(count):
             window = 0 if self.pilot.policy is RESTING else min(4, self.pilot.window)
             self.verdict(window=window, accepted=window if right else 0)
@@ -93,7 +95,7 @@ def test_a_request_whose_drafts_come_right_again_drafts_again() -> None:
 
 
 def test_candidates_that_cost_as_much_as_they_bring_are_cut() -> None:
-    """Each candidate adds as long as a whole step, so none is worth it, right as it may be."""
+    """Each candidate adds the time of a whole step, so none pays, even if all are right."""
     script = Script(row_ms=25.0)
     for window in (0, 1, 2, 0, 1, 2):
         script.verdict(window=window, accepted=window)
@@ -184,7 +186,7 @@ def test_acceptance_follows_a_change() -> None:
 
 
 def test_what_many_sequences_tell_at_a_time_lasts_as_long_as_what_one_tells() -> None:
-    """Ten steps of rejections: of one sequence, and of each of 32."""
+    """Compares ten steps of rejections of one sequence with ten of each of 32 sequences."""
     one, many = Acceptance(0.9), Acceptance(0.9)
     for _ in range(10):
         one.add((False,))

@@ -1,8 +1,7 @@
-"""Whatever the controller of `auto` chooses, and whenever: the text is plain decoding's.
+"""The controller of `auto` may choose anything at any time: the text stays plain decoding's.
 
-The schedules of schedules.py, in which each sequence changes its policy, its window and
-whether trees are verified, or whether several target groups verify it, at random moments, a step of
-it being under way or not.
+Uses the schedules of schedules.py. At random moments, also during a step, each sequence changes its
+policy, its window, whether trees are verified, or whether several groups verify it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ CHOICES = (OFF, *drafting_choices())
 
 
 class Steered(Schedule):
-    """All requests are of `auto`; the tape chooses in the controller's place."""
+    """All requests have the policy `auto`, and the tape chooses in the controller's place."""
 
     policies = ("auto",)
     tape_length = 150
@@ -37,7 +36,7 @@ class Steered(Schedule):
         super().act()
 
     def steer(self, sequence: Sequence) -> None:
-        """Another choice for this sequence, of those that it may have."""
+        """Make another choice for this sequence, among those that it may have."""
         pilot, choice = sequence.pilot, CHOICES[self.tape.choose(len(CHOICES))]
         assert pilot is not None
         if choice is OFF:
@@ -57,13 +56,13 @@ class Steered(Schedule):
 
 
 class OnTwoGroups(FewThatGoWell, Steered):
-    """In turn several groups verify the windows of a sequence, or one does."""
+    """The windows of a sequence are verified by several groups and by one, in turn."""
 
     answered_one_in = 2
     tape_length = 500
 
     def steer(self, sequence: Sequence) -> None:
-        """Often to or from `replicas`."""
+        """Often change to or from `replicas`."""
         pilot = sequence.pilot
         assert pilot is not None
         if self.tape.choose(2) and pilot.allows(choice_of(REPLICAS)):
@@ -95,7 +94,7 @@ def test_schedules_change_between_several_groups_and_one() -> None:
 def test_the_fuzzer_notices_that_a_replica_lets_go_of_what_its_lead_verifies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative control: what leaves a group takes its lead's candidates out of their step."""
+    """Negative control: a replica that ends removes its lead's candidates from their step."""
     monkeypatch.setattr(Replica, "forget_kv", Sequence.forget_kv)
     with pytest.raises((AssertionError, IndexError)):
         _run_many(150, OnTwoGroups)
@@ -110,7 +109,7 @@ def test_schedules_reach_every_choice() -> None:
 def test_the_fuzzer_notices_a_tree_that_is_committed_wrongly(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative control: of two candidates beside each other the wrong one is committed."""
+    """Negative control: the wrong one of two siblings is committed."""
     right_commit = TokenTree.commit
 
     def careless_commit(

@@ -1,6 +1,6 @@
-"""Policy `auto` where the layout has several target groups: when it has several verify a sequence.
+"""Policy `auto` with several target groups: when several of them verify one sequence.
 
-Under the simulator, as test_auto.py: ratios are exact, and `decode` compares texts.
+It runs under the simulator, as test_auto.py does: ratios are exact, and `decode` compares texts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_replicas_where_they_are_the_best(given: dict[str, Any], share: float) -
 
 
 def test_trees_where_second_guesses_are_right() -> None:
-    """What a second group would gain, a tree in the first one gains twice."""
+    """A tree in the first group gains twice what a second group would gain."""
     given: dict[str, Any] = {"groups": 2, "acceptance": 0.75, "hit_rate": 0.85, "tokens": 300}
     several = max(decode(policy, window=window, **given)[0] for policy, window in SEVERAL)
     auto, fleet = decode("auto", window=32, **given)
@@ -54,7 +54,7 @@ def test_trees_where_second_guesses_are_right() -> None:
 
 
 def test_each_sequence_has_a_group_of_its_own_first() -> None:
-    """No group is to spare until the first of two has ended."""
+    """No group is spare until the first of two requests has ended."""
     given: dict[str, Any] = {"groups": 2, "acceptance": 0.85, "batch": 2, "tokens": 200}
     chain, _ = decode("chain", window=8, **given)
     auto, fleet = decode("auto", window=32, **given)
@@ -80,7 +80,7 @@ def test_never_below_plain_decoding(given: dict[str, Any]) -> None:
 
 
 def test_requests_that_come_and_go_take_and_leave_groups() -> None:
-    """A request that comes gets the group which others had lent: the texts stay the same."""
+    """A new request gets the group that others used as a second one. The texts stay the same."""
     layout = Layout(TARGET, "auto", 16, drafter=DRAFTER, drafters=1, replicas=3)
     fleet = Fleet(layout, Load(24, 16, 60, Guess(0.8, 0.0, seed=1), per_second=2.0))
     fleet.run()

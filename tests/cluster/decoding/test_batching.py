@@ -1,4 +1,4 @@
-"""What a step takes: blocks, budgets, and who goes first."""
+"""What goes into a step: blocks, budgets and order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plain_world(num_blocks: int = 250, **options: Any) -> World:
 
 
 def admit(world: World, sequence_id: int, length: int, *, first: int = 1, **options: Any) -> None:
-    """A request that decodes plainly, with a prompt of so many tokens of its own."""
+    """Admit a request with plain decoding and a prompt of `length` tokens of its own."""
     prompt = tuple((first + sequence_id * i * i + i) % 49 + 1 for i in range(length))
     world.send(Admitted(world.now, request(sequence_id, prompt, policy="off", **options)))
 
@@ -116,7 +116,7 @@ def linear(tokens: int) -> float:
 
 
 def bent(tokens: int) -> float:
-    """Bound by memory up to 48 tokens, then by arithmetic."""
+    """Step time bound by memory up to 48 tokens, then by arithmetic."""
     return max(0.012, 0.00025 * tokens)
 
 

@@ -1,9 +1,9 @@
 """Random schedules under rules that toss coins, with drafters that lie about what they drew.
 
-Each proposal by itself is as its rule asks (what is not is dropped as it is read). Together they
-contradict each other: another distribution under the same node, more draws than were granted, more
-of k-SEQ's paths below a node than reach it. A shard would refuse a step that is made of these, and
-end its stream for everybody (World checks each step by a real TargetSession).
+Each proposal alone is as its rule asks (others are dropped when read). Together they contradict
+each other: another distribution under the same node, more draws than were granted, more of k-SEQ's
+paths below a node than reach it. A shard would refuse a step made of these, and end its stream for
+all requests. World checks each step with a real TargetSession.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WITH_DRAWS = ("kseq", "recursive", "mcsd")
 
 
 class HonestCoins(FewThatGoWell):
-    """Nobody lies. What is late is late on one stream."""
+    """Drafters do not lie. A late message is late on its stream."""
 
     policies = ("chain", "lockstep")
     rules = frozenset(RULES)
@@ -44,10 +44,10 @@ class HonestCoins(FewThatGoWell):
         return WITH_DRAWS[self.tape.choose(len(WITH_DRAWS))]
 
     def decline(self, name: str, victim: int) -> None:
-        """One that declines has told all before."""
+        """A drafter that declines has delivered all earlier messages."""
 
     def send_garbage(self, name: str) -> None:
-        """Nor does anybody send garbage."""
+        """No drafter sends garbage."""
 
     def come_or_go(self, name: str) -> None:
         super().come_or_go(name)
@@ -55,7 +55,7 @@ class HonestCoins(FewThatGoWell):
 
 
 class LyingCoins(HonestCoins):
-    """Now and then a drafter tells of a node that it told of before, and otherwise."""
+    """Now and then a drafter proposes a node again, with other contents."""
 
     def send_garbage(self, name: str) -> None:
         world, tape = self.world, self.tape
@@ -98,7 +98,7 @@ class LyingCoins(HonestCoins):
         world.suspects.clear()
 
     def is_well_formed(self, proposal: Proposal) -> bool:
-        """As the driver reads it from the wire."""
+        """Whether a proposal passes the checks with which the driver reads it."""
         asked = self.world.requests[proposal.sequence_id]
         session = DraftingDesk(NgramProposer(), max_sequences=1).open_session()
         (response,) = to_responses(SessionNews(session, 0, [proposal]), 0.0)
@@ -136,7 +136,7 @@ def test_schedules_reach_what_they_are_for() -> None:
 
 
 def test_a_driver_that_believes_all_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what is told of the same draws is not compared."""
+    """Negative control: proposals about the same draws are not compared."""
     monkeypatch.setattr(TokenTree, "_check_draws", lambda *args: None)
     with pytest.raises(ProtocolError):
         _run_many(150)

@@ -1,4 +1,4 @@
-"""What is counted, on short scripts whose counts are plain to see."""
+"""What is counted, on short scripts whose counts are easy to see."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cluster.decoding.true_text import END_TOKEN
 
 
 def timed(event: Proposed | StepDone, now: float, seconds: float) -> Proposed | StepDone:
-    """The event at `now`, after a pass of so many seconds."""
+    """The event at `now`, after a pass or step of `seconds`."""
     if isinstance(event, StepDone):
         return dataclasses.replace(event, now=now, step_seconds=seconds)
     return dataclasses.replace(event, now=now, pass_seconds=seconds)

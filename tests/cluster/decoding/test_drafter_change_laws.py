@@ -1,8 +1,8 @@
-"""Rules that toss coins keep the law when the drafter changes in the middle of a window: exactly.
+"""Rules that toss coins keep the law exactly when the drafter changes during a window.
 
-The drafter is lost, declines, or starts again while its candidates are being verified, and another
-one, whose distributions are others, goes on from the committed tokens. Every draw of both and
-every coin is summed over.
+The drafter is lost, declines, or restarts while its candidates are being verified. Another one with
+other distributions continues from the committed tokens. The sum runs over every draw of both and
+every coin.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _by_level(models: TinyModels, *, with_replacement: bool) -> Iterable[Draft]:
 
 
 def _law(rule: str, window: int, *, vocab_size: int, late: bool) -> NDArray[np.float64]:
-    """The law of the first tokens, where another drafter begins while a window is verified.
+    """The law of the first tokens if another drafter begins while a window is verified.
 
     `late`: its proposal comes after the verdict.
     """
@@ -144,7 +144,7 @@ def _committed(
     *,
     late: bool,
 ) -> tuple[int, ...]:
-    """The first tokens, as many as either drafter's candidates bring."""
+    """The first tokens: as many as the candidates of both drafters give."""
     branches = 1 if rule == "rejection" else 2
     asked = request(rule, policy=CHAIN, branches=branches, window=window, max_tokens=9)
     sequence = Sequence.admitted(asked, 0.0)
@@ -180,9 +180,9 @@ SHAPES = [
 def test_what_two_drafters_drew_is_not_mixed(
     rule: str, window: int, vocab_size: int, late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under k-SEQ with a loose ratio, too: it is exact as well, and a refused token comes again.
+    """Also under k-SEQ with a loose ratio, which is exact too and lets a refused token come again.
 
-    With the exact ratio that has probability 1e-6, and hides what is wrong below the token.
+    With the exact ratio that has probability 1e-6, which would hide an error below the token.
     """
     monkeypatch.setattr(kseq, "_TOLERANCE", 0.5)
     law = _law(rule, window, vocab_size=vocab_size, late=late)

@@ -1,4 +1,4 @@
-"""How long a drafter is believed: refusals, silence, and how much it may tell. By events alone."""
+"""How long a drafter is trusted: refusals, silence, and how much it may send. Only by events."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.cluster.decoding.true_text import VOCAB_SIZE, request
 
 
 class Steps:
-    """Plain steps, one after the other, at times that a test says."""
+    """Plain steps, one after the other, at times that a test chooses."""
 
     def __init__(self, *sequences: int, drafters: Iterable[str] = ("d",)) -> None:
         self.scheduler = Scheduler()
         self.now = 0.0
         self.step: RunStep | None = None
         self.asked: list[tuple[float, str, int]] = []
-        """When which drafter was asked to draft for which sequence."""
+        """(time, drafter, sequence) of each request to draft."""
         self.closed: list[str] = []
         self.suspects: list[str] = []
         self.carry_out(self.scheduler.handle(TargetJoined(0, VOCAB_SIZE, 9000, 16, 5000)))
@@ -65,7 +65,7 @@ class Steps:
         self.scheduler.check_integrity()
 
     def answer(self, seconds: float, count: int = 1) -> None:
-        """So many steps of so long, of which the target's token alone is committed."""
+        """Answer `count` steps of `seconds` each; only the target's token is committed."""
         for _ in range(count):
             self.now += seconds
             assert self.step is not None
@@ -105,7 +105,7 @@ def test_one_that_declined_for_good_is_not_asked_again() -> None:
 
 
 def test_where_one_sequence_leaves_one_that_was_declined_is_offered_again() -> None:
-    """Not all of them: they would be declined again."""
+    """Not all of them are offered again, because they would be declined again."""
     steps = Steps(1, 2, 3)
     steps.answer(0.01)
     assert [number for _, _, number in steps.asked] == [1, 2, 3]
@@ -152,7 +152,7 @@ def test_one_that_tells_more_than_it_is_granted_is_suspect() -> None:
 
 
 def test_one_that_tells_what_it_is_granted_never_is() -> None:
-    """All nodes of its grant, each alone in its message, between every two outcomes."""
+    """It sends all nodes of its grant, each in its own message, between every two outcomes."""
     steps = Steps(1)
     path = [1, 2, 3]
     for _ in range(300):

@@ -1,9 +1,9 @@
-"""Rules that toss coins keep the law exactly, though the target is lost or a request is paused.
+"""Rules that toss coins keep the law exactly when the target is lost or a request is paused.
 
-A lost step has no verdict. The sequence is computed again from its committed tokens, the token
-after them is the target's own, and what was drafted beyond stays where it agrees with that token.
-So with a seed the text is another one than without the fault, and its law is the same. Every draw
-and every coin is summed over; see law_world.py.
+A lost step has no verdict. The sequence is computed again from its committed tokens, and the token
+after them is the target's own. Drafts beyond stay where they agree with that token. So with a seed
+the text differs from that without the fault, but its law is the same. The sum runs over every draw
+and every coin; see law_world.py.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_law_is_the_targets_though_the_target_is_lost(case: Case) -> None:
 
 
 def test_candidates_of_before_are_verified_after() -> None:
-    """So the test above is about what it says: a first window of theirs has no draft of after."""
+    """So the test above reaches its case: a window after the fault holds drafts from before it."""
     lost = KSEQ.serve().windows
     assert any(part.start == 0 and len(part.token_ids) > 1 for part in lost), "computed again"
     assert {part.multiplicities for part in lost} >= {(2,), (1,)}

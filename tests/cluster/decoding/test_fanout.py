@@ -1,4 +1,4 @@
-"""Policy fanout on short scripts: branches are held, one is picked at the verdict."""
+"""Policy fanout on short scripts: the driver holds branches and picks one at the verdict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cluster.decoding.true_text import request
 
 
 def fanned_out(**options: object) -> Scheduler:
-    """10, 11, 12, 13 and 14 were drafted as the chain, and 10, 21, 22 and 23 as a branch."""
+    """The drafter has sent 10, 11, 12, 13, 14 as the chain, and 10, 21, 22, 23 as a branch."""
     scheduler = started("fanout", window=2, **options)
     scheduler.handle(tree_proposal(PROMPT, (10, 11, 21, 12, 22), (0, 1, 1, 2, 3)))
     scheduler.handle(tree_proposal((*PROMPT, 10), (11, 12, 13, 14), (0, 1, 2, 3)))

@@ -1,4 +1,4 @@
-"""Forecasts against closed forms (ALGORITHMS.md section 5) and in the limits that are plain."""
+"""Forecasts against closed forms, and in simple limits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_lockstep_is_the_closed_form(window: int) -> None:
 def test_chain_is_near_what_a_prototype_measured(
     rtt: float, acceptance: float, measured: float
 ) -> None:
-    """DESIGN.md section 5, its table, over real gRPC."""
+    """The measurement is over real gRPC."""
     forecast = run_ahead(conditions(acceptance, rtt=rtt), 16)
     assert speedup(forecast.tokens_per_ms) == pytest.approx(measured, rel=0.05)
 
@@ -117,7 +117,7 @@ def test_longer_steps_for_more_candidates_are_in_the_forecast() -> None:
 
 
 def test_a_driver_that_proposals_keep_busy_makes_steps_longer_and_more_proposals() -> None:
-    """Each proposal takes 2 ms to read: at 2.6 ms a pass 64 sequences would wait for the driver."""
+    """Reading takes 0.05 ms for each proposal, so those of 64 sequences take longer than a pass."""
 
     def step_ms(candidates: float, messages: float) -> float:
         return max(STEP, 64 * 0.05 * (1 + messages))
@@ -133,7 +133,7 @@ def test_a_driver_that_proposals_keep_busy_makes_steps_longer_and_more_proposals
 
 
 def test_of_a_tree_the_driver_reads_what_a_step_may_verify() -> None:
-    """A proposal a pass of a chain, of a tree one a node: a large one makes the step longer."""
+    """A chain is one proposal a pass, a tree one for each node: a large tree makes steps longer."""
     given = dataclasses.replace(
         conditions(0.5), step_ms=lambda candidates, messages: max(STEP, 1.6 * messages)
     )
@@ -154,7 +154,7 @@ def test_a_chain_is_the_closed_form() -> None:
 
 @pytest.mark.parametrize("shape", [Shape(3, (2, 1, 0)), Shape(2, (3, 2)), Shape(1, (0,))])
 def test_a_tree_is_the_sum_over_all_that_may_come(shape: Shape) -> None:
-    """Each place: the first guess is right, or the second, or neither."""
+    """At each place the first guess is right, or the second, or neither."""
     chances, hit_rate, deepest = (0.7, 0.6, 0.9), 0.4, 6
     tokens = goes_on = is_open = depth = 0.0
     for outcome in product(("first", "second", "neither"), repeat=deepest):
@@ -192,7 +192,7 @@ def test_a_tree_is_the_sum_over_all_that_may_come(shape: Shape) -> None:
 
 @pytest.mark.parametrize(("depth", "nodes"), [(1, 1), (4, 3), (4, 7), (8, 24), (12, 12), (0, 8)])
 def test_a_shape_is_what_a_step_picks(depth: int, nodes: int) -> None:
-    """Of a chain, and beside each of its candidates a second one with a chain as deep."""
+    """A chain, and beside each of its candidates a second guess with a chain of the same depth."""
     root = Node(0, 0, 0)
     chain = root
     for place in range(depth):

@@ -29,12 +29,12 @@ def admit(world: World, *numbers: int, length: int = 5) -> None:
 
 
 def sequences(world: World, group: int) -> set[int]:
-    """Those in the group's step in flight."""
+    """The sequences in the group's step in flight."""
     return {part.sequence_id for part in world.steps[group].slices}
 
 
 def drain(world: World) -> None:
-    """Answer whatever is in flight until all is done."""
+    """Answer steps until all requests are done."""
     while world.steps:
         world.answer()
     assert world.finished.keys() == world.requests.keys()
@@ -52,7 +52,7 @@ def test_requests_go_to_the_group_that_has_the_fewest() -> None:
 
 
 def test_groups_step_by_themselves() -> None:
-    """Step numbers are a group's own, and a late one holds up nobody else."""
+    """Each group numbers its own steps, and a late one delays no other."""
     world = world_of(2)
     admit(world, 1, 2)
     for number in range(2, 8):
@@ -132,7 +132,7 @@ def test_a_prefix_that_a_group_has_computed_brings_its_like_there() -> None:
 
 
 def test_a_move_to_blocks_of_another_size_keeps_the_text() -> None:
-    """Keys of smaller blocks say nothing of larger ones: these two agree in 4 tokens, not in 8.
+    """Keys of smaller blocks are not keys of larger ones: these two agree in 4 tokens, not in 8.
 
     World.send compares the text with plain decoding's.
     """
@@ -180,7 +180,7 @@ def test_idle_share_is_that_of_all_groups() -> None:
 
 
 def test_kv_that_a_lost_group_had_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: sequences keep what they had computed on a group that is gone."""
+    """Negative control: sequences keep KV that they had on a lost group."""
     right = Batching.lose_target
 
     def careless(batching: Batching) -> None:

@@ -1,4 +1,4 @@
-"""What the driver does for a step depends on what is new in it, not on the texts before."""
+"""The driver's work for a step depends on what is new in it, not on the length of the texts."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from cluster.driver.wire import drafts_to_wire, step_to_wire
 from paceline.prefix_hash import hash_on, hash_prefix
 from paceline.sampling import SamplingParams, SequenceSpec
 from tests.work_done import calls_of, peak_bytes
-from workers.process.garbage import YOUNG_OBJECTS, spare_what_is_there
+from workers.process.settings import YOUNG_OBJECTS, freeze_present_objects
 
 SHORT, LONG = 1_000, 32_000
 BLOCK_SIZE = 128
 FEW_BYTES = 64 * 1024
-"""More than a step of one sequence allocates; the text of the long one takes 256 KiB."""
+"""More than a step of one sequence allocates. The tokens of the long text take 256 KiB."""
 
 
 class OneSequence:
@@ -48,7 +48,7 @@ class OneSequence:
         self.admitted = Admitted(0.0, request)
 
     def send(self, event: Event) -> None:
-        """Hand an event in, and write the messages that it makes."""
+        """Hand in an event, and write the messages that it causes."""
         for instruction in self.scheduler.handle(event):
             self._carry_out(instruction)
 
@@ -60,7 +60,7 @@ class OneSequence:
             drafts_to_wire([instruction])
 
     def prefill(self) -> None:
-        """Up to the first token."""
+        """Run until the first token."""
         while not any(part.verdict for part in self.steps()):
             self.answer()
 
@@ -81,13 +81,13 @@ class OneSequence:
         self.send(StepDone(0.0, step.step, tuple(verdicts), step_seconds=0.01))
 
     def decode(self) -> None:
-        """A draft of four tokens, and the step that verifies what came before it."""
+        """Draft four tokens, and run the step that verifies the four before them."""
         self.send(Proposed(0.0, "d", (Proposal(1, self.length, self.prefix_hash, (5, 5, 5, 5)),)))
         self.answer()
 
 
 def test_a_long_prompt_is_admitted_without_a_look_at_each_token() -> None:
-    """Its hash came with the request; keys of blocks take some calls for each 128 tokens."""
+    """The request brings its hash; keys of blocks take a few calls for each 128 tokens."""
     short, long = (OneSequence(length) for length in (SHORT, LONG))
     most = calls_of(lambda: short.send(short.admitted)) + 8 * LONG // BLOCK_SIZE
     assert calls_of(lambda: long.send(long.admitted)) < most
@@ -111,11 +111,11 @@ def test_a_step_of_a_long_text_is_that_of_a_short_one(act: Callable[[OneSequence
 
 
 def test_the_collector_does_not_look_at_what_a_step_frees_by_itself() -> None:
-    """It would look at 1,000 sequences' values 33 times a step, and at all texts now and then."""
+    """Otherwise it would visit 1,000 sequences' values 33 times a step, and sometimes all texts."""
     looks: list[str] = []
     before = gc.get_threshold()
     try:
-        spare_what_is_there()
+        freeze_present_objects()
         gc.callbacks.append(lambda phase, info: looks.append(phase))
         held = [[number] for number in range(YOUNG_OBJECTS // 2)]
         del held

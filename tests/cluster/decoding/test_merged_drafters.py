@@ -1,4 +1,4 @@
-"""Candidates of drafters of several kinds in one tree: who drafts, what a step verifies."""
+"""Candidates of several kinds of drafters in one tree: who drafts, and what a step verifies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from workers.verification.rule import RULES
 def started(
     *kinds: str, window: int = 4, rule: str = "coupled"
 ) -> tuple[Scheduler, list[Instruction]]:
-    """A scheduler with a drafter of each kind, named by it, and merged sequence 1 decoding."""
+    """A scheduler with a drafter of each kind, named after it, and the merged sequence 1."""
     scheduler = Scheduler()
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
     for kind in kinds:
@@ -98,7 +98,7 @@ def test_a_drafter_that_learns_from_the_target_goes_on_learning_without_the_firs
 
 
 def test_what_the_target_tells_of_a_prompt_goes_to_who_learns_at_once() -> None:
-    """A prompt in two pieces: the first has no verdict."""
+    """The prompt comes in two pieces; the first has no verdict."""
     scheduler = Scheduler(max_num_seqs=1, max_step_tokens=2)
     scheduler.handle(TargetJoined(0, 50, 1000, 4, 64))
     for kind in ("model", "recycling"):

@@ -1,7 +1,7 @@
-"""The one-hot rule keeps the law with fan-out and with merged drafters: exactly.
+"""The one-hot rule keeps the law exactly with fan-out and with merged drafters.
 
 Candidates that no coin drew: n-grams, recycled rows, branches beside the likeliest chain, alone and
-side by side in one tree, through the scheduler. All coins are summed over; see law_world.py.
+side by side in one tree, through the scheduler. The sum runs over all coins; see law_world.py.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_the_law_is_the_targets_where_drafters_are_merged(case: Case) -> None:
 
 
 def test_a_branch_that_no_step_verified_is_the_next_window() -> None:
-    """So the test above is about what it says: the chain was refused, and a branch was right."""
+    """So the test above reaches its case: the chain was refused, and a branch was right."""
     found = FAN_OUT.serve()
     assert all(not part.parents for part in found.windows), "only the chain is verified"
     assert found.branch_hits > 0
@@ -86,12 +86,12 @@ def test_candidates_of_several_drafters_stand_side_by_side() -> None:
 
 
 def _refused_may_come_again(patch: pytest.MonkeyPatch) -> None:
-    """After a refusal the target's whole distribution is left."""
+    """After a refusal, keep the target's whole distribution."""
     patch.setattr(OneHotNode, "refused", lambda node, token_id: node)
 
 
 def _likeliest_branch(patch: pytest.MonkeyPatch) -> None:
-    """Where the chain is refused and a branch is held there, the branch is gone on with."""
+    """If the chain is refused and a branch is held there, continue with the branch."""
     commit: Any = TokenTree.commit
 
     def with_branch(

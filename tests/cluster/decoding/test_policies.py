@@ -6,16 +6,16 @@ import os
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from cluster.decoding.lookahead import POLICIES, Needs, policy_named
 from paceline.errors import InvalidRequestError
+from tests.recipes import recipes
 
 ROOT = Path(__file__).resolve().parents[3]
-RECIPE = (ROOT / "docs" / "extending_policy.md").read_text(encoding="utf-8")
+RECIPE = recipes()["A lookahead policy"]
 
 DECODES_UNDER_HALF = """
 from tests.cluster.simulation.devices import layout, load, simulated
@@ -69,17 +69,7 @@ def test_needs_are_told_in_words(needs: Needs, said: str) -> None:
 
 
 def test_a_package_adds_the_policy_of_the_recipe(tmp_path: Path) -> None:
-    (python,) = re.findall(r"(?s)```python\n(.*?)```", RECIPE)
-    (toml,) = re.findall(r"(?s)```toml\n(.*?)```", RECIPE)
-    project = tomllib.loads(toml)["project"]
-    ((name, module),) = project["entry-points"]["paceline.policies"].items()
-    (tmp_path / f"{module}.py").write_text(python)
-    info = tmp_path / "half_window-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 1.0\n"
-    )
-    (info / "entry_points.txt").write_text(f"[paceline.policies]\n{name} = {module}\n")
+    RECIPE.install(tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", DECODES_UNDER_HALF],
         cwd=ROOT,

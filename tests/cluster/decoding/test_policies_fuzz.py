@@ -1,4 +1,4 @@
-"""Thousands of random schedules (schedules.py) for every policy: the text of plain decoding."""
+"""Thousands of random schedules (schedules.py) for every policy give the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_fuzzer_notices_a_branch_that_was_picked_wrongly(
 
 
 def test_the_fuzzer_notices_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: a policy that waits for a drafter that went silent, and sets no time."""
+    """Negative control: a policy waits for a silent drafter without a time limit."""
 
     def for_ever(view: DraftView, full: int, now: float, wait_seconds: float) -> int | Wait:
         return min(full, view.num_candidates) if view.num_candidates >= full else Wait()
@@ -56,7 +56,7 @@ def test_the_fuzzer_notices_a_wait_without_end(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_fuzzer_notices_a_sequence_that_is_not_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: its caller reads again, and it waits for ever."""
+    """Negative control: the caller reads again, but the sequence is not resumed."""
     monkeypatch.setattr(DecodingState, "resume", lambda state, now, sequence: None)
     with pytest.raises(AssertionError, match="nothing to wait for"):
         _run_many(100)
@@ -74,7 +74,7 @@ def test_the_fuzzer_notices_a_pause_that_keeps_the_place(monkeypatch: pytest.Mon
 
 
 def test_schedules_reach_what_they_are_for() -> None:
-    """Every trouble that schedules.py names does happen, and where it can do harm."""
+    """Every trouble of schedules.py happens, and at moments where it can do harm."""
     seen = _run_many(300)
     assert len(seen) == 15, seen
     assert min(seen.values()) >= 5, seen

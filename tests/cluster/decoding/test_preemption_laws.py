@@ -1,9 +1,9 @@
-"""Rules that toss coins keep the law when a sequence loses its KV blocks half-way: exactly.
+"""Rules that toss coins keep the law exactly when a sequence loses its KV blocks.
 
-An older sequence needs the blocks. Blocks are taken between two steps, so never from a window that
-is being verified, but run-ahead is pending, and more arrives while the sequence waits and is
-computed again. The token after what is computed again is the target's own, and run-ahead stays
-where it agrees. Every draw and every coin is summed over; see law_world.py.
+An older sequence needs the blocks. They are taken between two steps, so never from a window that is
+being verified. But run-ahead is pending, and more arrives while the sequence waits and is computed
+again. The next token is then the target's own, and run-ahead stays where it agrees. The sum runs
+over every draw and every coin; see law_world.py.
 """
 
 from __future__ import annotations

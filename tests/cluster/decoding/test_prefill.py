@@ -1,4 +1,4 @@
-"""How much prefill a step takes, and whose."""
+"""How much prefill a step takes, and of which sequences."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from cluster.decoding.prefill import LEAST_ROOM, PROMISED, PrefillCosts, share_p
 
 BUDGET = 512
 MOST = PROMISED / LEAST_ROOM
-"""How often as long a step is made at most, on a device whose steps take what is expected."""
+"""Upper bound on a step's time, as a multiple of a plain step's, if steps take what is expected."""
 
 StepMs = Callable[[int], float]
 
 
 def dear(tokens: int) -> float:
-    """Next to nothing but the tokens."""
+    """A device whose time is almost only for tokens."""
     return 1 + 10 * tokens
 
 
@@ -28,7 +28,7 @@ def linear(tokens: int) -> float:
 
 
 def processor(tokens: int) -> float:
-    """Some tokens for nothing: this project's demo model on a CPU."""
+    """A few tokens are free: this project's demo model on a CPU."""
     return max(16, 9 + 1.25 * tokens)
 
 
@@ -49,13 +49,13 @@ DEVICES: list[StepMs] = [dear, linear, processor, bent, accelerator, flat]
 
 
 def best_chunk(step_ms: StepMs, decoding: int) -> int:
-    """The largest that keeps the promise with the room that we leave."""
+    """The largest chunk that keeps the promise with the room that we leave."""
     fits = (p for p in range(1, BUDGET) if step_ms(decoding + p) <= MOST * step_ms(decoding))
     return max(fits, default=1)
 
 
 class Device:
-    """Steps that take what they take, and the longest of them over the same without prefill."""
+    """A device with given step times. Keeps the longest step over the same without prefill."""
 
     def __init__(self, step_ms: StepMs, noise: Callable[[], float] = lambda: 1.0) -> None:
         self.costs = PrefillCosts()
@@ -65,7 +65,7 @@ class Device:
         self._noise = noise
 
     def step(self, decoding: int, most: int = BUDGET) -> int:
-        """One step with as much prefill as may be; how much that was."""
+        """Run one step with as much prefill as allowed. Returns the number of prefill tokens."""
         chunk = min(most, self.costs.chunk_beside(decoding)) if decoding else most
         step_ms = self._step_ms(decoding + chunk)
         if decoding:
@@ -84,7 +84,7 @@ class Device:
 def test_no_step_is_too_long_from_the_first_one_and_soon_chunks_are_the_largest_bearable(
     step_ms: StepMs, decoding: int
 ) -> None:
-    """Nothing is known at first, and no step ever comes without prefill by itself."""
+    """Nothing is known at first, and no step comes without prefill by itself."""
     device = Device(step_ms)
     for _ in range(60):
         device.step(decoding)
@@ -108,9 +108,9 @@ def test_prefill_alone_tells_the_price_before_anybody_decodes(step_ms: StepMs) -
 
 @pytest.mark.parametrize("step_ms", DEVICES)
 def test_a_batch_of_sixteen_fills_in_near_the_shortest_time(step_ms: StepMs) -> None:
-    """Each prompt of 300 tokens joins those who decode; none of them ends meanwhile.
+    """Each prompt of 300 tokens joins those that decode; none of them ends meanwhile.
 
-    It takes a few steps more the first time, those which tell what a step takes without prefill.
+    The first time takes a few steps more: those that measure a step without prefill.
     """
     device, total_ms, ideal_ms = Device(step_ms), 0.0, 0.0
     for decoding in range(16):
@@ -129,7 +129,7 @@ def test_a_batch_of_sixteen_fills_in_near_the_shortest_time(step_ms: StepMs) -> 
 def test_the_promise_holds_while_batches_grow_and_shrink_and_prompts_come_and_go(
     step_ms: StepMs,
 ) -> None:
-    """With steps that are 10 % off, and one in thirty that the host held up."""
+    """Steps are 10 % off, and the host delays one in thirty."""
     luck = random.Random(5)
 
     def noise() -> float:
@@ -173,7 +173,7 @@ def test_slow_steps_of_fewer_say_nothing_where_the_size_itself_is_known() -> Non
 
 
 def test_what_comes_before_a_chunk_makes_its_tokens_dear() -> None:
-    """Each prompt of 1,500 tokens has larger chunks at its begin, and no step is too long."""
+    """Each prompt of 1,500 tokens has larger chunks at its beginning, and no step is too long."""
     costs, longest = PrefillCosts(), 0.0
     for _ in range(3):
         start, chunks = 0, []

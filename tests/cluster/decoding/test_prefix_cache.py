@@ -1,4 +1,4 @@
-"""Which blocks are shared, and which go first when room is needed."""
+"""Which blocks are shared, and which are given up first when room is needed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 from cluster.decoding.prefix_cache import PrefixCache
 from cluster.decoding.sequence import Sequence
 from tests.cluster.decoding.true_text import request
-from workers.engine.shared_blocks import BlockKeys, KvKind
+from workers.engine.kv_blocks import BlockKeys, KvKind
 
 SIZE = 4
 KIND = KvKind(SIZE, "float32", b"files")
 
 
 def computed(cache: PrefixCache, prompt: tuple[int, ...], *, tenant: str = "") -> Sequence:
-    """A sequence whose prompt was computed, with what the cache had of it."""
+    """A sequence whose prompt was computed, with the blocks that the cache had of it."""
     sequence = Sequence.admitted(request(1, prompt, tenant=tenant), 0.0)
     cache.adopt(sequence)
     length = len(prompt)
@@ -29,7 +29,7 @@ def computed(cache: PrefixCache, prompt: tuple[int, ...], *, tenant: str = "") -
 
 
 def found(cache: PrefixCache, prompt: tuple[int, ...], *, tenant: str = "") -> int:
-    """How many tokens of a prompt the cache has; it stays as it is, but for the order of use."""
+    """The number of a prompt's tokens in the cache. Changes only the order of use."""
     sequence = Sequence.admitted(request(2, prompt, tenant=tenant), 0.0)
     cache.adopt(sequence)
     cache.release(sequence)
@@ -124,7 +124,7 @@ def test_kv_of_an_accepted_path_that_was_moved_is_not_shared() -> None:
     ],
 )
 def test_keys_tell_what_made_the_blocks(other: KvKind) -> None:
-    """No block of one kind has a key of another, whatever the tokens; nor does another tenant's."""
+    """Blocks of different kinds or tenants have different keys, whatever the tokens."""
     keys = [
         set(BlockKeys(kind, tenant=tenant).first(2, A))
         for kind, tenant in ((KIND, ""), (KIND, "x"), (other, ""))
@@ -134,7 +134,7 @@ def test_keys_tell_what_made_the_blocks(other: KvKind) -> None:
 
 
 def test_a_sequence_that_was_on_another_target_has_new_keys() -> None:
-    """It offers its blocks by the keys of the target where they are."""
+    """It offers its blocks under the keys of the target that holds them."""
     sequence = computed(PrefixCache(8, replace(KIND, block_size=2 * SIZE)), A)
     cache = PrefixCache(8, KIND)
     sequence.forget_kv()

@@ -1,4 +1,4 @@
-"""The policy `replicas`, step by step: who verifies what while whom does."""
+"""The policy `replicas`, step by step: which group verifies what, and when."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = (1, 2, 3, 4, 5)
 
 
 def drafting_world(num_groups: int, *, wrong_at: int | None = None) -> World:
-    """One request, prefilled everywhere; a drafter that is right but at position `wrong_at`."""
+    """One request, prefilled on all groups, with a drafter that is wrong only at `wrong_at`."""
     world = world_of(num_groups)
 
     def guess(path: list[int], seed: int) -> int:

@@ -1,7 +1,7 @@
-"""Random schedules of the policy `replicas`: groups that answer late, out of order, or never.
+"""Random schedules of the policy `replicas`: groups answer late, out of order, or never.
 
-The schedules of schedules.py; here one or two sequences are verified by several
-groups, and most drafts are right, so that windows follow one another.
+Several groups verify one or two sequences. Most drafts are right, so that windows follow each
+other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.long
 
 
 class ReplicasSchedule(FewThatGoWell):
-    """All requests, few at a time, have several groups verify them."""
+    """Few requests at a time; several groups verify each."""
 
     policies = ("replicas",)
 
@@ -44,7 +44,7 @@ def _run_many(count: int) -> None:
 
 
 def test_schedules_reach_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verdicts that others told before, in part or wholly, with tokens fed that others verified."""
+    """Some verdicts repeat others in part or wholly, with fed tokens that others verified."""
     seen: Counter[str] = Counter()
 
     def watched(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> Told:
@@ -63,7 +63,7 @@ def test_schedules_reach_what_they_are_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def _all_is_new(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> Told:
-    """As if no other group had told anything."""
+    """Broken: treats every verdict as new."""
     first = len(part.token_ids) - part.window
     told = (*part.token_ids[first : first + num_accepted], token_id)
     length = part.start + first + num_accepted
@@ -71,7 +71,7 @@ def _all_is_new(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) 
 
 
 def _kv_of_all_fed(tree: TokenTree, part: Slice, num_accepted: int, token_id: int) -> Told:
-    """As if what a group was fed were right, whatever was committed meanwhile."""
+    """Broken: takes all KV that a group was fed for right, whatever was committed meanwhile."""
     told = told_by(tree, part, num_accepted, token_id)
     length = min(part.start + len(part.token_ids), tree.num_committed + len(told.token_ids) - 1)
     return Told(told.token_ids, length, told.window, told.accepted)
@@ -86,7 +86,7 @@ def test_the_fuzzer_notices(broken: object, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_verdicts_of_several_groups_are_told_once() -> None:
-    """What a tree commits of two overlapping verdicts, in either order."""
+    """A tree commits two overlapping verdicts once, in either order."""
 
     def committed(order: Iterable[int]) -> list[int]:
         tree = TokenTree((1, 2))
@@ -103,7 +103,7 @@ def test_verdicts_of_several_groups_are_told_once() -> None:
 
 
 def test_a_verdict_on_another_text_than_what_is_committed_brings_nothing() -> None:
-    """Exact targets never disagree; where kernels are not exact, what was said first stands."""
+    """Exact targets never disagree. Where kernels are not exact, the first verdict stands."""
     tree = TokenTree((1, 2))
     tree.advance((10, 20))
     part = Slice(1, 0, (1, 2, 10, 11, 12), 3, True, ())

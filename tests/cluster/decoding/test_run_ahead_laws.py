@@ -1,8 +1,8 @@
-"""Rules that toss coins keep the law through scheduler and drafter, run-ahead and all: exactly.
+"""Rules that toss coins keep the law exactly through scheduler and drafter, with run-ahead.
 
-Every draw and every coin is summed over, for windows that begin with what was drafted while the
-window before was being verified: cut where a step's size ends, narrowed to the paths that were
-accepted, late, or given up for the token that was to follow them.
+Windows begin with what was drafted while the window before was being verified: cut at a step's
+size, narrowed to the accepted paths, late, or given up for the bonus token. The sum runs over every
+draw and every coin.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_the_law_is_the_targets(case: Case) -> None:
 
 
 def test_what_is_served_begins_with_run_ahead_of_all_shapes() -> None:
-    """So the test above is about what it says: windows of fewer paths than were drawn."""
+    """So the test above reaches its case: windows with fewer paths than were drawn."""
     windows = KSEQ.serve().windows
     assert {part.multiplicities for part in windows} >= {(2,), (1, 1), (1,)}
 
@@ -74,7 +74,7 @@ def test_what_is_served_begins_with_run_ahead_of_all_shapes() -> None:
 def _in_windows(
     models: TinyModels, num_paths: int, depth: int, limit: int, *, ordered: bool
 ) -> NDArray[np.float64]:
-    """The law of what one tree of paths commits, a window after the other, and then the target."""
+    """The law of what one tree of paths commits, window after window, and then the target."""
     asked = request("kseq", policy=CHAIN, branches=num_paths, window=limit, max_tokens=9)
     drafts = merged_trees if ordered else unordered_trees
     law = np.zeros((models.vocab_size,) * (depth + 1))
@@ -93,7 +93,7 @@ def _in_windows(
 def _committed(
     models: TinyModels, asked: Request, tree: CandidateTree, coins: Coins
 ) -> tuple[int, ...]:
-    """What the windows of one tree commit, until none of it is left."""
+    """The tokens that the windows of one tree commit, until none of it is left."""
     sequence = Sequence.admitted(asked, 0.0)
     attach(sequence, models, tree)
     while verify_window(sequence, models, coins):
@@ -109,7 +109,7 @@ def _committed(
 def test_paths_that_are_left_of_a_window_are_verified_as_so_many(
     kind: str, vocab_size: int, num_paths: int, depth: int, limit: int
 ) -> None:
-    """Given what was accepted, the paths through it are independent: fewer, and nothing else."""
+    """Given the accepted tokens, the paths through them are still independent, and fewer."""
     models = TinyModels(vocab_size, kind)
     assert is_exact(models, _in_windows(models, num_paths, depth, limit, ordered=False))
 
@@ -118,7 +118,7 @@ def test_paths_that_are_left_of_a_window_are_verified_as_so_many(
 
 
 def test_windows_cut_by_merged_nodes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three draws of which two are equal fit into a window of four where others do not."""
+    """Three draws fit into a window of four if two of them are equal, and else do not."""
     _cut_by_merged_nodes(monkeypatch)
     models = TinyModels(2, "random")
     law = _in_windows(models, 3, 2, 4, ordered=True)
@@ -127,7 +127,7 @@ def test_windows_cut_by_merged_nodes_are_noticed(monkeypatch: pytest.MonkeyPatch
 
 
 def _cut_by_merged_nodes(patch: pytest.MonkeyPatch) -> None:
-    """k-SEQ's windows end after so many merged nodes: two equal draws fit where others do not."""
+    """Broken: k-SEQ's windows end by merged nodes, so equal draws fit where others do not."""
     pin = TokenTree.pin
 
     def cut(tree: TokenTree, limit: int, *, num_paths: int = 0) -> Window:
@@ -138,7 +138,7 @@ def _cut_by_merged_nodes(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_multiplicities(patch: pytest.MonkeyPatch) -> None:
-    """Every candidate counts as one path."""
+    """Broken: every candidate counts as one path."""
     pin = TokenTree.pin
 
     def once(tree: TokenTree, limit: int, *, num_paths: int = 0) -> Window:
@@ -149,13 +149,13 @@ def _forget_multiplicities(patch: pytest.MonkeyPatch) -> None:
 
 
 def _count_paths_that_are_gone(patch: pytest.MonkeyPatch) -> None:
-    """k-SEQ's ratio is that of all paths drawn, though fewer lead to this node."""
+    """Broken: k-SEQ's ratio counts all drawn paths, though fewer lead to this node."""
     made = KSeqNode.of
     patch.setattr(KSeqNode, "of", lambda target_V, draft, num_draws: made(target_V, draft, 2))
 
 
 def _keep_the_likelier_sibling(patch: pytest.MonkeyPatch) -> None:
-    """The drafter prunes what it drew."""
+    """Broken: the drafter prunes what it drew."""
 
     def pruned(*args: Any, **options: Any) -> Children:
         children = draw_children(*args, **options)
@@ -166,7 +166,7 @@ def _keep_the_likelier_sibling(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_uniform_a_position(patch: pytest.MonkeyPatch) -> None:
-    """All tests of a position share a uniform."""
+    """Broken: all tests of a position share a uniform."""
     below = NamedCoins.below
 
     def shared(coins: NamedCoins, name: tuple[object, ...], probability: float) -> bool:
@@ -176,7 +176,7 @@ def _one_uniform_a_position(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_uniform_for_all(patch: pytest.MonkeyPatch) -> None:
-    """Pre-verify, post-verify and every position share a uniform."""
+    """Broken: pre-verify, post-verify and every position share a uniform."""
     below = NamedCoins.below
 
     def shared(coins: NamedCoins, name: tuple[object, ...], probability: float) -> bool:

@@ -112,7 +112,7 @@ def test_lockstep_does_not_wait_for_a_drafter_that_has_no_more() -> None:
 
 @pytest.mark.parametrize("branches", [1, 2])
 def test_lockstep_does_not_wait_for_candidates_of_the_last_token(branches: int) -> None:
-    """The drafter has no leave to draft there, so it will not say that it has no more either."""
+    """The grant does not reach that position, so the drafter never says that no more will come."""
     scheduler = started("lockstep", window=4, max_tokens=2, branches=branches)
     assert the_step(scheduler.handle(verdict(1, 0, 10))).slices[0].window == 0
 

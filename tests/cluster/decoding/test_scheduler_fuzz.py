@@ -31,7 +31,7 @@ STEMS = (tuple(range(10, 20)), (*range(10, 14), *range(30, 36)))
 
 
 class Fuzz:
-    """Draws what happens next from hypothesis, so that failures shrink."""
+    """Draws the next event from hypothesis, so that failures shrink."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
@@ -127,7 +127,7 @@ class Fuzz:
                     world.answer()
 
     def drain(self) -> None:
-        """Let everything come to its end."""
+        """Run until everything has ended."""
         world = self.world
         if not world.target_joined:
             world.join_target()
@@ -158,7 +158,7 @@ def test_random_schedules_keep_text_and_invariants(data: st.DataObject) -> None:
 
 
 def test_the_fuzzer_notices_a_wrong_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: candidates that survive a diverging verdict must be seen as wrong text."""
+    """Negative control: candidates that survive a diverging verdict give wrong text."""
 
     right_commit = TokenTree.commit
 

@@ -1,4 +1,4 @@
-"""Ten thousand steps while memory shrinks: requests come and go, the text is plain decoding's."""
+"""Ten thousand steps with shrinking memory: requests come and go, the text is plain decoding's."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from cluster.decoding.sequence import Sequence
 from tests.cluster.decoding.pretended_drafter import PretendedDrafter
 from tests.cluster.decoding.true_text import request, true_token
 from tests.cluster.decoding.world import World
-from workers.engine.shared_blocks import BlockKeys
+from workers.engine.kv_blocks import BlockKeys
 
 pytestmark = pytest.mark.long
 
 BLOCKS = (64, 48, 40, 32, 28, 24, 20, 18, 16, 15)
-"""Of 4 positions each: at the end one request may need all but two of them."""
+"""Numbers of blocks of 4 positions. At the end, one request may need all but two of them."""
 STEPS_A_SIZE = 1000
 TENANTS = ("", "a", "b")
 
 
 class Soak:
-    """Random admissions, drafts and cancellations; about twice as many as fit are always there."""
+    """Random admissions, drafts and cancellations, with about twice as many requests as fit."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -37,7 +37,7 @@ class Soak:
         self.steps = 0
 
     def run(self) -> None:
-        """All sizes of memory, one after the other; then everything comes to its end."""
+        """Run with each size of memory, then until everything has ended."""
         world = self.world
         world.join_target()
         world.drafters["d"] = PretendedDrafter(self._guess)
@@ -107,7 +107,7 @@ def test_ten_thousand_steps_in_shrinking_memory_keep_text_and_invariants() -> No
 def test_the_soak_notices_blocks_that_are_shared_before_they_are_verified(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative control: what holds candidates, or waits for its moves, must not be shared."""
+    """Negative control: blocks are shared that hold candidates or wait for moves."""
 
     def careless_keep(cache: PrefixCache, sequence: Sequence) -> None:
         held = sequence.kv
@@ -126,7 +126,7 @@ def test_the_soak_notices_blocks_that_are_shared_before_they_are_verified(
 def test_the_soak_notices_a_key_that_leaves_out_what_was_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Negative control: equal blocks after different prefixes hold different KV."""
+    """Negative control: equal blocks after different prefixes have the same key."""
 
     def careless(keys: BlockKeys, count: int, token_ids: list[int]) -> list[bytes]:
         size = keys.kind.block_size

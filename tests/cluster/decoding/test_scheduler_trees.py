@@ -100,7 +100,7 @@ def test_a_tree_is_no_answer_to_a_request_for_a_chain() -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "kseq", "recursive", "mcsd"])
 def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(rule: str) -> None:
-    """Also where a lost drafter had drafted after the same token."""
+    """This holds even if a lost drafter had drafted after the same token."""
     scheduler = started_with(tree_request(rule, window=2, branches=1))
     path = (*PROMPT, 10)
     scheduler.handle(verdict(1, 0, 10))
@@ -124,7 +124,7 @@ def test_candidates_come_with_the_probabilities_of_the_drafter_that_drew_them(ru
 
 
 def test_draws_of_two_drafters_are_not_left_side_by_side() -> None:
-    """One was lost while its draws were verified, and then the target was, before the verdict."""
+    """A drafter is lost while its draws are verified, and then the target, before the verdict."""
     asked = tree_request("recursive")
     for target_lost in (False, True):
         scheduler = started_with(asked)

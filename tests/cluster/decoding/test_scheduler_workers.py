@@ -1,4 +1,4 @@
-"""Workers that are lost, lie or answer another question; what drafters are told."""
+"""Workers that are lost, lie, or answer another question; and what drafters are told."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_answer_to_another_question_is_refused_and_changes_nothing(answer: St
 
 
 def test_what_is_under_way_when_a_grant_shrinks_is_taken() -> None:
-    """A drafter says nothing twice, so all that it drafts later would hang on what was dropped."""
+    """A drafter sends nothing twice, so later drafts would hang on what was dropped."""
     scheduler = started("fanout", window=4)
     scheduler.handle(verdict(1, 0, 10))
     slow = dataclasses.replace(proposal((*PROMPT, 10), 11, 12), pass_seconds=1.0)

@@ -1,4 +1,4 @@
-"""Policy spread on short scripts: who drafts what, and when work moves."""
+"""Policy spread on short scripts: which drafter drafts what, and when work moves."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Script:
         return self.send(StepDone(self.now, self.step.step, verdicts, step_seconds=seconds))
 
     def say(self, drafter: str, *token_ids: int, pass_ms: float = 2.0) -> None:
-        """It drafts something for nobody in particular."""
+        """The drafter sends a proposal for sequence 1 after its prompt."""
         one = Proposal(1, len(PROMPT), hash_prefix(PROMPT), token_ids)
         self.send(Proposed(self.now, drafter, (one,), pass_seconds=pass_ms / 1000))
 
     def draft_on(self, steps: int, **pass_ms: float) -> None:
-        """Each of these drafters drafts once a step, with such a pass."""
+        """Answer `steps` steps. In each, every given drafter drafts once, in `pass_ms`."""
         for _ in range(steps):
             for drafter, ms in pass_ms.items():
                 self.say(drafter, 5, pass_ms=ms)
@@ -112,7 +112,7 @@ def test_a_helper_takes_the_place_of_a_lost_drafter_with_what_it_has() -> None:
 
 
 def test_what_a_helper_has_on_the_way_when_it_takes_a_place_is_taken() -> None:
-    """It says nothing twice, so all that it drafts later would hang on what was dropped."""
+    """A drafter sends nothing twice, so later drafts would hang on what was dropped."""
     script = Script("ab")
     out = script.send(DrafterLost(script.now, "a"))
     assert [one.drafter for one in out if isinstance(one, Grant)] == ["b"], "at once"

@@ -1,4 +1,4 @@
-"""A target that is lost in the midst of a step: each of its sequences is tried alone."""
+"""The target is lost during a step: each sequence of the step is tried alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from workers.target.faults import MOST_FAILED_STEPS
 
 
 def world_of(*numbers: int, num_groups: int = 1, max_num_seqs: int = 8) -> World:
-    """These requests have a token each."""
+    """A world for requests whose prompts have one token."""
     scheduler = Scheduler(max_num_seqs=max_num_seqs, num_groups=num_groups)
     world = World(scheduler, num_groups=num_groups)
     for group in range(num_groups):
@@ -48,7 +48,7 @@ def in_step(world: World, group: int = 0) -> set[int]:
 
 
 def lose(world: World, group: int = 0) -> None:
-    """The target is lost, and there again at once."""
+    """The target is lost, and back at once."""
     world.lose_target(group)
     world.join_target(group)
 
@@ -58,7 +58,7 @@ def poisoned(*numbers: int) -> Callable[[RunStep], bool]:
 
 
 def run(world: World, ends_target: Callable[[RunStep], bool]) -> int:
-    """To the end, a step at a time; how often the target was lost."""
+    """Run to the end, a step at a time. Returns how often the target was lost."""
     losses = 0
     while world.steps:
         step = world.step
@@ -89,7 +89,7 @@ def test_each_is_tried_alone_and_the_others_wait() -> None:
 
 
 def test_a_request_that_ends_the_target_is_refused_and_others_are_hit_at_most_twice() -> None:
-    """Wherever it stands among them. All were there before the first loss."""
+    """The position of the request among the others does not matter. All came before the loss."""
     for poison in (1, 2, 3):
         world = world_of(1, 2, 3)
         losses = run(world, poisoned(poison))
@@ -117,7 +117,7 @@ def test_one_that_ends_the_target_while_it_decodes_is_found_though_its_prefill_g
 
 
 def test_a_request_without_company_survives_losses_that_are_not_its_fault() -> None:
-    """More than a worker fails before its process is ended: the fresh one gets a try."""
+    """The losses exceed those after which a worker's process is ended: the new one gets a try."""
     world = world_of(1)
     for _ in range(MOST_FAILED_STEPS):
         lose(world)
@@ -167,7 +167,7 @@ def test_a_suspect_that_is_cancelled_leaves_the_line_to_others() -> None:
 
 
 def test_suspects_of_one_group_are_tried_beside_who_runs_in_another() -> None:
-    """Who runs there waits for one step at a time, and is hit once."""
+    """Sequences of the other group wait for one step at a time, and are hit once."""
     world = world_of(1, 2, 3, 4, num_groups=2)
     assert (in_step(world, 0), in_step(world, 1)) == ({1, 3}, {2, 4})
     world.lose_target(0)
@@ -199,7 +199,7 @@ def test_one_that_several_groups_verify_is_tried_alone_in_each() -> None:
 
 @pytest.mark.parametrize("num_groups", [1, 2, 3])
 def test_random_poison_is_found_whoever_is_there(num_groups: int) -> None:
-    """What is random: who is poison, when others come and when groups answer."""
+    """Random: which request is poison, when others come, and when groups answer."""
     draw = random.Random(num_groups)
     for _ in range(40):
         count = draw.randint(2, 7)
@@ -238,7 +238,7 @@ def test_an_error_in_place_of_a_verdict_ends_that_request_alone() -> None:
 def test_candidates_that_the_target_fails_at_are_dropped_and_not_the_request(
     policy: str,
 ) -> None:
-    """Plain decoding knows nothing of them. Its drafter drafts for it no more."""
+    """Plain decoding does not see the candidates. The sequence's drafter drafts for it no more."""
     world = World(Scheduler())
     world.join_target()
     world.drafters["d"] = PretendedDrafter(lambda path, seed: true_token(path, seed))
@@ -279,7 +279,7 @@ def test_an_error_for_one_that_its_caller_has_left_is_its_end() -> None:
 
 
 def test_blocks_of_a_sequence_in_error_are_given_to_nobody_as_a_prefix() -> None:
-    """What is in them may be no numbers."""
+    """They may contain NaN."""
     scheduler = Scheduler()
     world = World(scheduler)
     world.join_target()

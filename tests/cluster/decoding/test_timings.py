@@ -1,4 +1,4 @@
-"""How long things take: what is believed of what was seen, and of what was not."""
+"""Estimates of how long things take: from what was seen, and for what was not."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_where_work_is_not_known_the_bound_stays() -> None:
 
 
 def _branches_granted(driver_share: float, *, steps: int = 80) -> list[int]:
-    """Of four sequences at two drafters, by step: the branches that the last grant allowed."""
+    """By step: the branches that the last grant allowed, for four sequences at two drafters."""
     scheduler, granted, running = Scheduler(), dict.fromkeys(range(1, 5), 0), []
 
     def send(event: object) -> None:

@@ -46,7 +46,7 @@ def test_the_law_is_the_targets(case: Case) -> None:
 
 @pytest.mark.usefixtures("_larger_drafter")
 def test_a_drafter_that_is_not_told_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: it draws the ids that the target lacks."""
+    """Negative control: it draws ids that the target lacks."""
     init = DraftTree.__init__
 
     def untold(tree: DraftTree, *args: object, **options: object) -> None:

@@ -13,9 +13,8 @@ END_TOKEN = 0
 
 
 def true_token(prefix: list[int], seed: int) -> int:
-    """What the pretended target chooses after a prefix, all of which it looks at.
-
-    Rarely the end token.
+    """The token that the pretended target chooses; depends on the whole prefix. Rarely an end
+    token.
     """
     value = extend_hash(hash(tuple(prefix)), seed)  # a hash of integers is the same in every run
     return END_TOKEN if value % 97 == 0 else 1 + value % (VOCAB_SIZE - 1)
@@ -23,7 +22,7 @@ def true_token(prefix: list[int], seed: int) -> int:
 
 @functools.cache
 def plain_text(prompt: tuple[int, ...], seed: int, max_tokens: int) -> list[int]:
-    """Plain decoding."""
+    """The text of plain decoding."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_tokens:
         tokens.append(true_token(tokens, seed))

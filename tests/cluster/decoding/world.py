@@ -39,9 +39,10 @@ from workers.target.session import EngineLimits, TargetSession
 
 
 class World:
-    """The scheduler, its target groups and any drafters; every event is followed by the invariants.
+    """The scheduler, its target groups and any drafters. Checks the invariants after every event.
 
-    A step takes 10 ms and 1 ms a token, unless `step_seconds` says what so many tokens take.
+    A step takes 10 ms and 1 ms for each token, unless `step_seconds` gives the time for a number of
+    tokens.
     """
 
     def __init__(self, scheduler: Scheduler, *, num_blocks: int = 64, num_groups: int = 1) -> None:
@@ -52,10 +53,10 @@ class World:
         self.step_seconds: Callable[[int], float] = lambda tokens: 0.010 + 0.001 * tokens
         self.targets = [PretendedTarget() for _ in range(num_groups)]
         self.shards: dict[int, TargetSession] = {}
-        """What a shard of each group checks a step by."""
+        """A real shard's session for each group, which checks each step."""
         self.drafters: dict[str, PretendedDrafter] = {}
         self.steps: dict[int, RunStep] = {}
-        """In flight, by group."""
+        """Steps in flight, by group."""
         self.wake_at: float | None = None
         self.suspects: list[str] = []
         self.requests: dict[int, Request] = {}
@@ -63,16 +64,16 @@ class World:
         self.finished: dict[int, Finish] = {}
         self.refused: dict[int, Refuse] = {}
         self.lost_steps: Counter[int] = Counter()
-        """How often the target was lost in the midst of a step, by sequence."""
+        """How often the target was lost during a step of the sequence, by sequence."""
         self.in_error: set[int] = set()
-        """Who had an error in place of a verdict."""
+        """Sequences that had an error in place of a verdict."""
         self.hits: Counter[int] = Counter()
-        """How often a sequence lost what was computed of it, or was about to be."""
+        """How often a sequence lost its computed KV, or was about to, by sequence."""
         self.paused: set[int] = set()
         """Requests whose callers do not read."""
 
     def send(self, event: Event) -> None:
-        """Hand in an event and carry out what comes back."""
+        """Hand in an event and carry out the instructions."""
         if isinstance(event, Admitted):
             self.requests[event.request.sequence_id] = event.request
             self.emitted[event.request.sequence_id] = []
@@ -127,20 +128,20 @@ class World:
             assert group.batching.running or not group.batching.waiting, "nobody is let in"
 
     def check_trial(self, step: RunStep) -> None:
-        """A suspect is alone in its steps."""
+        """Check that a suspect is alone in its steps."""
         suspects = self.scheduler._state.waiting.suspects
         tried = [part.sequence_id for part in step.slices if part.sequence_id in suspects]
         assert not tried or len(step.slices) == 1, "a suspect has company"
 
     def _check_by_a_shard(self, step: RunStep) -> None:
-        """A real shard takes the step as it comes over the wire. Else raises ProtocolError."""
+        """Check that a real shard accepts the step from the wire. Raises ProtocolError."""
         (message,) = step_messages(step)
         request = target_pb2.StepRequest.FromString(message.SerializeToString())
         self.shards[step.group].begin_step(request)
         self.shards[step.group].check_integrity()
 
     def _shared_steps(self) -> set[int]:
-        """Sequences in flight whose policy has several groups verify them."""
+        """Sequences in flight that several groups verify."""
         parts = [part for step in self.steps.values() for part in step.slices]
         return {
             part.sequence_id
@@ -155,13 +156,13 @@ class World:
 
     @property
     def target(self) -> PretendedTarget:
-        """The only group's."""
+        """The target of the only group."""
         (target,) = self.targets
         return target
 
     @property
     def step(self) -> RunStep | None:
-        """The step in flight, of the lowest group that has one."""
+        """The step in flight of the lowest group that has one."""
         return self.steps[min(self.steps)] if self.steps else None
 
     @property
@@ -187,7 +188,7 @@ class World:
         )
 
     def lose_target(self, group: int = 0) -> None:
-        """A target group is gone, with its step in flight."""
+        """A target group is lost, with its step in flight."""
         self._note_loss(group)
         self.send(TargetLost(self.now, group=group))
 
@@ -198,18 +199,18 @@ class World:
         self.hits.update(one.sequence_id for one in running if one.kv.open_at_target)
 
     def answer(self, group: int | None = None) -> None:
-        """The step in flight is done: that of a group, or the only one's."""
+        """Answer the step in flight of a group; None: of the only one."""
         step = self.steps.pop(min(self.steps) if group is None else group)
         seconds = self.step_seconds(sum(len(part.token_ids) for part in step.slices))
         verdicts = self.targets[step.group].run(step)
         self.send(StepDone(self.now, step.step, verdicts, seconds, group=step.group))
 
     def draft(self, name: str) -> None:
-        """One pass of a drafter, delivered at once."""
+        """Run one pass of a drafter, and deliver it at once."""
         self.send(Proposed(self.now, name, self.drafters[name].run_pass()))
 
     def check_text(self, sequence_id: int) -> None:
-        """What was emitted is the begin of plain decoding, the whole of it when finished."""
+        """Check that the emitted tokens begin plain decoding's text, and end as all of it."""
         emitted, asked = self.emitted[sequence_id], self.requests[sequence_id]
         plain = plain_text(asked.prompt_token_ids, asked.spec.seed, asked.max_tokens)
         assert emitted == plain[: len(emitted)]

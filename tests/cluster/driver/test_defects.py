@@ -1,4 +1,4 @@
-"""Defects of the driver itself: who pays for an exception, and that none goes unheard."""
+"""Defects of the driver itself: which requests end, and that no exception goes unheard."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.cluster.system import (
 )
 
 STOP = "no text ever has this"
-"""By which the request is known that meets the defect."""
+"""Marks the request that meets the defect."""
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 def _break(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Have a method of one request's text raise at its 20th token."""
+    """Make a method of one request's text raise at its 20th token."""
     right = getattr(TextStream, method)
     begin = TextStream.__init__
     seen: dict[TextStream, int] = {}
@@ -69,7 +69,7 @@ async def test_a_defect_in_one_requests_text_ends_that_request(
     method: str,
     timeout: float | None,
 ) -> None:
-    """`timeout`: of the client; with one, each request is a call of its own."""
+    """`timeout`: of the client. With a timeout, each request is a call of its own."""
     _break(monkeypatch, method)
     async with running_system(
         checkpoints, drafters={"d": checkpoints.drafter}, target_rtt_ms=10
@@ -90,7 +90,7 @@ async def test_a_defect_in_one_requests_text_ends_that_request(
 async def test_a_defect_in_wording_one_answer_ends_its_request(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those that share the stream, all but one."""
+    """All other requests on the stream go on."""
     right, broken = many_requests.fill_response, []
 
     def fill_response(response: Any, answer: Any) -> None:
@@ -112,38 +112,38 @@ async def test_a_defect_in_wording_one_answer_ends_its_request(
         await system.settle()
 
 
-def _break_begin(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scheduler fails half-way through an answer of the target."""
-    right = system.driver.scheduler.begin
+def _break_steps(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the scheduler fail half-way through an answer of the target."""
+    right = system.driver.scheduler.steps_for
 
-    def begin(event: Any) -> Any:
+    def steps_for(event: Any) -> Any:
         steps = right(event)
         if isinstance(event, StepDone) and event.step > 20:
             raise ZeroDivisionError("injected")
         return steps
 
-    monkeypatch.setattr(system.driver.scheduler, "begin", begin)
+    monkeypatch.setattr(system.driver.scheduler, "steps_for", steps_for)
 
 
-def _break_rest(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = system.driver.scheduler.rest
+def _break_messages(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = system.driver.scheduler.messages
 
-    def rest() -> Any:
+    def messages() -> Any:
         if system.driver.scheduler.totals.steps > 20:
             raise ZeroDivisionError("injected")
         return right()
 
-    monkeypatch.setattr(system.driver.scheduler, "rest", rest)
+    monkeypatch.setattr(system.driver.scheduler, "messages", messages)
 
 
-@pytest.mark.parametrize("inject", [_break_begin, _break_rest])
+@pytest.mark.parametrize("inject", [_break_steps, _break_messages])
 async def test_a_defect_in_the_scheduler_ends_all_requests_and_the_server(
     checkpoints: Checkpoints,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     inject: Callable[[System, pytest.MonkeyPatch], None],
 ) -> None:
-    """The controller sees the server's end, and starts the driver again (placement/lives.py)."""
+    """The controller sees the server's end and restarts the driver (placement/lives.py)."""
     async with running_system(
         checkpoints, drafters={"d": checkpoints.drafter}, max_num_seqs=2, target_rtt_ms=5
     ) as system:
@@ -192,7 +192,7 @@ async def test_a_defect_in_a_trace_ends_the_trace(
 async def test_a_message_to_a_drafter_that_cannot_be_worded_begins_its_stream_anew(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody's text changes, and the drafter drafts again."""
+    """No text changes, and the drafter drafts again."""
     async with running_system(
         checkpoints, drafters={"d": checkpoints.drafter}, target_rtt_ms=10
     ) as system:
@@ -220,7 +220,7 @@ async def test_a_message_to_a_drafter_that_cannot_be_worded_begins_its_stream_an
 async def test_a_step_that_cannot_be_worded_counts_as_lost(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request is not the driver's end: it is tried again, and refused when that is in vain."""
+    """The driver does not end: the request is tried again, and refused if that fails too."""
     async with running_system(checkpoints) as system:
         right = target_links.step_messages
 

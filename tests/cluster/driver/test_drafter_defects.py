@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 
 LOCKSTEP = replace(OPTIONS, policy="lockstep", max_tokens=40)
 TEXT = [5, 6, 7, 8] * 8
-"""A prompt that n-grams go on with."""
+"""A prompt that n-grams can continue."""
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ async def test_a_defect_of_one_sequence_declines_that_one_alone(
 async def test_a_defect_in_the_reader_ends_the_stream_and_the_driver_comes_again(
     checkpoints: Checkpoints,
 ) -> None:
-    """Nothing else would: the drafter answers pings, and would read nothing more."""
+    """Nothing else would end it: the drafter answers pings, and would read nothing more."""
     server = await serve_proposer(BreaksAtClose())
     try:
         async with running_system(checkpoints, target_rtt_ms=5.0) as system:
@@ -118,7 +118,7 @@ run_standalone(lambda: serve_proposer(proposer))
 async def test_passes_that_fail_again_and_again_end_the_process(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """With its reason in the log and an exit code, so that whoever started it starts another."""
+    """The log has the reason, and an exit code tells the parent to start another process."""
     script = tmp_path / "broken.py"
     script.write_text(_PROCESS, encoding="utf-8")
     process = await asyncio.create_subprocess_exec(

@@ -39,7 +39,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 async def test_a_drafter_that_ends_half_way_and_comes_back(
     checkpoints: Checkpoints, policy: str
 ) -> None:
-    """Whoever would wait for what it does not draft would wait for a minute."""
+    """A target that waited for its drafts would wait for a minute."""
     async with running_system(
         checkpoints, drafters={"d": checkpoints.drafter}, wait_ms=60_000.0
     ) as system:
@@ -66,7 +66,7 @@ async def test_a_drafter_that_ends_half_way_and_comes_back(
 async def test_a_drafter_that_comes_back_in_the_middle_of_a_request(
     checkpoints: Checkpoints,
 ) -> None:
-    """A hundred and more steps of 10 ms are left for it to be found."""
+    """More than a hundred steps of 10 ms remain in which it can be found."""
     async with running_system(
         checkpoints, drafters={"d": checkpoints.drafter}, target_rtt_ms=10
     ) as system:
@@ -115,7 +115,7 @@ async def test_a_lying_drafter_alters_nothing(checkpoints: Checkpoints) -> None:
 async def test_malformed_proposals_make_a_drafter_suspect(
     checkpoints: Checkpoints, breach: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After three it is used no more; the text stays right."""
+    """After three of them it is not used any more. The text stays right."""
     async with running_system(checkpoints, wait_ms=20.0) as system:
         plain = await plain_answer(system)
         hostile = MalformedDrafter(BREACHES[breach])
@@ -129,7 +129,7 @@ async def test_malformed_proposals_make_a_drafter_suspect(
                 assert answer.stats.drafted == 0
             await eventually(lambda: system.driver.stats().workers[1].suspect)
             worker = (await system.client.stats()).workers[1]
-            # Three that are too long make one message that is.
+            # Three long proposals make one message that is too long.
             least = 1 if breach == "too many tokens" else 3
             assert (worker.connected, worker.suspect) == (False, True)
             assert worker.malformed >= least
@@ -141,7 +141,7 @@ async def test_malformed_proposals_make_a_drafter_suspect(
 
 
 async def test_a_suspect_is_left_until_another_process_answers(checkpoints: Checkpoints) -> None:
-    """It is asked who it is every two seconds, and not taken back as long as it is the same."""
+    """The driver asks it every two seconds for its pid, and takes it back only with another one."""
     async with running_system(checkpoints, drafter_timeout=4.0) as system:
         hostile = MalformedDrafter(BREACHES["huge ids"])
         server = await serve_lying_drafter(hostile)
@@ -166,7 +166,9 @@ async def test_a_suspect_is_left_until_another_process_answers(checkpoints: Chec
 async def test_malformed_probabilities_make_a_drafter_suspect(
     checkpoints: Checkpoints, breach: str
 ) -> None:
-    """Dropped and counted; the sequence goes on plainly: at temperature 0 with the same text."""
+    """They are dropped and counted. The sequence decodes plainly, at temperature 0 with the same
+    text.
+    """
     async with running_system(checkpoints, wait_ms=20.0) as system:
         greedy = replace(OPTIONS, temperature=0.0, max_tokens=20)
         plain = await system.client.generate(PROMPT, replace(greedy, policy="off"))
@@ -192,7 +194,7 @@ async def test_malformed_probabilities_make_a_drafter_suspect(
 async def test_a_liar_with_valid_probabilities_ends_nobodys_step(
     checkpoints: Checkpoints, rule: str
 ) -> None:
-    """What it says goes together in no window that a shard takes, but for a chain."""
+    """Its proposals together fit into no window that a shard accepts, except a chain."""
     digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
     liar = ContradictingDrafter(rule, digest)
     server = await serve_lying_drafter(liar)
@@ -220,7 +222,7 @@ async def test_a_liar_with_valid_probabilities_ends_nobodys_step(
 
 
 async def test_a_cut_wire_is_noticed_by_keepalive(checkpoints: Checkpoints) -> None:
-    """About 2.5 s after; nothing else would notice it for half an hour."""
+    """It is noticed after about 2.5 s; nothing else would notice it for half an hour."""
     drafter = await start_drafter(None)
     wire = Wire(drafter.address)
     try:

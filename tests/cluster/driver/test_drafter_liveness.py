@@ -1,4 +1,4 @@
-"""What a drafter does to others' speed: floods, silence, refusals that are not for ever."""
+"""What a drafter does to others' speed: floods, silence, and refusals that end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cluster.system import (
 )
 
 TEXT = [5, 6, 7, 8] * 8
-"""A prompt that n-grams go on with."""
+"""A prompt that n-grams can continue."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 async def test_a_flood_makes_its_sender_suspect(
     checkpoints: Checkpoints, flood: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Soon, and little of it is read; one who was there before has his text all the same."""
+    """It is noticed soon, and little of it is read. A request that ran before gets its text."""
     caplog.set_level(logging.INFO)
     async with running_system(checkpoints, target_rtt_ms=20.0) as system:
         hostile = Flood(FLOODS[flood])
@@ -54,7 +54,7 @@ async def test_a_flood_makes_its_sender_suspect(
 
 
 class SilentDrafter(HungDrafter):
-    """Says who it is whenever it is asked, takes all messages, and answers none."""
+    """Describes itself whenever it is asked, takes all messages, and answers none."""
 
     async def DescribeDrafter(self, request, context):  # type: ignore[no-untyped-def]
         return await super(HungDrafter, self).DescribeDrafter(request, context)
@@ -63,7 +63,7 @@ class SilentDrafter(HungDrafter):
 async def test_a_drafter_that_answers_nothing_loses_its_sequences_to_another(
     checkpoints: Checkpoints,
 ) -> None:
-    """Though it answers pings and questions about itself. Its stream stays: it may come to life."""
+    """It answers pings and questions about itself. Its stream stays, since it may recover."""
     silent = SilentDrafter()
     silent.kind = "model"
     server, other_server = await serve_lying_drafter(silent), await start_drafter(None)
@@ -91,7 +91,7 @@ async def test_a_drafter_that_answers_nothing_loses_its_sequences_to_another(
 async def test_a_refused_sequence_is_drafted_for_once_another_has_left(
     checkpoints: Checkpoints,
 ) -> None:
-    """With a drafter that takes one sequence at a time."""
+    """The drafter takes one sequence at a time."""
     proposer = Reluctant(lambda asked: False)
     server = await serve_proposer(proposer, max_sequences=1)
     try:
@@ -110,7 +110,7 @@ async def test_a_refused_sequence_is_drafted_for_once_another_has_left(
 
 
 async def test_a_refused_sequence_is_offered_again_after_a_pause(checkpoints: Checkpoints) -> None:
-    """Each pause is longer, so that it is not asked all the time."""
+    """Each pause is longer, so that the drafter is not asked all the time."""
     proposer = Reluctant(lambda asked: asked <= 2)
     server = await serve_proposer(proposer)
     try:

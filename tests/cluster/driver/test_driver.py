@@ -1,4 +1,4 @@
-"""The driver over real servers: equal text whatever helps, and nothing left behind."""
+"""The driver over real servers: equal text under all circumstances, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ async def test_end_tokens_end_the_text_and_can_be_ignored(system: System) -> Non
 
 
 async def test_cancelling_frees_what_was_held(checkpoints: Checkpoints) -> None:
-    """A whole answer would take 400 steps of 5 ms; the one after it takes a step a token."""
+    """A whole answer would take 400 steps of 5 ms. The next request takes a step for each token."""
     async with running_system(checkpoints, drafters={"d": None}, target_rtt_ms=5) as system:
         options = GenerateOptions(max_tokens=400, ignore_eos=True, policy="off", seed=1)
         stream = system.client.stream("The quick brown fox", options)

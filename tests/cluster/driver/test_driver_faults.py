@@ -1,4 +1,4 @@
-"""Targets, callers and ports that fail, and wrong ones: equal text, or an error that says why."""
+"""Targets, callers and ports that fail or are wrong: equal text, or an error that says why."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_target_that_stays_away(checkpoints: Checkpoints) -> None:
 async def test_a_caller_that_is_silent_for_seconds_keeps_its_request(
     checkpoints: Checkpoints,
 ) -> None:
-    """Longer than workers may be: a caller's host may be suspended, or far away."""
+    """Callers may be silent for longer than workers: their host may be suspended, or far away."""
     async with running_system(checkpoints) as system:
         wire = Wire(system.server.address)
         try:
@@ -124,9 +124,7 @@ async def _to_its_end(generation: Generation) -> None:
 
 @pytest.mark.parametrize("kind", [HungTarget, LyingTarget])
 async def test_a_false_target_is_left(checkpoints: Checkpoints, kind: type[HungTarget]) -> None:
-    """It is taken for lost at each step, and there again at once: the request is not tried for
-    ever.
-    """
+    """Each step counts as lost; the target is back at once. The request is not tried forever."""
     false = kind(inspect_checkpoint(checkpoints.target).vocabulary_digest)
     target = await serve_false_target(false)
     options = DriverOptions(
@@ -152,7 +150,7 @@ async def test_a_false_target_is_left(checkpoints: Checkpoints, kind: type[HungT
 async def test_a_target_that_comes_back_as_another(
     checkpoints: Checkpoints, tmp_path: Path
 ) -> None:
-    """Requests are told why it is refused, not what was known before."""
+    """Requests get the present reason for the refusal, not an earlier one."""
     other = make_tiny_checkpoint(tmp_path / "other", vocab_size=300)
     refusal = r"was not back within 0\.3 s \(shard-0 at .* serves 'other', whose vocabulary is not"
     async with running_system(checkpoints, target_patience=0.3) as system:

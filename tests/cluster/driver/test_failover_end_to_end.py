@@ -1,8 +1,8 @@
-"""Rules that toss coins keep the law when the target is lost half-way, through all the parts.
+"""Rules that toss coins keep the law when the target is lost, through all the parts.
 
-The target's server is stopped while requests run and started again at its port, once for every
-batch of them, after so many verdicts, in which no token has a say. What enumeration can say of the
-same is in tests/cluster/decoding/test_failover_laws.py.
+Once for every batch of requests, the target's server is stopped and started again at its port,
+after a number of verdicts that no token influences. tests/cluster/decoding/test_failover_laws.py
+shows the same by enumeration.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.long]
 
 TARGET_RTT_MS = 60.0
 LOST_AFTER = AT_ONCE + 1
-"""Verdicts of a batch: the prompts', and those of one more step; of the next there is no answer.
-Not steps, of which the batch before leaves one without verdicts, that ends its sequences."""
+"""Verdicts of a batch before the loss: those of the prompts, and of one more step.
+
+It counts verdicts, not steps: the batch before leaves a step without verdicts that ends its
+sequences.
+"""
 REJECTION = Case("rejection", "model", 1)
 CASES = (
     REJECTION,
@@ -59,7 +62,7 @@ class Faulty:
     again: list[int] = field(default_factory=list)
 
     async def lose_target(self) -> None:
-        """After some verdicts; it is back at once."""
+        """Lose the target after some verdicts. It is back at once."""
         before = self.system.driver.stats().verdicts
         await eventually(lambda: self.system.driver.stats().verdicts >= before + LOST_AFTER)
         port = int(self.target.address.rpartition(":")[2])
@@ -67,7 +70,7 @@ class Faulty:
         self.target = await start_target(self.folder_of.target, port=port)
 
     async def batch(self, case: Case, first_seed: int, *, lose: bool = True) -> list[Completion]:
-        """AT_ONCE requests."""
+        """Answer AT_ONCE requests."""
         losing = self.lose_target() if lose else asyncio.sleep(0)
         completions, _ = await asyncio.gather(ask(self.system, case, first_seed), losing)
         return completions
@@ -75,12 +78,12 @@ class Faulty:
     async def with_and_without_loss(
         self, case: Case, first_seed: int
     ) -> tuple[list[tuple[int, ...]], ...]:
-        """Texts of AT_ONCE requests: undisturbed, and again with the target lost meanwhile."""
+        """Texts of AT_ONCE requests, first undisturbed, then with the target lost meanwhile."""
         batches = [await self.batch(case, first_seed, lose=lose) for lose in (False, True)]
         return tuple([one.token_ids for one in batch] for batch in batches)
 
     async def serve(self, case: Case) -> Served:
-        """NUM_REQUESTS of them."""
+        """Serve NUM_REQUESTS requests."""
         return await serve(self.system, case, self.batch)
 
 
@@ -134,7 +137,9 @@ async def test_what_is_broken_does_not_pass(
 
 
 async def test_with_a_seed_the_text_stays_under_the_coupled_rule_alone(faulty: Faulty) -> None:
-    """On a busy machine the target may be lost when a batch has ended, so there are several."""
+    """There are several batches, because a busy machine may lose the target after a batch has
+    ended.
+    """
     coupled = replace(REJECTION, rule="coupled")
     changed = False
     for first_seed in range(0, 5 * AT_ONCE, AT_ONCE):

@@ -1,4 +1,4 @@
-"""A log's disk that fills up while requests run: they go on, with the same text."""
+"""The disk of a log fills up while requests run: they go on, with the same text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.small_disk import small_disk_at
 ROOT = Path(__file__).resolve().parents[3]
 BYSTANDERS = 4
 OPTIONS = GenerateOptions(max_tokens=300, ignore_eos=True, temperature=1.0, seed=7)
-# Noise at every turn of the loop on which driver, target and drafter are.
+# Log at every turn of the event loop that driver, target and drafter share.
 _SERVER = """
 import asyncio, logging, sys
 from pathlib import Path
@@ -46,7 +46,7 @@ asyncio.run(serve(Path(sys.argv[1]), Path(sys.argv[2])))
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for 256 KiB."""
+    """A file system with room for 256 KiB."""
     with small_disk_at(tmp_path / "disk", kibibytes=256) as folder:
         yield folder
 

@@ -1,4 +1,4 @@
-"""What the health service says of a driver, and to whom it goes on saying it."""
+"""What the health service says of a driver, and to whom."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from workers.target.stepper import Stepper
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 ALONE = [("grpc.use_local_subchannel_pool", 1)]
-"""Of a channel that shares its connection with no other."""
+"""Options of a channel that shares its connection with no other."""
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +42,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 async def _told(call: Any) -> int:
-    """What a watch says next."""
+    """The next status of a watch."""
     status: int = (await asyncio.wait_for(call.read(), 60)).status
     return status
 
 
 @pytest.mark.parametrize("service", ["", SERVICE_NAME])
 async def test_it_follows_the_target(checkpoints: Checkpoints, service: str) -> None:
-    """Lost while a request runs, which goes on when it is back; then the driver is drained."""
+    """The target is lost and comes back while a request runs. Then the driver is drained."""
     request = health_pb2.HealthCheckRequest(service=service)
     async with (
         running_system(checkpoints, target_rtt_ms=10) as system,
@@ -78,7 +78,7 @@ async def test_it_follows_the_target(checkpoints: Checkpoints, service: str) -> 
 async def test_a_shard_says_that_its_steps_fail(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until one succeeds. The request whose step it was is tried again."""
+    """It says so until one succeeds. The request of the failed step is tried again."""
     async with (
         running_system(checkpoints) as system,
         grpc.aio.insecure_channel(system.target.address) as channel,
@@ -103,7 +103,7 @@ async def test_a_shard_says_that_its_steps_fail(
 
 
 async def test_it_serves_only_once_the_target_is_there(checkpoints: Checkpoints) -> None:
-    """Asked while the driver looks for its target."""
+    """The driver is asked while it looks for its target."""
     digest = inspect_checkpoint(checkpoints.target).vocabulary_digest
     with held_port() as target_port, held_port() as port:
         options = DriverOptions(checkpoints.target, (f"{HOST}:{target_port}",), connect_seconds=120)
@@ -119,7 +119,7 @@ async def test_it_serves_only_once_the_target_is_there(checkpoints: Checkpoints)
 
 
 async def test_one_who_watches_and_does_not_read_holds_up_nobody(checkpoints: Checkpoints) -> None:
-    """It takes nothing at all: its window is closed from the first byte on."""
+    """Its flow-control window is closed from the first byte on, so it takes nothing at all."""
     closed = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
     async with (
         fast_system(checkpoints.target) as (_, server, _),
@@ -129,7 +129,7 @@ async def test_one_who_watches_and_does_not_read_holds_up_nobody(checkpoints: Ch
         unread = [health_pb2_grpc.HealthStub(hostile).Watch(_asked()) for _ in range(10)]
         watch: Any = health_pb2_grpc.HealthStub(channel).Watch(_asked())
         assert await _told(watch) == SERVING
-        for _ in range(20):  # Each change is told to those who watch.
+        for _ in range(20):  # Watchers hear of each change.
             server.report(serving=False)
             assert await _told(watch) == NOT_SERVING
             server.report(serving=True)
@@ -143,7 +143,7 @@ def _asked() -> health_pb2.HealthCheckRequest:
 
 
 async def test_a_connection_has_so_many_calls_and_its_others_wait(checkpoints: Checkpoints) -> None:
-    """Those of another connection are answered meanwhile."""
+    """Calls of another connection are answered meanwhile."""
     async with (
         fast_system(checkpoints.target) as (_, server, _),
         grpc.aio.insecure_channel(server.address, options=ALONE) as greedy,
@@ -165,7 +165,7 @@ async def test_a_connection_has_so_many_calls_and_its_others_wait(checkpoints: C
 async def test_a_server_has_so_many_connections(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who comes too late is turned away, and let in when another has gone."""
+    """A further connection is refused, and accepted once another one has ended."""
     monkeypatch.setattr(paceline_channel, "MAX_CONNECTIONS", 2)
     async with fast_system(checkpoints.target) as (_, server, _), AsyncExitStack() as stack:
 

@@ -39,9 +39,11 @@ DEADLINE = 600.0
 """Seconds after which a hostile request counts as hung."""
 
 FLAT_BYTES = 8 * 1024 * 1024
-"""By how much the driver's process may grow after the warm-up: 12 KB for each of the 700 requests,
-where some 1 KB is seen. The least that one holds while it runs is more: its prompt, its tokens and
-their hashes, its answers. The callers are in the same process."""
+"""Upper bound on the growth of the driver's process after the warm-up.
+
+That is 12 KB for each of the 700 requests; about 1 KB is seen. What one request holds while it runs
+is more: its prompt, its tokens and their hashes, its answers. The callers run in the same process.
+"""
 
 Request = inference_pb2.GenerateRequest
 
@@ -62,7 +64,7 @@ def _number(random: Random) -> float:
 
 
 def _random_fields(random: Random) -> Request:
-    """Any field may hold anything that its type allows."""
+    """A request with random values of the right types in any field."""
     request = Request(ignore_eos=random.random() < 0.5)
     request.prompt_token_ids.token_ids.extend(random.choices(range(400), k=random.randrange(9)))
     sampling = request.sampling
@@ -90,7 +92,7 @@ def _random_fields(random: Random) -> Request:
 
 
 def _too_much(random: Random) -> Request:
-    """More of one thing than a request may hold, or so much of it as it just may."""
+    """A request that holds just as much as is allowed of something, or more."""
     request = Request(prompt="abc", max_tokens=4)
     count = random.choice([300, 5_000, 50_000])
     match random.randrange(7):
@@ -114,7 +116,7 @@ def _too_much(random: Random) -> Request:
 
 
 def _sound(random: Random) -> Request:
-    """What a well-behaved caller might ask."""
+    """A request of a well-behaved caller."""
     options = GenerateOptions(
         temperature=random.choice([0.0, 1.0]),
         seed=random.getrandbits(63),
@@ -146,7 +148,7 @@ async def asks_for_too_much(random: Random, stub: Any) -> None:
 
 
 async def leaves(random: Random, stub: Any) -> None:
-    """Cancels before the first answer, or after some."""
+    """Cancel before the first answer, or after some."""
     call = stub.Generate(_sound(random), timeout=DEADLINE)
     for _ in range(random.choice([0, 0, 1, 3, 10])):
         if await call.read() is grpc.aio.EOF:
@@ -155,7 +157,7 @@ async def leaves(random: Random, stub: Any) -> None:
 
 
 async def crowds_a_stream(random: Random, stub: Any) -> None:
-    """Requests on one stream, good and bad; cancels of some, and of such as there are none."""
+    """Send good and bad requests on one stream; cancel some of them, and some that do not exist."""
     call = stub.GenerateMany(timeout=DEADLINE)
     for number in range(random.randrange(1, 8)):
         begun = random.choice([_sound, _random_fields])(random)
@@ -178,7 +180,7 @@ async def crowds_a_stream(random: Random, stub: Any) -> None:
 
 
 async def sends_no_message(random: Random, channel: grpc.aio.Channel) -> None:
-    """Bytes that are no GenerateRequest."""
+    """Send bytes that are not a GenerateRequest."""
     call = channel.unary_stream("/paceline.v1.InferenceService/Generate")
     async for _ in call(random.randbytes(random.choice([1, 100, 10_000])), timeout=DEADLINE):
         pass
@@ -190,7 +192,7 @@ ENDS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,
 }
-"""How a hostile request may end."""
+"""The allowed ends of a hostile request."""
 
 
 async def _one(random: Random, channel: grpc.aio.Channel, seen: Counter[str]) -> None:
@@ -205,13 +207,13 @@ async def _one(random: Random, channel: grpc.aio.Channel, seen: Counter[str]) ->
     except (asyncio.CancelledError, asyncio.InvalidStateError):
         code = grpc.StatusCode.CANCELLED  # by the caller itself
     if kind is sends_no_message and code is grpc.StatusCode.UNKNOWN:
-        code = grpc.StatusCode.INVALID_ARGUMENT  # so gRPC tells it, before any code of ours runs
+        code = grpc.StatusCode.INVALID_ARGUMENT  # gRPC's own status, before any code of ours runs
     assert code in ENDS, (kind.__name__, code, details)
     seen[code.name] += 1
 
 
 async def _many(count: int, seed: int, address: str, seen: Counter[str]) -> None:
-    """So many hostile requests, some at a time, each after its own seed."""
+    """Send `count` hostile requests, some at a time, each made from its own seed."""
     left = iter(range(count))
     async with grpc.aio.insecure_channel(address) as channel:
 
@@ -225,9 +227,9 @@ async def _many(count: int, seed: int, address: str, seen: Counter[str]) -> None
 
 
 class Bystanders:
-    """Well-behaved callers, each of which asks the same again until it is over.
+    """Well-behaved callers that repeat the same request until the block ends.
 
-    Used as a context manager: inside, all of them run, as they did before anything else came.
+    Inside the block, all of them run, as they did before the hostile requests came.
     """
 
     def __init__(self, driver: Driver, address: str) -> None:
@@ -244,7 +246,7 @@ class Bystanders:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Raises where one failed, or had another text than alone."""
+        """Raise if one failed, or had another text than alone."""
         self._is_over = True
         try:
             await asyncio.gather(*self._tasks)
@@ -270,7 +272,7 @@ class Bystanders:
 
 
 def _resident_bytes() -> int:
-    """Of this process, once what it no longer needs went back to the system."""
+    """The resident memory of this process, after unused memory went back to the system."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -279,7 +281,7 @@ def _resident_bytes() -> int:
 
 @contextmanager
 def _worker(*command: str) -> Iterator[str]:
-    """A worker in a process of its own; its address."""
+    """Run a worker in a process of its own. Yields its address."""
     process = subprocess.Popen([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -323,7 +325,7 @@ async def test_a_thousand_hostile_requests_harm_nobody_and_leave_the_driver_as_i
 
 
 async def _check_that_nothing_is_left(driver: Driver) -> None:
-    """Neither requests nor sequences nor blocks."""
+    """Check that no request, sequence or block is left."""
     scheduler = driver.scheduler
     await eventually(lambda: not (scheduler.num_running or scheduler.num_waiting))
     scheduler.check_integrity()
@@ -346,7 +348,7 @@ async def test_hostile_requests_leave_nothing_at_the_workers(
         await eventually(lambda: not any(desk.num_open for desk in desks))
         for desk in desks:
             desk.check_integrity()
-        # A request that goes with the step before it has the ends told of all that came before.
+        # The step of a further request also reports the ends of all earlier ones.
         await system.client.generate("a", max_tokens=2, ignore_eos=True)
         (session,) = sessions
         session.check_integrity()
@@ -354,7 +356,7 @@ async def test_hostile_requests_leave_nothing_at_the_workers(
 
 
 def _remember(monkeypatch: pytest.MonkeyPatch, name: str, made: list[Any]) -> None:
-    """Keep whatever is made by this class's name."""
+    """Collect every object that is made of the class with this name."""
     module, _, attribute = name.rpartition(".")
     kind = getattr(__import__(module, fromlist=[attribute]), attribute)
 

@@ -1,11 +1,10 @@
 """Rules that toss coins, through drafter, driver and shard: the served law is the target's own.
 
-A bias leaves a random checkpoint with three tokens, so what may come can be enumerated. Each case
-serves NUM_REQUESTS requests with the seeds 0, 1, ..., under policies that wait for
-drafts, and under chain, whose windows begin with what was drafted during the step before and which
-gives up the bonus for it. Pearson's test with 26 degrees of freedom then wrongly fails once in a
-million choices of those seeds (chi_square.bound). What enumeration can say of the same is in
-tests/cluster/decoding/test_run_ahead_laws.py.
+A bias leaves a random checkpoint with three tokens, so all texts can be enumerated. Each case
+serves NUM_REQUESTS requests with the seeds 0, 1, ..., under policies that wait for drafts, and
+under chain, whose windows begin with run-ahead and which gives up the bonus for it. Pearson's test
+with 26 degrees of freedom wrongly fails for one in a million choices of these seeds
+(chi_square.bound). tests/cluster/decoding/test_run_ahead_laws.py shows the same by enumeration.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def law(checkpoints: Checkpoints) -> NDArray[np.float64]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
-    """The target answers late enough for drafters to run ahead of it."""
+    """A system whose target answers so late that drafters run ahead of it."""
     async with running_system(
         checkpoints,
         drafters={"model": checkpoints.drafter, "ngram": None},
@@ -84,7 +83,7 @@ async def test_the_served_law_is_the_targets(
 async def test_the_served_law_is_the_targets_with_run_ahead(
     system: System, law: NDArray[np.float64], case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the bonus is in fact given up now and then, by drafters that run ahead."""
+    """Drafters run ahead, and the bonus is given up now and then."""
     given_up: list[bool] = []
 
     def noting(sequence: Decoded, accepted: tuple[int, ...]) -> bool:
@@ -102,7 +101,7 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def forgets_what_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every rule goes on with the target's whole distribution after a refusal."""
+    """Broken: every rule continues with the target's whole distribution after a refusal."""
     for node in (OneHotNode, RejectionNode, KSeqNode):
         monkeypatch.setattr(node, "refused", lambda self, token_id: self)
     monkeypatch.setattr(KSeqNode, "residual_V", lambda self: self.target_probs_V)
@@ -129,6 +128,6 @@ async def test_what_is_broken_does_not_pass(
     case: Case,
     broken: Break,
 ) -> None:
-    """The same check, with one part broken on purpose."""
+    """The same check with one part broken on purpose."""
     broken(monkeypatch)
     assert not follows(await serve(system, case, partial(ask, system)), law)

@@ -1,4 +1,4 @@
-"""What a worker does not need it does not import: the code of models takes seconds."""
+"""A worker does not import what it does not need: the code of models takes seconds."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _MODELS = "transformers.modeling_utils"
 @pytest.mark.parametrize(
     ("started", "left_alone"),
     [
-        # A drafter that looks n-grams up.
+        # A drafter that looks up n-grams.
         ("import workers.drafting.drafter", {"torch", "transformers"}),
-        # A driver, and workers that replay.
+        # A driver, and emulated workers.
         (
             "import sys, cluster.driver.service, workers.emulated.drafter\n"
             "from pathlib import Path\n"

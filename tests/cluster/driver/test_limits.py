@@ -1,4 +1,4 @@
-"""What one request may hold: the page of limits tells the constants, and each is enforced."""
+"""Limits of a request: the page of limits tells the constants, and each is enforced."""
 
 from __future__ import annotations
 
@@ -81,17 +81,17 @@ LIMITS: dict[str, tuple[str, int, Ask]] = {
         for name in ("request_id", "tenant", "drafter")
     },
 }
-"""By name: the field, how much of it is taken, and a request that holds so much of it."""
+"""By name: the field, its limit, and a function that makes a request with a given amount."""
 
 
 @pytest.mark.parametrize(("field", "limit", "ask"), LIMITS.values(), ids=LIMITS)
 def test_what_is_beyond_a_limit_is_refused_at_both_ends(
     monkeypatch: pytest.MonkeyPatch, field: str, limit: int, ask: Ask
 ) -> None:
-    request_from_wire(request_to_wire(*ask(limit)))  # is taken
+    request_from_wire(request_to_wire(*ask(limit)))  # accepted
     with pytest.raises(InvalidRequestError) as at_the_client:
         request_to_wire(*ask(limit + 1))
-    # Another client may send what ours would not.
+    # Another client may send what our client refuses.
     monkeypatch.setattr("paceline.wire._check_limits", lambda request: None)
     sent = request_to_wire(*ask(limit + 1)).SerializeToString()
     monkeypatch.undo()

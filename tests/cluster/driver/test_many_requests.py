@@ -56,7 +56,7 @@ async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def slow(checkpoints: Checkpoints) -> AsyncIterator[System]:
-    """What is LONG takes two seconds there, so that several run at once for certain."""
+    """A system in which LONG takes two seconds, so that several requests surely run at once."""
     async with running_system(checkpoints, target_rtt_ms=10) as system:
         yield system
 
@@ -130,7 +130,7 @@ async def test_a_defect_is_told_by_its_id_alone_and_leaves_the_others(
     caplog: pytest.LogCaptureFixture,
     timeout: float | None,
 ) -> None:
-    """An answer to each: a caller of one stream has no other way to learn that it broke."""
+    """Each request gets an answer: a caller on a stream has no other way to learn of a defect."""
     submit = Driver.submit
 
     async def breaks_at_the_second(
@@ -234,11 +234,13 @@ async def test_a_message_that_makes_no_sense_ends_the_stream(
 async def test_an_end_waits_for_the_answer_that_is_under_way(
     system: System, *, sensible: bool
 ) -> None:
-    """gRPC sends no status beside the first message: the caller was told nothing, for ever."""
+    """gRPC sends no status while the first message is being written, so the caller would never
+    know.
+    """
     narrow = [("grpc.http2.lookahead_bytes", 16), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(system.server.address, options=narrow) as channel:
         call: Any = inference_pb2_grpc.InferenceServiceStub(channel).GenerateMany()  # type: ignore[call-arg]
-        # What is told first repeats the prompt, for which the way is too narrow until we read.
+        # The first answer repeats the prompt, which exceeds the flow-control window until we read.
         await call.write(_begin(1, [300] * 300))
         await eventually(lambda: system.driver.scheduler.num_running == 1)
         if sensible:
@@ -252,7 +254,7 @@ async def test_an_end_waits_for_the_answer_that_is_under_way(
 
 
 async def _code_of(call: Any) -> grpc.StatusCode:
-    """With which a stream ends that is read to its end."""
+    """The status with which a stream ends that is read to its end."""
     try:
         async for _ in call:
             pass
@@ -278,7 +280,7 @@ async def test_cancelling_what_does_not_run_is_no_error_and_a_number_may_be_used
 
 
 async def _beside(system: System, asked: Awaitable[object]) -> BaseException | object:
-    """What comes of a request while another runs on its stream, which goes on to its end."""
+    """The answer to a request while another one runs on its stream and goes on to its end."""
     good = asyncio.create_task(system.client.generate(PROMPTS[0], LONG))
     await eventually(lambda: system.driver.scheduler.num_running == 1)
     stream = system.client._shared
@@ -308,7 +310,7 @@ async def test_a_request_beyond_a_message_is_refused_before_it_is_sent(
 
 
 async def test_the_largest_request_that_is_sent_is_answered(system: System) -> None:
-    """What is let through by the client does not end the stream at the server."""
+    """A request that the client lets through does not end the stream at the server."""
     text = "a" * MAX_PROMPT_BYTES
     refused = await _beside(system, system.client.generate(text, max_tokens=1))
     assert isinstance(refused, PromptTooLongError)
@@ -316,7 +318,7 @@ async def test_the_largest_request_that_is_sent_is_answered(system: System) -> N
 
 
 async def test_an_error_that_quotes_something_long_is_cut(system: System) -> None:
-    """Of a shared stream it was a message that ended it, of a call a header that gRPC refused."""
+    """Uncut, it would end a shared stream by a message, a call by a header that gRPC refuses."""
     wrong = [Message("Ü" * 4_000_000, "a")]
     with Client(system.server.address) as client:
         own = asyncio.to_thread(client.generate, wrong)

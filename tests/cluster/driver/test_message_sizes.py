@@ -1,4 +1,4 @@
-"""What no message can hold is sent in several: openings at the target and at drafters."""
+"""What exceeds a message is sent in several: openings at the target and at drafters."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_openings_at_a_drafter_keep_their_order(lengths: list[int]) -> None:
 
 
 def test_the_longest_opening_fits_into_a_message() -> None:
-    """By the limits of a request, whatever the model."""
+    """The limits of a request bound an opening, whatever the model."""
     bias = {2**32 - 1 - number: 1.0 for number in range(MAX_BIASED_TOKENS)}
     ends = (2**32 - 1,) * (MAX_STOP_TOKENS + 100)
     spec = SequenceSpec(SamplingParams(logit_bias=bias), 2**64 - 1, 2**32 - 1, 0, ends)
@@ -116,7 +116,7 @@ def test_the_longest_opening_fits_into_a_message() -> None:
 
 
 class Answers:
-    """Hears one drafter: which sequences it has answered, and whether it was lost."""
+    """Listens to one drafter: which sequences it has answered, and whether it was lost."""
 
     def __init__(self) -> None:
         self.joined = asyncio.Event()
@@ -138,7 +138,7 @@ class Answers:
 
 
 async def test_a_drafter_joins_64_sequences_of_100_000_tokens() -> None:
-    """In one message these have 19 MB."""
+    """In one message they would have 19 MB."""
     server = await serve_drafter(DrafterOptions("recycling", max_sequences=64), host=HOST)
     hears = Answers()
     meter = WorkerMeter("d", "recycling", server.address)
@@ -163,12 +163,12 @@ async def test_a_drafter_joins_64_sequences_of_100_000_tokens() -> None:
 
 BYSTANDERS = 8
 MANY = 300
-"""With the most entries of a bias each: openings of 17 MB, that a drafter gets as it joins."""
+"""Requests with the most entries of a bias each: openings of 17 MB for a drafter that joins."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """A vocabulary of more tokens than a bias may have entries."""
+    """Checkpoints with more tokens than a bias may have entries."""
     folder = tmp_path_factory.mktemp("sizes")
     return Checkpoints(*[make_tiny_checkpoint(folder / name, vocab_size=5000) for name in "td"])
 
@@ -180,7 +180,7 @@ def _bystander(number: int) -> GenerateOptions:
 async def test_biases_on_the_whole_vocabulary_are_refused_beside_others(
     checkpoints: Checkpoints,
 ) -> None:
-    """Of a real vocabulary, 32 such openings have 57 MB."""
+    """With a real vocabulary, 32 such openings have 57 MB."""
     request = inference_pb2.GenerateRequest(prompt="a", max_tokens=4)
     for token_id in range(5000):
         request.sampling.logit_bias[token_id] = 0.5
@@ -207,7 +207,7 @@ async def test_biases_on_the_whole_vocabulary_are_refused_beside_others(
 
 @pytest.mark.long
 async def test_a_drafter_joins_amid_many_sequences(checkpoints: Checkpoints) -> None:
-    """It is told of all of them at once; those that ran before go on as if they were alone."""
+    """It gets all of them at once. Sequences that ran before continue as if they were alone."""
     biased = GenerateOptions(
         logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS), 0.5), temperature=0.0, ignore_eos=True
     )

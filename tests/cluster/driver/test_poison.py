@@ -1,7 +1,7 @@
 """Requests that a target cannot compute: each is refused alone, and not to be sent again.
 
-Bystanders run when the poison comes and until long after it. Their texts are those of a target
-without it, and what was computed of them is lost at most twice.
+Bystanders run when the poison comes and long after it. They must have their texts without it, and
+lose what was computed of them at most twice.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ OPTIONS = (
     ),
 )
 PATIENCE = 180.0
-"""Seconds that requests wait for a process that is started again on a busy machine."""
+"""Seconds that requests wait for a process that is restarted on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Bystanders:
-    """Requests that run for long. `texts`: what each had to say on its own, before."""
+    """Requests that run for long. `texts`: the texts that they have alone."""
 
     client: AsyncClient
     texts: list[tuple[int, ...]] = field(default_factory=list)
@@ -76,7 +76,7 @@ class Bystanders:
         return bystanders
 
     async def start(self) -> None:
-        """Until each has had some tokens."""
+        """Start them, and wait until each has some tokens."""
         self.started = [asyncio.Event() for _ in PROMPTS]
         self.running = [
             asyncio.create_task(self._run(index)) for index, _ in enumerate(self.started)
@@ -84,7 +84,7 @@ class Bystanders:
         await asyncio.gather(*[one.wait() for one in self.started])
 
     async def check(self, *, still_running: bool = True) -> None:
-        """They come to their end with the texts that they have alone."""
+        """Check that they end with the texts that they have alone."""
         if still_running:
             assert not any(one.done() for one in self.running), "the poison came too late"
         ended = await asyncio.gather(*self.running)
@@ -100,7 +100,7 @@ class Bystanders:
 
 
 async def poison(client: AsyncClient, token: int, options: GenerateOptions = OPTIONS[0]) -> str:
-    """Send a request that holds the token; why it was refused."""
+    """Send a request with this token. Returns why it was refused."""
     with pytest.raises(RequestFaultError) as caught:
         await client.generate([5, 6, token, 7], options)
     return str(caught.value)
@@ -120,7 +120,7 @@ async def settled(driver: Driver) -> None:
 
 @pytest.fixture
 def hits(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """How often what was computed of a sequence was lost, by its id."""
+    """How often a sequence lost its computed KV, by sequence."""
     counted: Counter[int] = Counter()
     lose = Batching.lose_target
 
@@ -133,7 +133,7 @@ def hits(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 
 async def test_a_row_that_is_no_number_ends_its_own_request(folder: Path) -> None:
-    """Under each way to choose a token. Nobody's stream breaks."""
+    """This holds for each way to choose a token, and no stream breaks."""
     async with running_system(Checkpoints(folder, folder), drafters={"d": folder}) as system:
         bystanders = await Bystanders.of(system.client)
         await bystanders.start()
@@ -143,7 +143,7 @@ async def test_a_row_that_is_no_number_ends_its_own_request(folder: Path) -> Non
         await bystanders.check()
         assert losses(system.driver) == 0
         await settled(system.driver)
-        # Its blocks are whoever's comes next.
+        # The next requests get its blocks.
         await bystanders.start()
         await bystanders.check(still_running=False)
 
@@ -151,7 +151,7 @@ async def test_a_row_that_is_no_number_ends_its_own_request(folder: Path) -> Non
 async def test_a_drafter_that_proposes_what_is_no_number_changes_no_text(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In each window of the one that waits for its drafter. It goes on with its own text."""
+    """Such a token is in each window of the request under lockstep. Its text stays the same."""
     drafter = await serve_lying_drafter(MalformedDrafter({"token_ids": [IS_NO_NUMBER]}))
     try:
         async with running_system(
@@ -189,7 +189,7 @@ async def served_by(
 
 @dataclass
 class Restarts:
-    """Starts processes again that have ended, as a controller does; notes how they ended."""
+    """Restarts processes that have ended, as a controller does, and notes how they ended."""
 
     shards: ShardProcesses
     ended: list[tuple[int, str]] = field(default_factory=list)
@@ -216,9 +216,9 @@ class Restarts:
 async def hurt(
     folder: Path, token: int, *, degree: int = 1, more_poison: Sequence[int] = ()
 ) -> tuple[list[str], Restarts, int]:
-    """Bystanders beside poison, at a target that is started again when its process ends.
+    """Run bystanders beside poison, at a target that is restarted when its process ends.
 
-    Why the poison was refused, how processes ended, how often the target was lost.
+    Returns why the poison was refused, how processes ended, and how often the target was lost.
     """
     module = "tests.cluster.faulty_shard"
     with ShardProcesses([folder] * degree, module=module) as shards:
@@ -253,7 +253,7 @@ async def test_a_request_that_kills_the_process_at_each_step(
 
 @pytest.mark.long
 async def test_a_step_that_runs_out_of_memory(folder: Path, hits: Counter[int]) -> None:
-    """The process lives; streams are opened again."""
+    """The process lives, and streams are opened again."""
     (reason,), restarts, lost = await hurt(folder, TAKES_ALL_MEMORY)
     assert "the target was lost during" in reason
     assert not restarts.ended
@@ -280,7 +280,7 @@ async def test_a_request_alone_that_fails_each_step_is_refused_by_a_fresh_proces
 
 @pytest.mark.long
 async def test_two_that_no_target_survives(folder: Path, hits: Counter[int]) -> None:
-    """Twice for each: the one that comes to its first step later is found later."""
+    """At most twice for each: the one that reaches its first step later is found later."""
     reasons, _, _ = await hurt(folder, KILLS, more_poison=[TAKES_ALL_MEMORY])
     assert all("the target was lost" in reason for reason in reasons)
     assert max(hits.values()) <= 2 * 2
@@ -291,7 +291,7 @@ async def test_two_that_no_target_survives(folder: Path, hits: Counter[int]) -> 
 async def test_a_broken_device_ends_its_process_which_says_why(
     folder: Path, token: int, hits: Counter[int]
 ) -> None:
-    """Whether or not its error says that the device is why."""
+    """This holds whether or not the error names the device."""
     (reason,), restarts, _ = await hurt(folder, token)
     assert "the target was lost during" in reason
     assert restarts.ended
@@ -303,7 +303,7 @@ async def test_a_broken_device_ends_its_process_which_says_why(
 
 @pytest.mark.long
 async def test_ranks_stay_in_step_beside_poison(folder: Path) -> None:
-    """Rows that are no numbers in both ways in which ranks choose tokens, in the same steps."""
+    """Both ways in which ranks choose tokens meet NaN rows, in the same steps."""
     with ShardProcesses([folder, folder], module="tests.cluster.faulty_shard") as shards:
         async with served_by(shards, folder) as (driver, client):
             bystanders = await Bystanders.of(client)
@@ -319,7 +319,7 @@ async def test_ranks_stay_in_step_beside_poison(folder: Path) -> None:
 
 @pytest.mark.long
 async def test_a_rank_that_fails_and_a_rank_that_dies(folder: Path, hits: Counter[int]) -> None:
-    """Both ranks fail at the same token; no other waits in a collective for ever."""
+    """Both ranks fail at the same token. Neither waits forever in a collective."""
     reasons, _, _ = await hurt(folder, TAKES_ALL_MEMORY, degree=2)
     assert "the target was lost during" in reasons[0]
     assert max(hits.values()) <= 2

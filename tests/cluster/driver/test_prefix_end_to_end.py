@@ -1,4 +1,4 @@
-"""Prefix sharing with a real engine: the text of a cache that is off, and less prefill."""
+"""Prefix sharing with a real engine: the text is that without the cache, with less prefill."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cluster.system import Checkpoints, System, make_checkpoints, running_
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STEM = [3 + (7 * i * i + i) % 250 for i in range(300)]
-"""Two blocks of 128 tokens and the begin of a third."""
+"""Two blocks of 128 tokens and the beginning of a third."""
 MAX_TOKENS = 40
 
 
@@ -74,7 +74,7 @@ async def test_shared_blocks_give_the_text_of_prompts_computed_whole(
 
 
 async def test_an_answer_is_a_prefix_of_the_next_question(system: System, without: System) -> None:
-    """Blocks that filled up while decoding, windows and all, are shared as those of prompts are."""
+    """Blocks that were filled while decoding, with windows, are shared like those of prompts."""
     question = STEM[:250]
     [answer] = await texts(system, [(question, with_stem("chain", tenant="talk"))])
     longer = [*question, *answer, 9]  # type: ignore[misc]

@@ -36,7 +36,7 @@ async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
 
 
 def _drafters(checkpoints: Checkpoints) -> dict[str, DrafterChoice]:
-    """One of each kind."""
+    """One drafter of each kind."""
     return {"d0": checkpoints.drafter, "d1": None, "d2": "recycling"}
 
 
@@ -47,7 +47,7 @@ def _options(row: int, temperature: float, **others: object) -> GenerateOptions:
 
 
 async def _same_text(system: System, temperature: float, **others: object) -> list[Completion]:
-    """The answers to all prompts, each the text of plain decoding; nothing malformed on the way."""
+    """Answer all prompts. Each must have plain decoding's text, without malformed proposals."""
     answers = []
     for row, prompt in enumerate(PROMPTS):
         options = _options(row, temperature, **others)
@@ -68,7 +68,7 @@ async def _same_text(system: System, temperature: float, **others: object) -> li
 async def test_stopping_rules_keep_the_text_and_show_their_state(
     system: System, stopping: str, branches: int
 ) -> None:
-    """Under chain the tiny target may be faster than any drafter; lockstep waits for it."""
+    """Lockstep waits for the drafter. Under chain, the tiny target may outrun any drafter."""
     answers = await _same_text(
         system, 1.0, drafter="model", policy="lockstep", stopping=stopping, branches=branches
     )
@@ -88,11 +88,11 @@ async def test_stopping_rules_keep_the_text_and_show_their_state(
     ],
 )
 async def test_rules_that_keep_the_law(system: System, rule: str, kind: str, branches: int) -> None:
-    """Greedy, the law is the text. Sampled, they run to the end."""
+    """Greedy texts equal plain decoding's. Sampled requests run to their end."""
     for policy in ("chain", "lockstep"):
         chosen = {"rule": rule, "drafter": kind, "branches": branches, "policy": policy}
         greedy = await _same_text(system, 0.0, **chosen)
-        # Under chain the tiny target may be faster than any drafter.
+        # Under chain, the tiny target may outrun any drafter.
         shown = [answer.stats for answer in greedy]
         assert policy == "chain" or sum(stats.accepted for stats in shown) > 0, shown
         sampled = await system.client.generate(PROMPTS[1], _options(7, 1.0, **chosen))
@@ -102,7 +102,7 @@ async def test_rules_that_keep_the_law(system: System, rule: str, kind: str, bra
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_the_drafter_that_was_asked_for_drafts(checkpoints: Checkpoints, kind: str) -> None:
-    """A system of its own for each: the last pass for an earlier request is told after its end."""
+    """Each kind has its own system, because a request's last pass is reported after its end."""
     async with running_system(checkpoints, drafters=_drafters(checkpoints)) as system:
         await system.client.generate(PROMPTS[1], _options(1, 0.0, drafter=kind, policy="lockstep"))
         workers = system.driver.stats().workers

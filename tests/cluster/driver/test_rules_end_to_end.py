@@ -1,4 +1,4 @@
-"""The coupled rule gives the text of plain decoding: every drafter, tree, stopping rule, policy.
+"""The coupled rule gives the text of plain decoding with every drafter, tree, policy, and stopping.
 
 All combinations for a drafter run at once, so that windows of many shapes share steps.
 """
@@ -41,7 +41,7 @@ async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
 
 
 def combinations(kind: str, temperature: float) -> list[GenerateOptions]:
-    """Requests that a drafter of this kind can be asked, with a seed each."""
+    """All requests that a drafter of this kind supports, each with its own seed."""
     return [
         GenerateOptions(
             temperature=temperature,

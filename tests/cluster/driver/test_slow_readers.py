@@ -29,10 +29,10 @@ from tests.cluster.system import Checkpoints, eventually, make_checkpoints, runn
 pytestmark = pytest.mark.long
 
 SMALL_WINDOWS = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
-"""What a client takes before it reads."""
+"""Options of a client that takes little before it reads."""
 
 MAX_MEGABYTES = 300
-"""1,000 requests: 32 KiB on the wire are some 150 KB of Python's; a call of gRPC takes 60 KB."""
+"""Bound for 1,000 requests: 32 KiB on the wire are some 150 KB in Python, a gRPC call 60 KB."""
 
 PROMPT = "The quick brown fox"
 LONG = GenerateOptions(temperature=0.0, max_tokens=2000, ignore_eos=True, policy="off")
@@ -46,7 +46,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @asynccontextmanager
 async def unread_stub(address: str) -> AsyncIterator[inference_pb2_grpc.InferenceServiceAsyncStub]:
-    """Of a client whose calls take next to nothing before they are read."""
+    """A stub whose calls take almost nothing before they are read."""
     async with grpc.aio.insecure_channel(address, options=SMALL_WINDOWS) as channel:
         yield inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[misc]
 
@@ -56,7 +56,7 @@ def _begin(number: int, options: GenerateOptions = LONG) -> inference_pb2.Genera
 
 
 def _is_right(completion: Completion) -> bool:
-    """Whether it is what the fast target says."""
+    """Whether the text is that of the fast target."""
     first = len(completion.prompt_token_ids)
     expected = [token_at(first + index) for index in range(len(completion.token_ids))]
     return list(completion.token_ids) == expected
@@ -66,7 +66,7 @@ def _is_right(completion: Completion) -> bool:
 async def test_memory_stays_flat_over_1000_requests_that_nobody_reads(
     checkpoints: Checkpoints, method: Literal["Generate", "GenerateMany"]
 ) -> None:
-    """A bystander who reads gets its text; then the others end, and say why to who reads late."""
+    """A bystander that reads gets its text. The others end, and learn why if they read later."""
     async with (
         fast_target(checkpoints.target) as (_, target),
         driver_process(checkpoints.target, target.address, max_unread_seconds=5) as driver,
@@ -102,7 +102,7 @@ async def test_memory_stays_flat_over_1000_requests_that_nobody_reads(
 
 
 async def _read(events: Any, begun: asyncio.Event | None = None) -> Completion:
-    """All of them; `begun` is set with the first."""
+    """Read all events. `begun` is set with the first."""
     builder = CompletionBuilder()
     async for event in events:
         if begun is not None:
@@ -112,7 +112,7 @@ async def _read(events: Any, begun: asyncio.Event | None = None) -> Completion:
 
 
 async def _expect_reason(call: Any) -> None:
-    """A begin of the text, then RESOURCE_EXHAUSTED."""
+    """Expect the beginning of a text, then RESOURCE_EXHAUSTED."""
     offset = 0
     with suppress(grpc.aio.AioRpcError):
         async for response in call:
@@ -137,7 +137,7 @@ async def _expect_reasons(call: Any, count: int) -> None:
 async def test_a_paused_request_goes_on_with_the_same_text(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody else waits for it meanwhile, though there is one place only."""
+    """Meanwhile no other request waits for it, though there is only one place."""
     monkeypatch.setattr(generation, "MAX_UNREAD_BYTES", 4000)
     options = GenerateOptions(temperature=1.0, seed=5, max_tokens=300, ignore_eos=True, window=4)
     async with running_system(
@@ -203,7 +203,7 @@ async def test_requests_beyond_what_a_stream_may_have_are_refused_each_by_itself
 
 
 async def _ends_of(call: Any, count: int) -> tuple[list[int], dict[int, str]]:
-    """The numbers of the requests that finished, and why others failed, until so many ended."""
+    """The numbers of finished requests, and the errors of failed ones, until `count` have ended."""
     finished, failed = [], {}
     while len(finished) + len(failed) < count:
         for answer in (await call.read()).responses:
@@ -217,7 +217,7 @@ async def _ends_of(call: Any, count: int) -> tuple[list[int], dict[int, str]]:
 async def test_who_floods_a_stream_and_reads_no_refusal_is_heard_no_more(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refusals do not pile up; all are told once they are read."""
+    """Refusals do not pile up. All are delivered once they are read."""
     monkeypatch.setattr(many_requests, "MAX_REQUESTS_PER_STREAM", 1)
     monkeypatch.setattr(many_requests, "MAX_UNSENT_REFUSALS", 8)
     monkeypatch.setattr(many_requests, "USUAL_BYTES", 1)
@@ -244,7 +244,7 @@ async def test_who_floods_a_stream_and_reads_no_refusal_is_heard_no_more(
 
 
 async def test_what_waits_to_be_tokenized_counts_as_waiting(checkpoints: Checkpoints) -> None:
-    """And a caller who goes away frees its place at once."""
+    """A caller that goes away frees its place at once."""
     long = "The quick brown fox jumps over the lazy dog. " * 50_000
     async with (
         fast_system(checkpoints.target, max_num_seqs=1, max_waiting=2) as (driver, server, _),
@@ -290,7 +290,7 @@ async def test_a_long_prompt_holds_up_neither_short_ones_nor_the_loop(
 
 
 async def test_a_tracer_that_does_not_read_is_left(checkpoints: Checkpoints) -> None:
-    """Nothing is kept for it beyond a bound, and it hears why when it reads."""
+    """Only a bounded amount is kept for it. It learns why when it reads."""
     async with (
         fast_system(checkpoints.target) as (driver, server, _),
         AsyncClient(server.address) as client,

@@ -1,4 +1,4 @@
-"""Policy spread over real workers: the text of plain decoding, also when one of them goes."""
+"""Policy spread over real workers: the text of plain decoding, even if one of them is lost."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def system(checkpoints: Checkpoints) -> AsyncIterator[System]:
-    """Two models and another kind, and a target that is slow enough for them all to be asked."""
+    """Two models and another kind of drafter, and a target slow enough to use all of them."""
     drafters = {"a": checkpoints.drafter, "b": checkpoints.drafter, "c": None}
     async with running_system(checkpoints, drafters=drafters, target_rtt_ms=10) as system:
         yield system

@@ -1,4 +1,4 @@
-"""Stop strings: what their plain definition finds, at a bounded cost per token."""
+"""Stop strings: found as their plain definition says, at a bounded cost per token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STOPS = st.lists(st.text(st.sampled_from("ab"), min_size=1, max_size=7), min_siz
 
 @pytest.fixture(scope="module")
 def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    """Every word of one to four letters a and b is a token."""
+    """A codec whose tokens are all words of one to four letters a and b."""
     folder = tmp_path_factory.mktemp("tokenizer")
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens(WORDS)
@@ -30,9 +30,10 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 
 
 def by_definition(stops: Sequence[str], pieces: Sequence[str]) -> list[tuple[str, bool]]:
-    """What goes out after each piece, up to a stop: text that is not the begin of a stop string.
+    """By definition, the text that goes out after each piece, up to a stop.
 
-    As soon as stop strings are in the text, it ends before the one that begins first.
+    Text is held back while it may begin a stop string. Once it contains stop strings, it ends
+    before the one that begins first.
     """
     given_out, held = [], ""
     for piece in pieces:
@@ -52,7 +53,7 @@ def by_definition(stops: Sequence[str], pieces: Sequence[str]) -> list[tuple[str
 def test_it_finds_what_the_definition_finds(
     codec: TextCodec, stops: list[str], words: list[str]
 ) -> None:
-    """To the character, token by token: what is held back too."""
+    """Equal to the character, token by token, including what is held back."""
     stream = TextStream(codec, stop=StopStrings(stops))
     found = []
     for word in words:
@@ -88,7 +89,7 @@ WORST: dict[str, tuple[list[str], str]] = {
 def test_the_worst_text_takes_less_than_a_millisecond_a_token(
     codec: TextCodec, stops: list[str], text: str
 ) -> None:
-    """Processor time of this thread, the least of three runs: other work has little part in it."""
+    """Processor time of this thread, the least of three runs, so that other load matters little."""
     assert len(stops) == MAX_STOP_STRINGS
     token_ids = codec.encode_prompt(text)
     token_ids *= 4_000 // len(token_ids) + 1

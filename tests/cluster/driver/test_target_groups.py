@@ -1,4 +1,4 @@
-"""A target of two groups over gRPC: requests share them, one request is verified by both."""
+"""A target of two groups over gRPC: requests share them, and both verify one request."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def two_groups(
     checkpoints: Checkpoints, *, target_rtt_ms: float = 0.0
 ) -> AsyncIterator[tuple[System, RunningServer]]:
-    """The system, and the second group's only shard. `target_rtt_ms`: of the way to the first."""
+    """The system, and the only shard of the second group. `target_rtt_ms`: to the first group."""
     second = await start_target(checkpoints.target)
     try:
         async with running_system(
@@ -68,12 +68,12 @@ async def two_groups(
 
 
 def passes(system: System) -> list[int]:
-    """Steps of each group."""
+    """The number of steps of each group."""
     return [one.passes for one in system.driver.stats().workers if one.kind == "target"]
 
 
 async def test_requests_share_the_groups(checkpoints: Checkpoints) -> None:
-    """Each takes long enough for the next to come meanwhile."""
+    """Each request takes long enough for the next one to come meanwhile."""
     async with two_groups(checkpoints, target_rtt_ms=10.0) as (system, _):
         assert system.connected() == {*BOTH, "d"}
         seeds = range(6)
@@ -92,7 +92,7 @@ async def test_requests_share_the_groups(checkpoints: Checkpoints) -> None:
 async def test_one_request_is_verified_by_both(
     checkpoints: Checkpoints, temperature: float
 ) -> None:
-    """One of them far away, so that the other often tells first what both verify."""
+    """One group is far away, so that the other often answers first for what both verify."""
     async with two_groups(checkpoints, target_rtt_ms=10.0) as (system, _):
         options = replace(OPTIONS, temperature=temperature, max_tokens=240)
         plain = await system.client.generate(PROMPT, replace(options, policy="off"))
@@ -133,7 +133,7 @@ async def test_a_group_that_ends_half_way_and_comes_back(
 async def test_groups_of_different_checkpoints(
     checkpoints: Checkpoints, tmp_path: Path, name: str, seed: int
 ) -> None:
-    """By name, or by their weights alone: two trainings of one model, in folders of one name."""
+    """They differ by name, or only by weights: two trainings of one model under one name."""
     other = make_tiny_checkpoint(tmp_path / name, seed=seed)
     shards = [await start_target(folder) for folder in (checkpoints.target, other)]
     addresses = tuple(shard.address for shard in shards)
@@ -168,7 +168,7 @@ async def test_one_group_alone_has_no_replicas(checkpoints: Checkpoints) -> None
 
 
 async def test_groups_that_hold_their_kv_in_another_dtype(checkpoints: Checkpoints) -> None:
-    """Each has another text by itself, so a request must not move from one to the other."""
+    """Each dtype gives another text, so a request must not move from one group to the other."""
     shards = [
         await serve_target_shard(
             TargetShardOptions(
@@ -187,7 +187,7 @@ async def test_groups_with_blocks_of_another_size(stand_in: Path) -> None:
 
 
 async def test_a_target_that_comes_back_with_blocks_of_another_size(stand_in: Path) -> None:
-    """Two requests that agree in one block as it was, and not in one as it is now."""
+    """Two requests share a block of the old size, but no block of the new size."""
     shared = list(range(100, 116))
     prompts = [shared + list(range(first, first + 40)) for first in (200, 300)]
     with held_port() as port:
@@ -221,7 +221,7 @@ async def _are_refused(folder: Path, shards: list[RunningServer], why: str) -> N
 
 
 async def _serve_replay(folder: Path, *, block_size: int, port: int = 0) -> RunningServer:
-    """An emulated target: a real shard that keeps token ids where others keep keys and values."""
+    """An emulated target: a real shard that stores token ids in place of keys and values."""
     info = inspect_checkpoint(folder)
     profile = load_profile("70b-4xh100").scaled(0.2)
     engine = ReplayEngine(info, profile, ReplayText(info.vocab_size), block_size=block_size)

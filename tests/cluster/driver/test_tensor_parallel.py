@@ -1,4 +1,4 @@
-"""A target of several shard processes behind a driver: the text of one shard, whatever happens."""
+"""A target of several shard processes behind a driver: the text of one shard, despite faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.workers.grpc_peers import DEADLINE, open_channel
 
 PROMPT = "The quick brown fox"
 RESTART_SECONDS = 120.0
-"""A process that is started on a busy machine imports torch for long."""
+"""A process that starts on a busy machine takes long to import torch."""
 CHOICES = {
     "greedy": GenerateOptions(temperature=0.0, max_tokens=60, ignore_eos=True),
     "sampled": GenerateOptions(temperature=0.8, seed=5, max_tokens=60, ignore_eos=True),
@@ -65,7 +65,7 @@ async def client_of(
 
 
 async def passes_of_both(client: AsyncClient) -> tuple[WorkerStats, WorkerStats]:
-    """The counts of two ranks; either may answer the last step later than the other."""
+    """The counts of two ranks. Either may answer the last step later than the other."""
     deadline = time.monotonic() + DEADLINE
     while True:
         first, second = (one for one in (await client.stats()).workers if one.kind == "target")
@@ -115,7 +115,7 @@ async def test_a_killed_rank_costs_a_pause(folder: Path, shards: ShardProcesses,
 
 
 async def test_a_rank_that_hangs_is_an_error_in_time_and_no_hang(folder: Path) -> None:
-    """Rank 1 is stopped for longer than a collective may last; rank 0 ends its stream meanwhile."""
+    """Rank 1 is stopped for longer than a collective may last. Rank 0 ends its stream meanwhile."""
     options = GenerateOptions(temperature=1.0, seed=3, max_tokens=200, ignore_eos=True)
     with ShardProcesses([folder, folder], collective_seconds=2.0) as shards:
         async with client_of(folder, shards.addresses) as client:

@@ -1,4 +1,4 @@
-"""Text of committed tokens: nothing lost, nothing twice, stop strings cut however tokens fall."""
+"""Text of committed tokens: nothing lost or repeated, and cut at stop strings in any split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def byte_level(folder: Path) -> TextCodec:
 
 @pytest.fixture(scope="module")
 def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
-    """As Llama 2's: words begin with U+2581, unknown characters fall back to byte tokens."""
+    """A codec like Llama 2's: words begin with U+2581, unknown characters become byte tokens."""
     words = ["▁", "▁a", "▁b", "a", "b", "c", ".", "▁ab", "é"]
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocabulary |= {word: 256 + i for i, word in enumerate(words)} | {"<unk>": 300}
@@ -123,7 +123,7 @@ def test_byte_tokens_first(sentencepiece: TextCodec) -> None:
 def test_stop_strings_however_split(
     byte_level: TextCodec, text: str, stop: list[str], data: st.DataObject
 ) -> None:
-    """The text ends before the earliest stop string to be complete, for any split into steps."""
+    """The text ends before the stop string that is complete first, for any split into steps."""
     token_ids = byte_level.encode_prompt("." + text)
     stream = TextStream(byte_level, stop=StopStrings(stop))
     pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""Proposals of one token each go over the wire in columns, and come out as they went in."""
+"""Proposals of one token each cross the wire in columns, and arrive unchanged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SPECULATION = Speculation(branches=3)
 
 
 def _there_and_back(proposals: Sequence[Proposal]) -> tuple[int, list[Proposal]]:
-    """How many of the messages were in columns, and what was read."""
+    """The number of messages in columns, and the proposals that were read."""
     batch = _batch_of(proposals)
     read = read_proposals(batch, lambda _: _SPECULATION, vocab_size=100, drafter="a")
     assert (read.malformed, read.dropped) == (0, 0)
@@ -154,7 +154,9 @@ def test_as_many_sequences_are_named_as_there_are_tokens() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_columns_of_any_shape_are_read_or_refused(seed: int) -> None:
-    """What is read is sound and of sequences that there are; the rest is malformed, no defect."""
+    """What is read is sound and of existing sequences. The rest counts as malformed, not as a
+    defect.
+    """
     random = Random(seed)
     count = random.randrange(1, 6)
 

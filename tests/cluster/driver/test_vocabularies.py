@@ -1,6 +1,6 @@
-"""Pairs of models with one tokenizer, and padded to different numbers of token ids.
+"""Pairs of models with one tokenizer, padded to different numbers of token ids.
 
-As Qwen2.5's 7B (152,064) and 0.5B (151,936): what only one side has is no fault of anybody's.
+An example is Qwen2.5's 7B (152,064) and 0.5B (151,936). Ids that only one side has are no fault.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.tiny import make_tiny_checkpoint
 SIZE, PADDED = 384, 448
 FOREIGN = tuple(range(SIZE, PADDED))
 NONE_FOREIGN = dict.fromkeys(FOREIGN, -100.0)
-"""A bias with which a padded target says what any model can."""
+"""A bias with which a padded target chooses only ids that both models have."""
 PROMPT = "The quick brown fox jumps"
 OPTIONS = GenerateOptions(
     temperature=1.0, seed=5, max_tokens=100, ignore_eos=True, policy="lockstep", window=4
@@ -29,7 +29,7 @@ RULES = ("coupled", "rejection", "kseq", "recursive", "mcsd")
 
 
 def pair(folder: Path, *, target: int | None, drafter: int | None) -> Checkpoints:
-    """The same weights, but for the rows that one of them has more."""
+    """Models with the same weights, except for the additional rows of one of them."""
     return Checkpoints(
         make_tiny_checkpoint(folder / "target", vocab_size=SIZE, padded_to=target),
         make_tiny_checkpoint(folder / "drafter", vocab_size=SIZE, padded_to=drafter),

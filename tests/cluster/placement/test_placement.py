@@ -1,4 +1,4 @@
-"""Placement: who gets which threads, cores and groups."""
+"""Placement: which worker gets which threads, cores and groups."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_left_of_given_threads_is_shared() -> None:
 def test_a_node_with_what_the_workers_ask_for_has_room(
     drafters: tuple[DrafterConfig, ...], threads: int | None
 ) -> None:
-    """A Ray head of our own promises at least that, however few cores there are."""
+    """Our own Ray head always promises at least as much, however few cores there are."""
     config = config_of(*drafters, threads=threads)
     for num_cores in (1, 2, 3, 8):
         asked = plan_placement(config, [Host("n", num_cores)], enforce=False)

@@ -1,4 +1,4 @@
-"""Shards on two hosts, which talk over a network of their own."""
+"""Shards on two hosts that communicate over a network of their own."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_the_text_is_that_of_one_host_and_a_cut_cable_costs_a_pause(
 async def text_of(
     folder: Path, addresses: tuple[str, ...], *, cut: SecondHost | None = None
 ) -> list[int]:
-    """Token ids. `cut`: a quarter through the cable is pulled, for five seconds."""
+    """The token ids of a request. `cut`: after a quarter, the cable is pulled for five seconds."""
     _, server = await serve_driver(
         DriverOptions(folder=folder, target_addresses=addresses, target_patience=120), host=HOST
     )

@@ -1,4 +1,4 @@
-"""What is counted of workers that end or are of no use, and what a driver is told of them."""
+"""Counts of workers that end or fail at everything, and what a driver is told of them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_more_often_a_worker_ends_the_longer_is_the_pause() -> None:
     assert pauses[:8] == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, LONGEST_PAUSE]
     assert set(pauses[8:]) == {LONGEST_PAUSE}
     assert moves == [MOVE_AFTER, 2 * MOVE_AFTER, 3 * MOVE_AFTER]
-    ends.add(10.0 * 12 + RECENT_SECONDS)  # all is forgotten by then
+    ends.add(10.0 * 12 + RECENT_SECONDS)  # forgotten by then
     assert (ends.pause, ends.wants_another_place) == (0.0, False)
 
 
@@ -50,7 +50,7 @@ def test_the_more_often_a_worker_ends_the_longer_is_the_pause() -> None:
 async def test_a_target_that_answers_and_fails_every_step_is_told(
     checkpoints: Checkpoints, kind: type[HungTarget]
 ) -> None:
-    """It answers who it is at once, and pings, so nothing else would find it."""
+    """It describes itself at once and answers pings, so nothing else would find it."""
     false = kind(inspect_checkpoint(checkpoints.target).vocabulary_digest)
     target = await serve_false_target(false)
     options = DriverOptions(

@@ -1,4 +1,4 @@
-"""Devices of round numbers, and simulations on them."""
+"""Devices with round numbers, and simulations with them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from workers.emulated.replay_text import Guess
 STEP_MS = 20.0
 DRAFT_MS = 2.5
 FREE = HostCosts(**{one.name: 0.0 for one in fields(HostCosts)})
-"""A driver and messages that take no time."""
+"""Costs of a driver and messages that take no time."""
 
 
 def device(role: str, ms: float, *, gpus: int = 1) -> DeviceProfile:
-    """A pass takes the same time whatever it computes."""
+    """A device whose pass takes the same time whatever it computes."""
     return DeviceProfile.model_validate(
         {
             "name": f"{role} of the test",
@@ -31,7 +31,7 @@ def device(role: str, ms: float, *, gpus: int = 1) -> DeviceProfile:
 
 
 def layout(policy: str, *, window: int = 4, drafters: int = 1, rtt_ms: float = 0.0) -> Layout:
-    """One target group, with a drafter unless the policy is off. Nothing but devices takes time."""
+    """One target group, with a drafter unless the policy is off. Only devices take time."""
     return Layout(
         target=device("target", STEP_MS, gpus=4),
         policy=policy,
@@ -53,7 +53,7 @@ def load(
     tokens: int = 60,
     temperature: float = 0.0,
 ) -> Load:
-    """Callers who ask for so many tokens each."""
+    """A load of callers that ask for `tokens` tokens each."""
     return Load(
         requests=requests,
         prompt_tokens=40,
@@ -65,7 +65,7 @@ def load(
 
 
 def simulated(layout: Layout, load: Load, **changes: object) -> Fleet:
-    """After its run; `changes` of the layout."""
+    """Run a simulation. `changes`: of the layout."""
     fleet = Fleet(replace(layout, **changes), load)  # type: ignore[arg-type]
     fleet.run()
     fleet.check_end()

@@ -1,4 +1,4 @@
-"""Theory against figures that were published or computed by hand (ALGORITHMS.md section 5)."""
+"""Closed forms against figures that were published or computed by hand."""
 
 from __future__ import annotations
 

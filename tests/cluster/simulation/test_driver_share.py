@@ -1,4 +1,4 @@
-"""More drafters than the driver can read for: they draft less, and the target does not wait."""
+"""With more drafters than the driver can read for, they draft less and the target does not wait."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def _tokens_per_second(drafters: int) -> float:
 
 
 def test_four_drafters_are_not_much_slower_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Virtual time, the same on every host."""
+    """Times are virtual, so they are the same on every host."""
     one, four = _tokens_per_second(1), _tokens_per_second(4)
     assert four > 0.95 * one
-    # Negative control: without the bound they keep the driver from the target.
+    # Negative control: without the bound, they take the driver's time from the target.
     monkeypatch.setattr(Roster, "crowd", lambda _, drafter, __: drafter.load)
     assert _tokens_per_second(4) < 0.8 * one

@@ -1,4 +1,4 @@
-"""A simulated fleet: the same text, nothing lost, the same course every time."""
+"""A simulated fleet: the same text, nothing lost, the same events every time."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _texts(fleet: Fleet) -> dict[int, list[int]]:
 
 
 class _Forgetful(SimulatedTarget):
-    """Forgets to move the KV of accepted paths."""
+    """Broken: forgets to move the KV of accepted paths."""
 
     def step(self, step: RunStep) -> None:
         slices = tuple(replace(part, kv_moves=()) for part in step.slices)
@@ -90,7 +90,7 @@ def test_the_router_spreads_requests_and_drafters_are_shared() -> None:
 
 
 def test_two_groups_verify_one_sequence_in_turns() -> None:
-    """More tokens in the same time than one group gives, of steps that each bring fewer."""
+    """They give more tokens than one group in the same time, with fewer tokens in each step."""
     alone = load(requests=3, concurrency=1, tokens=200, acceptance=0.85)
     one = simulated(layout("fanout", window=8), alone)
     two = simulated(layout("replicas", window=8), alone, replicas=2)
@@ -118,7 +118,7 @@ def test_requests_that_come_at_random_are_answered_late_where_there_are_too_many
     at_ease = figures_of([course_of(simulated(layout("off"), asked, max_num_seqs=2))])
     many = replace(asked, per_second=20.0)
     crowded = figures_of([course_of(simulated(layout("off"), many, max_num_seqs=2))])
-    # Two at a time of 20 tokens, 20 ms each: under 5 requests a second, by some steps of prefill.
+    # Two at a time, 20 tokens of 20 ms each: just under 5 requests a second, because of prefill.
     assert at_ease.completed_per_second == pytest.approx(2.0, rel=0.3)
     assert 4.0 * 0.95 < crowded.completed_per_second < 5.0
     assert crowded.ttft_ms[1] > 10 * at_ease.ttft_ms[0]
@@ -159,7 +159,7 @@ def test_messages_keep_their_order_and_share_the_bandwidth() -> None:
 
 
 def test_what_is_measured_is_more_than_one_burst() -> None:
-    """Callers who all began together end together: between two ends next to nothing is busy."""
+    """Callers that begin together end together, so between two ends almost nothing runs."""
     for requests in (10, 14, 18, 40):
         asked = load(requests=requests, concurrency=8, tokens=20)
         shares = figures_of([course_of(simulated(layout("lockstep"), asked))]).target

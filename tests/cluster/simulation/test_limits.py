@@ -1,4 +1,4 @@
-"""Where driver and messages take no time, the simulation comes to the closed forms."""
+"""If driver and messages take no time, the simulation equals the closed forms."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_plain_decoding_takes_a_step_a_token() -> None:
 
 
 def _standard_error(alpha: float, window: int, rounds: float) -> float:
-    """Of the mean number of tokens a round: 1 and the run of right drafts, at most `window`."""
+    """Standard error of the mean number of tokens in a round: 1 and the run of right drafts."""
     runs = [alpha**run * (1 - alpha) for run in range(window)] + [alpha**window]
     mean = sum(run * chance for run, chance in enumerate(runs))
     variance = sum((run - mean) ** 2 * chance for run, chance in enumerate(runs))
@@ -33,8 +33,9 @@ def _standard_error(alpha: float, window: int, rounds: float) -> float:
 
 @pytest.mark.parametrize(("alpha", "rtt_ms"), [(0.75, 0.0), (0.85, 10.0)])
 def test_lockstep_is_its_formula(alpha: float, rtt_ms: float) -> None:
-    """Rounds are as long as the formula says but for the last ones, whose windows are cut; tokens a
-    round are within 4 standard errors, which errs once in 16,000.
+    """Rounds have the formula's length, except the last ones, whose windows are cut.
+
+    Tokens in a round are within 4 standard errors, which fails wrongly once in 16,000.
     """
     window = 5
     fleet = simulated(
@@ -48,7 +49,7 @@ def test_lockstep_is_its_formula(alpha: float, rtt_ms: float) -> None:
     tokens = (TOKENS - 1) / rounds
     bound = 4 * _standard_error(alpha, window, rounds) + window / rounds
     assert abs(tokens - expected_tokens(alpha, window)) < bound
-    # The bound tells formulas apart: that of two drafts less, and of an acceptance .1 lower.
+    # The bound excludes the formulas with two drafts fewer, and with an acceptance lower by .1.
     assert abs(tokens - expected_tokens(alpha, window - 2)) > bound
     assert abs(tokens - expected_tokens(alpha - 0.1, window)) > bound
 
@@ -58,7 +59,7 @@ def test_a_drafter_that_is_never_wrong_is_bound_by_its_pace() -> None:
         layout("chain", window=16),
         load(requests=1, concurrency=1, acceptance=1.0, tokens=TOKENS),
     )
-    # Each step adds a token of the target's own, which the drafter drafts as well.
+    # Each step adds a token of the target, which the drafter must draft too.
     assert _ms_per_token(fleet) == pytest.approx(DRAFT_MS, rel=0.02)
 
 

@@ -14,7 +14,7 @@ from tests.deploy.conftest import ROOT
 def run_bench(
     suite: str, config: Path, folder: Path, *arguments: str | Path
 ) -> tuple[list[dict[str, Any]], str]:
-    """The rows of its JSON, which is written to `folder`, and what it says."""
+    """Run a suite. Returns the rows of its JSON, which is written to `folder`, and its output."""
     found = folder / "found.json"
     done = subprocess.run(
         [

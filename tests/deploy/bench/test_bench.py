@@ -1,4 +1,4 @@
-"""`paceline bench`: what is made of samples, and the whole suite on tiny models."""
+"""`paceline bench`: figures from samples, and the whole suite on tiny models."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROW_NAMES = ("off", "off-1", "lockstep", "chain", "chain-ngram", "hf", "hf-assis
 
 @dataclass
 class Clockwork:
-    """A contender that takes a set time for each prompt."""
+    """A contender that takes a fixed time for each prompt."""
 
     name: str
     seconds: float
@@ -63,7 +63,7 @@ def test_contenders_take_turns_and_each_goes_first() -> None:
 
 @dataclass
 class Timed:
-    """A contender whose tokens take a set time, by a clock that it moves itself."""
+    """A contender whose tokens take a fixed time, by a clock that it moves itself."""
 
     name: str
     seconds_a_token: float
@@ -79,7 +79,7 @@ class Timed:
 
 
 def calibrated(costs: Sequence[float], seconds: float) -> tuple[str, float, list[tuple[str, int]]]:
-    """The name that is found, the time it took, and the probes."""
+    """The chosen name, the time that calibration took, and its probes."""
     now, probes = [0.0], list[tuple[str, int]]()
     contenders = [Timed(str(number), cost, now, probes) for number, cost in enumerate(costs)]
     found = find_fastest(
@@ -102,7 +102,7 @@ def test_calibration_is_bounded_by_its_time_and_one_probe() -> None:
         assert took <= seconds + 16
         assert name in "0123"
     assert calibrated(costs, 1)[0] == "0"
-    # All were probed once after the warm-up: the fastest half is known, and its first is taken.
+    # All were probed once after the warm-up, and the first of the fastest half is taken.
     assert calibrated(costs, 55)[0] == "3"
 
 

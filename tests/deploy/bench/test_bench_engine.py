@@ -53,8 +53,8 @@ from paceline.errors import UnavailableError
 from tests.deploy.bench.benches import run_bench
 from tests.deploy.conftest import Call, Served
 from tests.tiny import make_tiny_checkpoint
-from workers.engine.block_pool import blocks_for
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
+from workers.engine.kv_blocks import blocks_for
 from workers.models.catalog import ModelFiles, resolve_model
 
 EVERY_ROW = {
@@ -228,7 +228,7 @@ def test_steps_are_measured_at_every_batch_and_window(task: EngineTask) -> None:
 
 
 def test_ranks_have_room_for_heads_that_do_not_divide(tmp_path: Path) -> None:
-    """Nine heads that share three: the rank of five of them holds five keys and values, not two."""
+    """Nine heads share three: the rank with five of them holds five keys and values, not two."""
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
     folder = make_tiny_checkpoint(tmp_path / "model", hidden_size=72, **heads)
     setting = engine_steps.shard_setting(ModelFiles(folder, "float32"), degree=2, threads=1)
@@ -296,7 +296,7 @@ def test_the_prefix_part_compares_texts_and_counts_what_was_there(task: EngineTa
     assert off.speedup == 1
     assert cached.details["same_text"] is True
     assert off.details["prefix_hit_tokens"] == 0
-    # All but the first prompt find three blocks of 128 tokens computed.
+    # All prompts except the first find three computed blocks of 128 tokens.
     assert cached.details["prefix_hit_tokens"] == 7 * 3 * 128
 
 
@@ -305,9 +305,9 @@ def test_the_delay_is_counted_in_usual_steps() -> None:
 
 
 def test_a_part_that_fails_leaves_the_rows_of_the_others(task: EngineTask, tmp_path: Path) -> None:
-    """Part steps cannot write its log; part delay has a row for each batch.
+    """Part steps cannot write its log, and part delay still has a row for each batch.
 
-    Of a model with room for texts that are long enough to go on when the prompt comes.
+    The model has room for texts that are long enough to continue when the prompt comes.
     """
     roomy = make_tiny_checkpoint(tmp_path / "roomy", max_position_embeddings=2048)
     config = Config(target=TargetConfig(model=str(roomy)), drafters=())
@@ -353,7 +353,7 @@ def test_a_failed_part_is_told_and_is_no_success(
 def test_the_drivers_time_is_measured_by_the_length_of_prompts(
     task: EngineTask, policy: str
 ) -> None:
-    """Texts that need several pieces at the drafter; the target's first token ends the prefill."""
+    """The texts need several pieces at the drafter. The target's first token ends the prefill."""
     row = measure_load(task, DriverLoad(policy, 3, 5000))
     assert (row.batch, row.details["prompt_tokens"], row.details["emulated"]) == (3, 5000, True)
     assert row.details["aim_ms"] == pytest.approx(1.15)

@@ -1,4 +1,4 @@
-"""`paceline bench engine --device cuda`: its rows, with a CPU in a GPU's place, and its refusal."""
+"""`paceline bench engine --device cuda`: its rows, on a CPU in place of a GPU, and its refusal."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_row_for_each_batch_and_window(device: str, dtype: torch.dtype) -> Non
         assert row.bandwidth_share > 0
         assert row.tokens_per_second is not None
         assert row.details["step_with_verdicts_ms"] >= row.step_ms  # type: ignore[operator]
-        # In float32 no window of a text is refused, invariant or not: there are no ties.
+        # In float32 there are no ties, so no window of a text is refused, invariant or not.
         if dtype == torch.float32 or row.part == "gpu":
             assert row.details["same_text_in_windows"] is True
     assert told
@@ -71,7 +71,7 @@ def test_a_row_for_each_batch_and_window(device: str, dtype: torch.dtype) -> Non
 
 
 def test_what_a_step_must_read_is_weights_and_kv() -> None:
-    """Twice the copy's bytes in the same time would be twice the share."""
+    """Twice the copy's bytes in the same time is twice the share."""
     row = measure_gpu(replace(tiny_task("cpu", torch.float32), batches=(2,)), lambda _: None)[0]
     # Linears: two layers of queries, keys and values, output, gate, up, down; and the LM head.
     linears = 2 * (64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 96) + 300 * 64

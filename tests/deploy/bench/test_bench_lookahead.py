@@ -1,4 +1,4 @@
-"""`bench lookahead`: its cells, its luck, and a whole run over emulated workers."""
+"""`bench lookahead`: its cells, its seeds, and a whole run over emulated workers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_expected_tokens_of_a_walk_are_those_over_a_long_text() -> None:
 
 
 def test_a_warm_up_is_as_hard_to_guess_as_what_is_measured() -> None:
-    """Off a recorded text the drafter is always wrong: `auto` would begin with that in mind."""
+    """Off a recorded text the drafter is always wrong, and `auto` would start with that belief."""
     sequences = [
         RecordedSequence(
             temperature=0.0,
@@ -182,8 +182,9 @@ def test_kept_recordings_are_those_nearest_to_all() -> None:
 
 
 def test_a_cell_is_simulated_with_the_same_requests_and_luck() -> None:
-    """Lockstep has a closed form. The driver and messages, which it leaves out, take 1 to 5 % of a
-    round; pinned luck is within 1 % of the long run's.
+    """Lockstep has a closed form, which leaves out driver and messages: 1 to 5 % of a round.
+
+    The chosen seed is within 1 % of the long run's mean.
     """
     lockstep = next(
         cell
@@ -208,7 +209,7 @@ def test_a_cell_is_simulated_with_the_same_requests_and_luck() -> None:
 
 
 class _NoPair:
-    """Nothing is there."""
+    """A pair without anything."""
 
     target_addresses: tuple[str, ...] = ("",)
 
@@ -253,7 +254,7 @@ def _run(tokens_per_second: float) -> CellRun:
 
 
 def test_what_a_cell_gains_is_told_within_a_round_and_of_whole_rounds() -> None:
-    """The second round is slower as a whole; a cell that was in it gains no less for that."""
+    """The second round is slower as a whole. A cell that it contains has the same speed-up."""
     first, second = cells(TARGET, DRAFTER, quick=False, parts=("chain",))[:2]
     measured = Measured(
         [
@@ -281,7 +282,7 @@ POLICY_OF_A_CHILD = [sys.executable, "-c", "import os; print(os.sched_getschedul
 
 
 def test_in_the_block_all_share_their_time_and_after_it_the_class_is_back() -> None:
-    """SCHED_BATCH, which anybody may take, stands for real-time priority."""
+    """SCHED_BATCH, which any user may set, stands for real-time priority."""
     found: list[int] = []
 
     def look() -> None:
@@ -292,7 +293,7 @@ def test_in_the_block_all_share_their_time_and_after_it_the_class_is_back() -> N
             found.append(int(child.stdout))
         found.append(os.sched_getscheduler(0))
 
-    thread = threading.Thread(target=look)  # it alone changes its class
+    thread = threading.Thread(target=look)  # only it changes its class
     thread.start()
     thread.join()
     assert found == [os.SCHED_OTHER, os.SCHED_OTHER, os.SCHED_BATCH]
@@ -319,7 +320,7 @@ def test_a_whole_run_gives_the_text_of_plain_decoding(tmp_path: Path) -> None:
     document = lookahead_json(result, {})
     assert document["emulated"] is document["complete"] is True
     assert "failed" not in document
-    # After each cell what there is was saved, and told what is next.
+    # After each cell, the rows were saved and the next cell was announced.
     lengths = [len(rows) for one in saved if isinstance(rows := one["rows"], list)]
     assert lengths == list(range(1, len(saved) + 1))
     assert not any(one["complete"] for one in saved)

@@ -113,7 +113,7 @@ def test_a_part_starts_only_what_it_needs() -> None:
 
 
 def test_no_tenant_sees_a_prompt_twice(served: Served) -> None:
-    """A drafter that learns would know the answer by heart."""
+    """A drafter that learns would already know the answer."""
     with Client(served.address) as client:
         options = GenerateOptions(temperature=0.0, policy="off")
         contender = RequestContender("off", client, options)
@@ -131,7 +131,9 @@ def test_rows_are_named_apart(served: Served) -> None:
 
 
 def test_every_rule_is_timed_on_chains_and_trees() -> None:
-    """A row each, told as it is done; draws of the drafter's own distribution are accepted."""
+    """Each case gives a row as soon as it is done. Draws of the drafter's distribution are
+    accepted.
+    """
     told: list[str] = []
     rows = time_rules(told.append, repeats=1, vocab_sizes=(200,), windows=(1, 8), batches=(1, 2))
     assert [f"time: {row.name}" for row in rows] == told

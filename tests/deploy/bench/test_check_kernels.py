@@ -1,4 +1,4 @@
-"""scripts/check_kernels in a dry run: its cases run, and nothing is wrong by the interpreter."""
+"""A dry run of scripts/check_kernels: its cases run, and the interpreter finds nothing wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline demo`: an answer and a table that read well with and without a terminal."""
+"""`paceline demo`: an answer and a table that are readable with and without a terminal."""
 
 from __future__ import annotations
 

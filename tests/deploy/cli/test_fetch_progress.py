@@ -1,4 +1,4 @@
-"""The bar of a fetch: each stage and the bytes in a terminal, a line a long stage elsewhere."""
+"""The progress of a fetch: stages and bytes in a terminal, elsewhere a line for a long stage."""
 
 from __future__ import annotations
 

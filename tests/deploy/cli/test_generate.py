@@ -1,4 +1,4 @@
-"""`paceline generate`: rows in, rows out, in order; what is wrong is said before it starts."""
+"""`paceline generate`: rows in, rows out, in order. What is wrong is reported before it starts."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_bad_flags_are_one_line_and_exit_2_before_anything_starts(
     call: Call, input_file: Path, tmp_path: Path, flags: tuple[str, ...], named: str
 ) -> None:
     output = tmp_path / "out.jsonl"
-    # The server is not there: had it been asked first, the exit code would be 3.
+    # No server is there. If it were asked first, the exit code would be 3.
     done = call(
         *("generate", "--server", "127.0.0.1:1", "--input", input_file, "--output", output), *flags
     )
@@ -248,7 +248,7 @@ def test_a_signal_leaves_no_file_and_no_sequence(
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        # Where the tests themselves run in the background, interrupts are ignored and inherited.
+        # If the tests run in the background, ignored interrupts are inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     with command, Client(served.address) as client:
@@ -266,7 +266,7 @@ def test_a_signal_leaves_no_file_and_no_sequence(
 def test_a_running_cluster_that_is_not_used_is_named(
     call: Call, served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What answers in its place may be another model: `--quiet` does not hide that."""
+    """Another server that answers may have another model, so `--quiet` does not hide this."""
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     running = load_config(served.config, {})
     write_record(

@@ -1,4 +1,4 @@
-"""What is typed often starts at once: it leaves torch, ray and transformers alone."""
+"""Frequent commands start fast: they do not import torch, ray or transformers."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def test_layouts_are_ranked_and_a_dear_one_is_shown_as_such(call: Call, tmp_path
         "70b-4xh100 + 1b-h100, chain": 5,
         "70b-4xh100 + 1b-h100 x 4, chain": 8,
     }
-    # One caller's sequence has one drafter at a time: three GPUs more bring nothing.
+    # One caller's sequence has one drafter at a time, so three more GPUs gain nothing.
     one, four = (row for row in rows if row["policy"] == "chain")
     assert one["tokens_per_second"] == pytest.approx(four["tokens_per_second"], rel=0.01)
     assert one["speedup"] > 1.5
@@ -62,7 +62,7 @@ def test_no_figure_is_cut_however_narrow_it_is(columns: str, on_terminal: bool) 
         *("GPUs", "tok/s", "/GPU", "/off", "first", "token", "target", "drafter", "len", "used")
     ]
     rows = shown[shown.index(headings) + 1 :][:2]
-    # Of the first column a number; "first" and "token" have two, "target" has three.
+    # The first column has one number, "first" and "token" two, "target" three.
     assert [len(row.split()) for row in rows] == [15, 13]
     assert not any("\u2026" in line for line in shown)
 
@@ -122,7 +122,7 @@ def test_layouts_side_by_side_give_the_same_figures(call: Call, tmp_path: Path) 
 
 
 def test_a_load_too_large_for_the_requests_is_measured_in_full(call: Call, tmp_path: Path) -> None:
-    """Many callers who begin together: of so few requests hardly more than one burst is left."""
+    """Many callers begin together, so few requests are hardly more than one burst."""
     path = tmp_path / "plan.json"
     asked = ("--concurrency", "64", "--policies", "lockstep", "--ratios", "1:4", "--hosts", "2")
     done = call("plan", *SMALL, *asked, "--json", str(path))
@@ -147,7 +147,7 @@ def test_requests_that_are_too_many_are_told(call: Call, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("seed", ["1", "2", "3"])
 def test_requests_that_are_few_are_kept_up_with(call: Call, seed: str) -> None:
-    """However many come by luck: here a tenth of what one target group can serve."""
+    """This holds however many happen to arrive; here a tenth of what one target group can serve."""
     asked = ("--requests-per-second", "0.5", "--policies", "off", "--requests", "40")
     done = call("plan", *SMALL, *asked, "--seed", seed)
     assert done.code == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Where a server cannot listen is said by `up` before anything starts."""
+"""`up` reports an address at which a server cannot listen before anything starts."""
 
 from __future__ import annotations
 

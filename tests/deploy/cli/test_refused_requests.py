@@ -1,4 +1,4 @@
-"""What no drafter of the configuration could do is refused before a cluster is started for it."""
+"""What no drafter of the configuration can do is refused before a cluster starts for it."""
 
 from __future__ import annotations
 

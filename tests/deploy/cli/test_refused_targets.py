@@ -60,7 +60,7 @@ def test_refused_before_anything_starts(
         ("kv_memory = 65536\nmax_model_len = 256", None),
         # A page of a GPU has 256 positions, and float32 is the checkpoint's own.
         ("kv_memory = 131071\nresources = 'gpu'", "holds 1 blocks of 65536 bytes"),
-        # Whether a Ray that runs gives GPUs is not known yet.
+        # It is not yet known whether the running Ray cluster has GPUs.
         ("kv_memory = 1\nresources = 'auto'", None),
     ],
 )
@@ -99,7 +99,7 @@ def _config(folder: Path, target: str, drafters: str = "drafters = []") -> Confi
 
 
 def _load(config: Config) -> None:
-    """As a worker does."""
+    """Load the configuration's target as a worker does."""
     target = config.target
     assert target.kv_memory != "auto"
     open_engine(

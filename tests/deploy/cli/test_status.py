@@ -1,4 +1,4 @@
-"""What `paceline status` makes of the counters."""
+"""How `paceline status` shows the counters."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_home_that_cannot_be_written_is_one_line(
 
 
 def test_a_worker_without_a_stream_is_not_called_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    """It may be slow only: what is known is since when, and why it could not be reached."""
+    """It may only be slow. Known are the time since which, and why, it could not be reached."""
     shard = WorkerStats("shard-0", "target", "here:2", 7, True, 1.5, 9, 40, 0)
     away = replace(
         shard, name="shard-1", connected=False, away_seconds=19.4, trouble="[2] no answer: why"
@@ -116,7 +116,7 @@ def test_what_became_of_the_processes_is_told(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("columns", ["40", "80"])
 @pytest.mark.parametrize("on_terminal", [False, True])
 def test_nothing_is_cut_however_narrow_it_is(columns: str, on_terminal: bool) -> None:
-    """A row is one line: a narrow terminal goes on with it in the next."""
+    """A row is one line, which a narrow terminal continues in the next."""
     worker = WorkerStats(
         LONG_NAME, "target", f"a-host-with-a-long-name.{'x' * 40}:45123", 4194303, True, 1.5,
         123456789, 1234567890123, 4,
@@ -143,7 +143,7 @@ def test_nothing_counted_yet_is_none(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_any_server_can_be_asked(call: Call, served: Served) -> None:
-    """That of a job, say, which `up` knows nothing of."""
+    """For example a job's server, which `up` does not know."""
     done = call("status", "--server", served.address)
     assert done.code == 0, done.stderr
     assert f" at {served.address}, up " in done.stdout
@@ -156,7 +156,7 @@ def test_any_server_can_be_asked(call: Call, served: Served) -> None:
 def test_a_server_that_is_none_is_named(call: Call) -> None:
     assert call("status", "--server", "nowhere").code == 2
     with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))  # bound, and nobody listens
+        nobody.bind(("127.0.0.1", 0))  # bound, but nobody listens
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
         done = call("status", "--server", address)
     assert done.code == 3
@@ -173,7 +173,7 @@ def test_a_server_that_is_none_is_named(call: Call) -> None:
 def test_what_is_at_work_is_told(
     call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From the first moment of `up` on, long before there is anything to ask."""
+    """This holds from the beginning of `up`, long before there is a server to ask."""
     monkeypatch.setenv("PACELINE_HOME", str(tmp_path))
     half_way = ClusterRecord("paceline", None, {}, "127.0.0.1:9", None, "/logs")
 

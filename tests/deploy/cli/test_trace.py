@@ -30,7 +30,7 @@ def slices(document: dict[str, Any], name: str) -> list[dict[str, Any]]:
 def traced_step(
     window: trace_pb2.TracedWindow, group: int = 0, *, sent_at: float, answered_at: float
 ) -> trace_pb2.TraceResponse:
-    """A group's first step, of one window."""
+    """A group's first step, with one window."""
     step = trace_pb2.TracedStep(
         step=1,
         group=group,
@@ -44,7 +44,9 @@ def traced_step(
 
 
 def check_drawn(document: dict[str, Any]) -> None:
-    """No two slices of a row overlap half-way, and both ends of each arrow lie in a slice."""
+    """Check that no slices of a row overlap in part, and that both ends of each arrow are in a
+    slice.
+    """
     events = document["traceEvents"]
     rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for event in events:
@@ -78,7 +80,7 @@ async def test_a_run_is_drawn_with_a_row_a_device_and_arrows(tmp_path: Path) -> 
                 )
                 for policy in ("lockstep", "chain")
             ]
-        # Nobody traces any more.
+        # No tracer is left.
         await system.client.generate([5, 6, 7], max_tokens=4)
     document = json.loads(json.dumps(drawn.document()))
     check_drawn(document)
@@ -122,14 +124,14 @@ def test_passes_that_arrive_late_do_not_overlap() -> None:
     document: dict[str, Any] = drawn.document()
     check_drawn(document)
     assert [one["ts"] for one in slices(document, "pass")] == pytest.approx([5e3, 1e4, 1.5e4])
-    assert drawn.num_arrows == 2  # pass 99 was before anybody traced
+    assert drawn.num_arrows == 2  # pass 99 was before the trace began
     assert document["otherData"]["emulated"] is True
     (verdict,) = slices(document, "verdict")
     assert verdict["args"] == {"accepted": 1, "committed": 2}
 
 
 def test_each_target_group_has_a_row() -> None:
-    """Steps of two groups overlap; each is numbered from 1 on in its group."""
+    """Steps of two groups overlap; each group numbers its steps from 1."""
     drawn = TraceFile()
     drawn.add(trace_pb2.TraceResponse(begun=trace_pb2.TraceBegun(now=10.0, model="x")))
     for group in (0, 1):

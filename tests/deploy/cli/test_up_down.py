@@ -23,7 +23,7 @@ from tests.deploy.shell import ROOT, Shell, tiny_config
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 TOKENS = 700
-"""Of the emulated target: 13 s, while `down` takes some 5 s to ask for the end."""
+"""Tokens of the emulated target, which take 13 s; `down` needs some 5 s to ask for the end."""
 PRIVATE_SESSION = """
 import sys, time
 from pathlib import Path
@@ -43,7 +43,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_up_stays_until_down(shell: Shell, config: Path) -> None:
-    # A proxy that nobody runs, and no exceptions from it: it concerns no process of ours.
+    # A proxy that does not exist, without exceptions. Our processes must not use it.
     shell.environment |= dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
     shell.environment |= {"no_proxy": "", "NO_PROXY": ""}
     reading, writing = os.pipe()
@@ -53,7 +53,7 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     address = up.stdout.splitlines()[-1]
     assert is_listening(address)
     assert "shard-0: serving" in up.stderr
-    # What stays up keeps no file of the shell's open, as the lock of a script around `up`.
+    # What stays up must not keep the shell's files open, such as a lock of a script around `up`.
     os.set_blocking(reading, False)
     assert os.read(reading, 1) == b""
     os.close(reading)
@@ -79,7 +79,7 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
     down = shell.run("down")
     assert (down.returncode, down.stdout, down.stderr) == (0, "down\n", "")
     shell.assert_nothing_is_left()
-    # Its logs stay where `up` and `status` said that they are.
+    # Its logs stay where `up` and `status` said.
     logs = Path(up.stderr.splitlines()[-1].rpartition("logs in ")[2])
     assert logs.parent == shell.home / "logs"
     assert {"shard-0.log", "drafter-0.log", "driver.log", "controller.log"} <= {
@@ -92,7 +92,7 @@ def test_up_stays_until_down(shell: Shell, config: Path) -> None:
 
 
 def test_down_lets_requests_end_that_run(shell: Shell, tmp_path: Path) -> None:
-    config = tmp_path / "slow.toml"  # 18 ms a token, whatever machine this is
+    config = tmp_path / "slow.toml"  # 18 ms a token on any machine
     config.write_text('drafters = []\n[target]\nemulated = "70b-4xh100"\n[server]\ngrpc_port = 0\n')
     up = shell.run("up", str(config))
     assert up.returncode == 0, up.stderr
@@ -134,7 +134,7 @@ def test_on_a_cluster_that_runs_down_ends_the_deployment_alone(
     assert cluster.address == address
     assert {worker.name for worker in cluster.workers()} == {"shard-0", "drafter-0", "driver"}
 
-    # As if the driver had moved to another node: the controller is asked where it is.
+    # As if the driver had moved to another node: the command asks the controller for it.
     record = read_record(shell.home)
     assert record is not None
     write_record(shell.home, replace(record, address="127.0.0.1:1"))

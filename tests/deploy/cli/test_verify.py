@@ -1,4 +1,4 @@
-"""`paceline verify`: equal text is found equal, and what is not equal is found."""
+"""`paceline verify`: it finds equal text equal, and finds differences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_policy_is_the_same_text_and_that_of_transformers(
     report = json.loads(found.read_text())
     assert report["ok"] is True
     (file,) = report["files"]
-    # Two temperatures; plain decoding alone and at 4, and two policies x two windows x 1 and 4.
+    # Two temperatures; plain decoding alone and at 4; two policies x two windows x 1 and 4.
     assert len(file["runs"]) == 2 * (2 + 8)
     assert all(run["divergences"] == [] for run in file["runs"])
     assert file["transformers"]["rows"] == 4
@@ -64,7 +64,7 @@ def test_a_failed_row_is_exit_1(call: Call, served: Served, tmp_path: Path) -> N
 def test_made_up_text_is_not_compared_with_transformers(
     call: Call, served: Served, tmp_path: Path
 ) -> None:
-    """The stand-in of an emulated target has weights, and they say nothing of its text."""
+    """The stand-in of an emulated target has weights, which have nothing to do with its text."""
     source = write_rows(tmp_path / "in.jsonl", ROWS)
     config = tmp_path / "emulated.toml"
     config.write_text('[target]\nemulated = "8b-h100"\n[[drafters]]\nemulated = "1b-h100"\n')
@@ -128,7 +128,7 @@ def test_a_rule_that_no_drafter_fits_is_exit_2_before_anything_starts(call: Call
 def test_a_law_at_the_checkpoint_s_own_temperature(
     call: Call, served: Served, tmp_path: Path
 ) -> None:
-    """The tiny checkpoint is greedy, so a rule that keeps the law keeps its text."""
+    """The tiny checkpoint is greedy, so a rule that keeps the law also keeps the text."""
     source = write_rows(tmp_path / "in.jsonl", ROWS[:2])
     flags = ("--max-tokens", 12, "--verification", "rejection")
     done = call(
@@ -157,7 +157,7 @@ def test_the_first_difference_is_found_also_where_a_text_ended() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_the_margin_is_that_of_plain_decoding(served: Served, temperature: float) -> None:
-    """Plain decoding prefers its own token to any other, by what the engine's logits say."""
+    """By the engine's logits, plain decoding prefers its own token to any other."""
     meter = MarginMeter(ModelFiles(served.checkpoint, "float32"), threads=1)
     options = GenerateOptions(temperature=temperature, seed=5, max_tokens=8, policy="off")
     with Client(served.address) as client:

@@ -1,4 +1,4 @@
-"""deploy.jobs.serve: it serves on a cluster that runs, and ends what it started."""
+"""deploy.jobs.serve: it serves on a running cluster, and ends what it started."""
 
 from __future__ import annotations
 

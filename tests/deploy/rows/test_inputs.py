@@ -1,4 +1,4 @@
-"""Input files: what a row may be, and how a malformed one is told."""
+"""Input files: what a row may be, and the error for a malformed one."""
 
 from __future__ import annotations
 

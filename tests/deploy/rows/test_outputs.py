@@ -1,4 +1,4 @@
-"""Output files: whole or absent, and nothing but a regular file is ever replaced."""
+"""Output files: whole or absent, and only a regular file is ever replaced."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_commands_refuse_a_fifo_before_anything_starts(
     fifo, rows = tmp_path / "fifo", tmp_path / "in.jsonl"
     os.mkfifo(fifo)
     rows.write_text('{"prompt": "Hi"}\n')
-    # The server is not there: had it been asked first, the exit code would be 3.
+    # No server is there. If it were asked first, the exit code would be 3.
     server = ("--server", "127.0.0.1:1", "--input", rows)
     done = {
         "generate": lambda: call("generate", *server, "--output", fifo),

@@ -1,4 +1,4 @@
-"""What our own Ray head is started with, and which processes are taken for its own."""
+"""What our own Ray head is started with, and which processes count as its own."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def lives(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("leader_lives", [True, False])
 def test_the_processes_of_somebody_else_are_left_alone(leader_lives: bool) -> None:
-    """They have the number that the head's first process had, before a reboot perhaps."""
+    """One of them has the pid of the head's first process, perhaps from before a reboot."""
     with session() as (leader, child):
         stale = replace(plan_head(), processes=[(leader.pid, 1.0e9)])
         if not leader_lives:
@@ -76,7 +76,7 @@ def test_the_processes_of_somebody_else_are_left_alone(leader_lives: bool) -> No
 
 
 def test_a_head_is_ended_by_its_plan_alone() -> None:
-    """As where its starter was killed before it could write down more."""
+    """As if its starter was killed before it could write down more."""
     head = plan_head()
     with session(head.token) as (leader, child):
         first = psutil.Process(leader.pid)
@@ -88,7 +88,7 @@ def test_a_head_is_ended_by_its_plan_alone() -> None:
 @pytest.mark.ray
 @pytest.mark.long
 def test_what_outlives_the_first_process_of_a_head_is_ended_as_well() -> None:
-    """Ray's agents do for some seconds, and have written over their own environment."""
+    """Ray's agents do so for some seconds, and have overwritten their own environment."""
     for _ in range(3):
         head = ray_head.start_head(num_cpus=1)
         processes = ray_head._processes_of(head, set())
@@ -111,7 +111,7 @@ def test_a_session_is_ended_to_its_last_process_though_that_hides_whose_it_is() 
 
 @pytest.fixture
 def frozen_group() -> Iterator[Path]:
-    """A control group whose processes SIGKILL does not end until it is thawed (state D)."""
+    """A control group whose processes survive SIGKILL until it is thawed (state D)."""
     group = FREEZER / f"paceline-{os.getpid()}"
     try:
         group.mkdir()

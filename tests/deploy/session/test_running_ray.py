@@ -1,4 +1,4 @@
-"""The note that Ray leaves of a running cluster, in a folder that all users share."""
+"""The note that Ray leaves about a running cluster, in a folder that all users share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ finally:
 
 @pytest.fixture
 def note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Names an address at which something listens; this user alone could have written it."""
+    """A note with an address at which something listens. Only this user could have written it."""
     path = tmp_path / "ray_current_cluster"
     monkeypatch.setattr(session, "FOUND_BY_RAY", path)
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -78,7 +78,7 @@ def test_a_pipe_is_not_waited_for(note: Path) -> None:
 
 @pytest.mark.ray
 def test_a_token_of_the_users_for_ray_does_not_lock_us_out(tmp_path: Path) -> None:
-    """`ray.init()` leaves one for good, and a head that finds one asks for it."""
+    """`ray.init()` leaves a token for good, and a head that finds one requires it."""
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0" * 64)
     environment = dict(os.environ) | {"HOME": str(tmp_path)}

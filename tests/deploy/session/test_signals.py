@@ -1,4 +1,4 @@
-"""Signals while a command runs: it ends, in time and with its exit code, and leaves nothing."""
+"""Signals while a command runs: it ends in time with its exit code, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _MOMENTS = [
 def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
     shell: Shell, tmp_path: Path
 ) -> None:
-    """At random moments, each within so many seconds of what `up` says."""
+    """The signals come at random moments, each a few seconds after a line of `up`."""
     config = tiny_config(tmp_path)
     luck = random.Random(15)
     for number, said, longest in _MOMENTS:
@@ -88,7 +88,7 @@ def test_up_that_is_interrupted_leaves_nothing_and_the_next_one_works(
             up.send_signal(number)
             rest, told_last = up.communicate(timeout=240)
         case = f"{number.name} within {longest} s of {said}: {told}{told_last}"
-        # Before the command's first line Python itself ends, as the system would end it.
+        # Before the command's first line, the signal ends Python itself.
         assert up.returncode in (128 + number, -number), case
         assert rest == "", case
         assert becomes_true(lambda: not shell.processes()), case

@@ -9,7 +9,7 @@ from tests.workers.drafting.mirror import VOCAB_SIZE
 
 MAX_LEN = 512
 SIZE = 128
-"""Tokens of a block."""
+"""Tokens in a block."""
 
 
 def tokens(random: Random, count: int) -> list[int]:

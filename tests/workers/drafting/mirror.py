@@ -29,7 +29,7 @@ RULES = ("coupled", "rejection", "kseq", "recursive", "mcsd")
 
 
 class FreshDrafter:
-    """What a drafter without any history computes for a prefix."""
+    """What a drafter without history computes for a prefix."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -120,7 +120,7 @@ class Mirror:
         assert not (follows_output and parent.token_id in self.spec.end_token_ids)
 
     def check(self) -> None:
-        """All children are the draws of a drafter without any history."""
+        """Check that all children are the draws of a drafter without history."""
         for node in (self.root, *self.root.all_below()):
             if node.children:
                 self._check_children(node)

@@ -1,4 +1,4 @@
-"""What a pass tells fits into messages that a driver reads in moments."""
+"""The results of a pass fit into messages that a driver reads quickly."""
 
 from __future__ import annotations
 
@@ -56,6 +56,6 @@ def test_every_message_is_within_the_limits_and_nothing_is_lost(
 
 
 def test_counting_a_crowd_ends_early() -> None:
-    """Its proposals are not looked at, of which there may be 100,000."""
+    """The count does not look at the proposals, of which there may be 100,000."""
     crowd = drafting_pb2.ProposalBatch.FromString(b"\x0a\x00" * 100_000)
     assert count_entries(crowd) == 100_000

@@ -47,7 +47,7 @@ def test_what_is_less_likely_than_what_was_refused_is_not_sent() -> None:
 
 
 CHANCES = st.sampled_from([1.0, 0.75, 0.7, 0.5, 0.3, 0.25, 0.1])
-"""Few, so that many are equal."""
+"""Few different chances, so that many are equal."""
 
 
 @settings(deadline=None)
@@ -105,7 +105,7 @@ def _one_after_the_other(
     budget: int,
     floor: float,
 ) -> Allocation:
-    """The same as it is defined: of all that may be next the likeliest, all children together."""
+    """The allocation by definition: repeatedly the likeliest node, with all its children."""
     heap: list[tuple[float, int, int, int | None, tuple[int, int] | None]] = []
 
     def push(chance: float, room: int, leaf: int | None, place: tuple[int, int] | None) -> None:

@@ -24,7 +24,7 @@ from workers.engine.cpu.engine import Engine
 from workers.verification.choice import choose_token
 
 Draft = Callable[[SequenceSpec, Sequence[int]], int | None]
-"""The token that must follow a prefix of committed tokens and run-ahead, or None: nothing may."""
+"""The token that must follow committed tokens and run-ahead; None: no token may."""
 
 SPECS = (
     SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=1),
@@ -81,7 +81,7 @@ def engine(checkpoint: Path) -> Engine:
 
 @pytest.fixture(scope="module")
 def fresh_draft(fresh: FreshDrafter) -> Draft:
-    """What a drafter without any history proposes."""
+    """The proposals of a drafter without history."""
 
     def draft(spec: SequenceSpec, prefix: Sequence[int]) -> int:
         return choose_token(fresh.logits(tuple(prefix)), spec, prefix)
@@ -90,7 +90,7 @@ def fresh_draft(fresh: FreshDrafter) -> Draft:
 
 
 def brute_force_lookup(committed: Sequence[int], suffix: Sequence[int]) -> int | None:
-    """Where what followed the longest suffix stands, newest first; by looking everywhere."""
+    """The position after the newest occurrence of the longest suffix, by looking everywhere."""
     for length in range(min(4, len(suffix)), 0, -1):
         for position in range(len(committed) - 1, length - 1, -1):
             if list(committed[position - length : position]) == list(suffix[-length:]):
@@ -102,7 +102,7 @@ ACTIONS = {"pass": 9, "outcome": 5, "grant": 4, "open": 2, "close": 1, "end": 1}
 
 
 def run_schedule(proposer: Proposer, random: Random, check: Callable[..., None]) -> None:
-    """Two streams, up to two sequences each, any order of messages and passes."""
+    """Run two streams with up to two sequences each, and any order of messages and passes."""
     desk = DraftingDesk(proposer, max_sequences=3)
     sessions = [desk.open_session(), desk.open_session()]
     mirrors: dict[tuple[DraftingSession, int], _Mirror] = {}
@@ -151,7 +151,7 @@ def run_schedule(proposer: Proposer, random: Random, check: Callable[..., None])
 
 
 def _outcome(random: Random, mirror: _Mirror | None, num_tokens: int) -> list[int]:
-    """Some of the run-ahead, then perhaps something else."""
+    """An outcome of some run-ahead tokens, then perhaps another token."""
     ahead = mirror.path[mirror.num_committed :] if mirror else []
     agreeing = ahead[: random.randint(0, len(ahead))]
     others = random.choice([0, 1, 1, 2]) if agreeing else 1
@@ -178,7 +178,7 @@ def _drain(
     mirrors: dict[tuple[DraftingSession, int], _Mirror],
     check: Callable[..., None],
 ) -> None:
-    """Passes without further messages end, and by then every grant is used or answered."""
+    """Run passes without further messages. They must end, with every grant used or answered."""
     for _ in range(100):
         if desk.has_work:
             _run_pass(desk, mirrors, check)

@@ -29,7 +29,7 @@ KINDS = [
     ("kseq", 2, Stopping.FIXED, False),
     ("coupled", 1, Stopping.FIXED, True),
 ]
-"""Rule, branches, stopping rule, and whether a token alone is enough."""
+"""Rule, branches, stopping rule, and whether a token id alone is enough."""
 
 
 def make_tree(seed: int, rule: str, branches: int, stopping: Stopping) -> DraftTree:
@@ -68,7 +68,7 @@ def test_candidates_are_those_that_the_host_draws(device: str) -> None:
 
 
 def test_logits_that_decide_must_be_numbers() -> None:
-    """Where they are none, that tree alone fails."""
+    """If they are NaN, only that tree fails."""
     logits_TV = torch.zeros(len(KINDS), VOCAB)
     logits_TV[0, 7] = float("nan")
     growths = make_growths()
@@ -79,7 +79,7 @@ def test_logits_that_decide_must_be_numbers() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_targets_may_have_different_vocabularies(device: str) -> None:
-    """In one pass each tree's draws are of its own target's token ids."""
+    """In one pass, each tree's draws use its own target's token ids."""
     logits_TV = torch.randn(len(KINDS), VOCAB, generator=torch.Generator().manual_seed(2))
     expected, found = make_growths(), make_growths()
     for growths in (expected, found):

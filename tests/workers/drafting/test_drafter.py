@@ -62,7 +62,7 @@ async def ngram_drafter() -> AsyncIterator[RunningServer]:
 
 
 async def target_text(checkpoint: Path, num_tokens: int) -> list[int]:
-    """What a target with the same weights says: such a drafter is always right."""
+    """The text of a target with the same weights. The drafter is always right about it."""
     options = TargetShardOptions(checkpoint, threads=1, kv_memory_bytes=16 * BLOCK_BYTES)
     server = await serve_target_shard(options, host="127.0.0.1")
     async with open_channel(server.address) as channel:

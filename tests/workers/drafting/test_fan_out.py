@@ -1,4 +1,4 @@
-"""Branches for other outcomes: where they begin, how they grow, what is told of them."""
+"""Branches for other outcomes: where they begin, how they grow, and how they are sent."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SPEC = SequenceSpec(SamplingParams(temperature=1.0), seed=5, prompt_length=3)
 
 
 def _chain(reached: Sequence[float], later: Sequence[float]) -> tuple[DraftTree, Expansions]:
-    """A chain all of whose nodes were fed, with `reached` the chance of each.
+    """A chain whose nodes were all fed. `reached`: the chance of each node.
 
-    `later`: of the candidates beside the first, how much of the rest each gets.
+    `later`: the shares of the remaining chance that the candidates after the first get.
     """
     tree = DraftTree(SPEC, PROMPT, max_position=1000)
     tree.set_grant(Grant(900, nodes=900, fan_out=100))
@@ -47,7 +47,7 @@ def _chain(reached: Sequence[float], later: Sequence[float]) -> tuple[DraftTree,
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0])
 def test_branches_are_spread_by_weight(exponent: float) -> None:
-    """F proportional to weight^(1/(1+r)), as far as whole numbers and RANKS allow."""
+    """F is proportional to weight^(1/(1+r)), as far as whole numbers and RANKS allow."""
     later = [rank ** -(1 + exponent) for rank in range(1, RANKS + 1)]
     tree, drawn = _chain([0.85**ahead for ahead in range(40)], later)
     taken = Frontier(tree, drawn).take(30)
@@ -96,7 +96,7 @@ def _all_passes(session: DraftingSession, desk: DraftingDesk) -> list[Proposal]:
 
 
 def _paths(proposals: list[Proposal], prompt: list[int]) -> set[tuple[int, ...]]:
-    """What a driver holds: each candidate as the tokens that lead to it, told once alone."""
+    """What a driver holds: the tokens that lead to each candidate. Each must be sent only once."""
     by_hash = {hash_prefix(prompt): tuple(prompt)}
     for one in proposals:
         places = [by_hash[one.base_hash]]
@@ -122,7 +122,7 @@ def _drafted(engine: Engine, **grant: object) -> set[tuple[int, ...]]:
 
 
 def _rank(fresh: FreshDrafter, path: tuple[int, ...]) -> int:
-    """The place of a path's last token among the best candidates there."""
+    """The rank of a path's last token among the best candidates there."""
     before = (*PROMPT, *path[:-1])
     return top_children(fresh.logits(before), SPEC, before, 1 + RANKS + 1).index(path[-1])
 

@@ -1,8 +1,8 @@
 """What is drawn under a node follows its distribution, given that anything was drawn there.
 
-A tree's nodes are spent by what was drawn before. If that told anything of what is drawn next, a
-rule that tosses coins would test tokens of another law than it supposes, and the text would follow
-another one than the target's.
+Earlier draws decide where a tree's nodes go. If that revealed something about later draws, a rule
+that tosses coins would test tokens of another law than it assumes, and the text would not follow
+the target's law.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.long
 
 PROMPT = (1, 2)
 LOGITS_V = torch.tensor([1.8, 0.6, 0.2, -0.4])
-"""After any prefix: so equal noise under two nodes draws equal tokens."""
+"""Logits after any prefix, so equal noise under two nodes draws equal tokens."""
 NUM_SEEDS = 1_500
 
 
@@ -59,7 +59,7 @@ def _follow_the_draft(counts: NDArray[np.int64]) -> bool:
 
 @pytest.mark.parametrize("rule", ["recursive", "mcsd"])
 def test_where_nodes_are_spent_tells_nothing_of_what_is_drawn_there(rule: str) -> None:
-    """Under the second child, which gets children of its own only where the first one's are poor.
+    """The second child gets children of its own only where the first one's are poor.
 
     3 degrees of freedom; wrongly fails once in a million choices of the seeds.
     """
@@ -68,7 +68,7 @@ def test_where_nodes_are_spent_tells_nothing_of_what_is_drawn_there(rule: str) -
 
 @pytest.mark.parametrize("rule", ["recursive", "mcsd"])
 def test_noise_that_nodes_share_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: nodes at one depth drawn with the same noise."""
+    """Negative control: nodes of one depth share their noise."""
     monkeypatch.setattr(draw, "of_node", lambda spec, prefix_hash: spec)
     assert not _follow_the_draft(_first_tokens_below_the_second_child(rule))
 
@@ -101,7 +101,7 @@ WAYS_TO_DRAW = [("rejection", 1), ("kseq", 2), ("recursive", 2), ("mcsd", 2)]
 
 @pytest.mark.parametrize(("rule", "branches"), WAYS_TO_DRAW)
 def test_a_discarded_draft_tells_nothing_of_the_next_one(rule: str, branches: int) -> None:
-    """What was drawn under a refused token may have moved a stopping rule's threshold.
+    """Draws under a refused token may have moved a stopping rule's threshold.
 
     8 degrees of freedom; wrongly fails once in a million choices of the seeds.
     """
@@ -112,6 +112,6 @@ def test_a_discarded_draft_tells_nothing_of_the_next_one(rule: str, branches: in
 def test_noise_that_prefixes_share_is_noticed(
     rule: str, branches: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: noise of the position alone."""
+    """Negative control: noise that depends only on the position."""
     monkeypatch.setattr(draw, "of_node", lambda spec, prefix_hash: spec)
     assert not _are_independent(rule, branches)

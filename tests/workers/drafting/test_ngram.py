@@ -104,7 +104,7 @@ def test_branches_keep_to_the_grant_and_to_end_tokens() -> None:
 
 @pytest.mark.parametrize("text", [[1, 2, 3, 4, 2, 3], [1, 2, 99, 3, 2]])
 def test_a_chain_is_told_once_where_branches_are_granted_too(text: list[int]) -> None:
-    """It has none to begin, and was asked for them in pass after pass."""
+    """It has no branches to begin, so it must not be asked for them in every pass."""
     session = (desk := DraftingDesk(NgramProposer(), max_sequences=1)).open_session()
     session.open(0, SPEC, text)
     session.grant(0, Grant(until_position=len(text) + 2, fan_out=4))

@@ -1,4 +1,4 @@
-"""Sequences that begin alike read the same KV, and draft to the bit what they would without."""
+"""Sequences that begin alike read the same KV. Their drafts have the bits of those without it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from workers.engine.local_cache import LocalSequence
 
 @pytest.fixture(scope="module")
 def other_engine(long_folder: Path) -> Engine:
-    """Of the same weights, with KV of its own."""
+    """An engine with the same weights and its own KV."""
     return Engine(long_folder, threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
 
 
 def _fed_until_idle(desk: DraftingDesk) -> int:
-    """Run all passes; how many tokens were fed."""
+    """Run all passes. Returns the number of fed tokens."""
     fed = 0
     while desk.has_work:
         fed += max((news.tokens_fed for news in desk.run_pass()), default=0)
@@ -35,7 +35,7 @@ def _fed_until_idle(desk: DraftingDesk) -> int:
 def _fed(
     desk: DraftingDesk, session: DraftingSession, number: int, prompt: list[int], tenant: str = ""
 ) -> int:
-    """Open a sequence and draft one token for it; how many tokens were fed."""
+    """Open a sequence and draft one token for it. Returns the number of fed tokens."""
     assert session.open(number, spec(len(prompt)), prompt, tenant=tenant) is None
     session.grant(number, Grant(len(prompt) + 1))
     return _fed_until_idle(desk)
@@ -126,7 +126,7 @@ Seen = list[object]
 
 
 def _contents(tree: DraftTree) -> Seen:
-    """All that a driver may be told of a tree, floats to the bit."""
+    """Everything that a driver may be told of a tree, with floats to the bit."""
     distributions = {
         node: (sparse.token_ids_M.tolist(), sparse.probs_M.tolist())
         for node, sparse in tree.distributions.items()
@@ -135,7 +135,7 @@ def _contents(tree: DraftTree) -> Seen:
 
 
 def _run_schedule(engine: Engine, random: Random, rule: str, *, prefix_cache: bool) -> Seen:
-    """What is drafted, in the order of the schedule: of its choices none depends on the cache."""
+    """All drafts in the order of the schedule, whose choices do not depend on the cache."""
     desk = DraftingDesk(ModelProposer(engine, prefix_cache=prefix_cache), max_sequences=3)
     session = desk.open_session()
     shared = tokens(random, 3 * SIZE)
@@ -164,7 +164,7 @@ def _run_schedule(engine: Engine, random: Random, rule: str, *, prefix_cache: bo
 
 
 def _committed(random: Random, tree: DraftTree) -> list[int]:
-    """A path of the tree and a token more, or a text that comes from elsewhere."""
+    """A path of the tree and one more token, or a text from elsewhere."""
     if random.random() < 0.2:
         return tokens(random, random.randrange(1, 60))
     node = random.randrange(len(tree.tokens))
@@ -175,7 +175,7 @@ _fresh: dict[int, Engine] = {}
 
 
 def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: Engine) -> None:
-    """KV that others may read is to the bit what feeding the tokens at once makes."""
+    """Check that shared KV has the bits of feeding all tokens at once."""
     for tree in session.trees.values():
         sequence: LocalSequence = desk.proposer._held[tree].kv._sequence  # type: ignore[attr-defined]
         count = sequence._num_offered
@@ -190,7 +190,7 @@ def _check_kv(desk: DraftingDesk, session: DraftingSession, engine: Engine) -> N
 
 
 def test_eight_bit_weights_draft_the_same(long_folder: Path) -> None:
-    """A form in which drafters load. (With 4 bits a row's bits depend on the rows beside it.)"""
+    """Drafters use such weights. (With 4 bits, a row's bits depend on the rows beside it.)"""
     engines = [
         Engine(long_folder, weights="int8", threads=1, kv_memory_bytes=15 * BLOCK_BYTES)
         for _ in range(2)
@@ -217,7 +217,7 @@ def test_drafts_are_to_the_bit_what_they_are_without(
 
 
 def _grow_by_second_guesses(engine: Engine) -> int:
-    """A sequence whose paths are mostly moved, until it fills a block; how many it offered."""
+    """Grow a sequence with mostly moved paths to a full block. Returns the number of offers."""
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()
     prompt = tokens(Random(6), SIZE - 12)

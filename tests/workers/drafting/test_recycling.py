@@ -1,4 +1,4 @@
-"""Token Recycling: rows are learned, shared within a tenant, kept, and drafted from."""
+"""Token Recycling: rows are learned, shared within a tenant, kept, and used for drafts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def session(desk: DraftingDesk) -> DraftingSession:
 
 
 def draft(desk: DraftingDesk, session: DraftingSession, grant: Grant) -> Proposal:
-    """What sequence 1 gets for a grant."""
+    """The proposal for sequence 1 after a grant."""
     session.grant(1, grant)
     (news,) = desk.run_pass()
     desk.check_integrity()

@@ -1,4 +1,4 @@
-"""A pass is held back where the outcome that is about to come will likely make it useless."""
+"""A pass is held back if the next outcome will likely make it useless."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FREE = Grant(until_position=100, drafting_is_free=True)
 
 
 class _NoTime:
-    """A clock for passes that are over at once."""
+    """A clock for passes that take no time."""
 
     def now(self) -> float:
         return 0.0
@@ -47,7 +47,7 @@ def _beat(session: DraftingSession, now: float) -> None:
 
 
 def _after_beats(desk: DraftingDesk, session: DraftingSession, depth: int) -> float:
-    """Outcomes came in a beat, and `depth` tokens were drafted since; when the last one came."""
+    """Give outcomes in a beat, then draft `depth` tokens. Returns the time of the last outcome."""
     now = 0.0
     for _ in range(6):
         now += STEP
@@ -75,7 +75,7 @@ def test_the_next_outcome_is_expected_a_beat_after_the_last() -> None:
 
 
 def test_a_pass_that_would_be_useless_is_held_back() -> None:
-    """Of drafts that are never right a pass is held back as soon as it would meet the outcome."""
+    """If drafts are never right, a pass is held back as soon as it would meet the outcome."""
     desk = _desk(0.0)
     session = _opened(desk)
     expected = _after_beats(desk, session, depth=6) + STEP
@@ -89,8 +89,10 @@ def test_a_pass_that_would_be_useless_is_held_back() -> None:
 
 
 def test_it_is_not_held_back_where_it_is_likelier_of_use_than_in_the_way() -> None:
-    """The first token after an outcome is right with the prior chance of some 0.7, the next one
-    half as often, and so on: so it depends on how much of the pass lies after the outcome.
+    """The first token after an outcome is right with a prior chance of about 0.7.
+
+    The next one has half of that chance, and so on. So the decision depends on the share of the
+    pass after the outcome.
     """
     desk = _desk(0.0)
     session = _opened(desk)

@@ -1,4 +1,4 @@
-"""Prompts that share most of their blocks fit where each with its own would not."""
+"""Prompts that share most of their blocks fit where separate ones would not."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from workers.engine.cpu.engine import Engine
 def _drafts_of_ten(
     engine: Engine, *, prefix_cache: bool, orders: Random
 ) -> tuple[dict[int, int], int]:
-    """Ten prompts of four blocks, three of them shared, are opened together; they end in any order.
+    """Open ten prompts of four blocks together, three of them shared. They end in any order.
 
-    The token drafted for each, and how many blocks were held at most.
+    Returns the token drafted for each, and the maximum number of held blocks.
     """
     random = Random(7)
     shared = tokens(random, 3 * SIZE)
@@ -55,7 +55,7 @@ class _Never(Random):
 
 
 def test_prompts_that_share_most_fit_where_all_their_blocks_would_not(long_engine: Engine) -> None:
-    """Fifteen blocks: forty where each had its own, thirteen where three are shared."""
+    """There are fifteen blocks. The prompts need forty, or thirteen if three are shared."""
     drafted, most = _drafts_of_ten(long_engine, prefix_cache=True, orders=_Never())
     assert (len(drafted), most) == (10, 3 + 10)
     for seed in range(20):

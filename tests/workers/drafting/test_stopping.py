@@ -30,7 +30,7 @@ FREE = Prices(tokens_per_ms=0.1, draft_ms=0.0, step_ms_per_candidate=0.0)
 
 
 def test_fixed_is_no_rule() -> None:
-    """The grant bounds a draft: nothing is asked of the distribution."""
+    """Only the grant bounds a draft; nothing is asked of the distribution."""
     stopper = Stopper(Stopping.FIXED, DrafterStopping())
     assert not stopper.watches
     assert not stopper.stops_after([1, 2, 3], Grant(9, nodes=8), pass_ms=1.0)
@@ -38,7 +38,7 @@ def test_fixed_is_no_rule() -> None:
 
 
 def test_adaedl_stops_by_entropy() -> None:
-    """1 - sqrt(0.2 H) < threshold: at 0.4 from H = 1.8 on."""
+    """It stops if 1 - sqrt(0.2 H) < threshold: with threshold 0.4 from H = 1.8 on."""
     rule = AdaEdl(threshold=0.4)
     assert not rule.should_stop([TokenSignal(1.79, 0.1, 0.1)], FREE)
     assert rule.should_stop([TokenSignal(1.81, 0.1, 0.1)], FREE)
@@ -57,7 +57,7 @@ def test_adaedl_updates_as_published() -> None:
 
 
 def test_confidence_is_the_product() -> None:
-    """0.7 * 0.5 = 0.35 goes on at 0.3; with 0.8 more it is 0.28."""
+    """0.7 * 0.5 = 0.35 continues at threshold 0.3; times 0.8 it is 0.28 and stops."""
     rule = Confidence(threshold=0.3)
     drafted = [TokenSignal(1, 0.1, prob) for prob in (0.7, 0.5, 0.8)]
     assert not rule.should_stop(drafted[:2], FREE)
@@ -67,7 +67,7 @@ def test_confidence_is_the_product() -> None:
 
 
 def test_cost_goes_on_while_the_gain_is_worth_its_price() -> None:
-    """Free tokens are always worth it; a dear one only after sure ones."""
+    """Free tokens are always worth it; an expensive one only after sure ones."""
     rule = CostAware(AcceptanceMap())
     assert not rule.should_stop([UNSURE] * 7, FREE)
     dear = Prices(tokens_per_ms=0.1, draft_ms=4.0, step_ms_per_candidate=0.5)
@@ -78,7 +78,7 @@ def test_cost_goes_on_while_the_gain_is_worth_its_price() -> None:
 
 
 def test_the_map_learns_what_is_accepted() -> None:
-    """2,000 verdicts: 90 % of the sure tokens, 20 % of the unsure; a swap is followed too."""
+    """2,000 verdicts accept 90 % of sure tokens and 20 % of unsure ones; it follows a swap too."""
     rng = np.random.default_rng(4)
     acceptance = AcceptanceMap()
     rule = CostAware(acceptance)
@@ -117,7 +117,7 @@ def test_what_is_seen_of_some_tokens_says_something_of_the_others() -> None:
 
 
 def test_a_round_begins_with_an_outcome() -> None:
-    """Run-ahead that was kept stops nothing by its entropy; by cost it may."""
+    """Kept run-ahead never stops a draft by its entropy. By cost it may."""
     for stopping, stops in ((Stopping.ADAEDL, False), (Stopping.COST, True)):
         stopper = Stopper(stopping, DrafterStopping())
         for node in (1, 2):
@@ -131,7 +131,7 @@ def test_a_round_begins_with_an_outcome() -> None:
 
 
 def test_blind_rules_leave_no_drafter_idle() -> None:
-    """While drafting is free only the cost rule stops: by what candidates cost a step."""
+    """While drafting is free, only the cost rule stops, by what candidates add to a step."""
     for stopping, stops in (
         (Stopping.ADAEDL, False),
         (Stopping.CONFIDENCE, False),
@@ -163,7 +163,7 @@ _logit = st.one_of(st.floats(-20, 20, width=32), st.sampled_from([1e4, -1e4, 3e3
 @settings(max_examples=200, deadline=None)
 @given(logits=st.lists(_logit, min_size=1, max_size=30), at=st.integers(0, 29))
 def test_signals_are_those_of_the_softmax(logits: list[float], at: int) -> None:
-    """Whatever the logits: no NaN, and no rule that fails."""
+    """For any logits, there is no NaN and no rule fails."""
     logits_V = np.array([*logits, 0.0], dtype=np.float32)
     token_id = at % logits_V.size
     signal = signal_of(logits_V, token_id)

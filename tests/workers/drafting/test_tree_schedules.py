@@ -113,7 +113,7 @@ def _grant(random: Random, session: DraftingSession, sequence_id: int, mirror: M
 
 
 def _outcome(random: Random, mirror: Mirror) -> list[int]:
-    """A way down the tree, then perhaps something else."""
+    """An outcome along a path of the tree, then perhaps another token."""
     node, tokens = mirror.root, []
     while node.children and random.random() < 0.7:
         node = random.choice(node.children)

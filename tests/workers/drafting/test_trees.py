@@ -100,7 +100,7 @@ def test_a_rule_that_a_drafter_cannot_serve_is_declined_by_name(engine: Engine) 
 
 
 def test_nodes_go_where_candidates_were_accepted(engine: Engine, fresh: FreshDrafter) -> None:
-    """A drafter whose first candidate is always right comes to spend all its nodes on depth."""
+    """A drafter whose first candidate is always right ends up spending all its nodes on depth."""
     spec = SequenceSpec(SamplingParams(), seed=5, prompt_length=1)
     desk = DraftingDesk(ModelProposer(engine), max_sequences=1)
     session = desk.open_session()

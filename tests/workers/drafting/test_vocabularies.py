@@ -1,4 +1,4 @@
-"""Drafters whose vocabulary is padded to another size than their target's, in either direction."""
+"""Drafters whose vocabulary is padded to another size than their target's, in both directions."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_a_request_says_of_ids_that_the_drafter_lacks_is_left_out(engine: E
 
 @dataclass(frozen=True)
 class CutDrafter:
-    """What a drafter computes, of the first so many token ids."""
+    """Computes a drafter's logits for the first `size` token ids."""
 
     whole: FreshDrafter
     size: int
@@ -103,7 +103,9 @@ class CutDrafter:
 def test_draws_are_of_the_distribution_over_what_the_target_has(
     engine: Engine, fresh: FreshDrafter, rule: str, temperature: float
 ) -> None:
-    """Of every rule the very draws of a model whose vocabulary ends there (Mirror.check)."""
+    """Under every rule, the draws equal those of a model whose vocabulary ends there
+    (Mirror.check).
+    """
     size = 40
     desk, session = session_of(ModelProposer(engine))
     branches = 1 if rule == "rejection" else 3

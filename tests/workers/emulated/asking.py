@@ -20,7 +20,7 @@ async def complete(driver: Driver, prompt: Sequence[int], options: GenerateOptio
 async def answers(
     driver: Driver, prompts: Sequence[Sequence[int]], temperature: float, **others: object
 ) -> list[Completion]:
-    """Side by side, whatever tokens would end them; the seed of each is its place."""
+    """Answer all prompts at once. End tokens are ignored; the seed of each is its index."""
     asked = (
         GenerateOptions(temperature=temperature, seed=row, ignore_eos=True, **others)  # type: ignore[arg-type]
         for row in range(len(prompts))

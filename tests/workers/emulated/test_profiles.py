@@ -1,4 +1,4 @@
-"""Latency profiles: those that come with Paceline, and what a broken one says."""
+"""Latency profiles: those that come with Paceline, and the errors of broken ones."""
 
 from __future__ import annotations
 

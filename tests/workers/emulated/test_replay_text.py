@@ -1,4 +1,4 @@
-"""The replayed text and its guesses: pure, at the set rates, and broken by what is misread."""
+"""The replayed text and its guesses: pure, at the set rates, and wrong if KV is misread."""
 
 from __future__ import annotations
 
@@ -100,6 +100,6 @@ def test_a_recorded_path_is_replayed_with_its_ranks() -> None:
         assert (guesses.index(truth) if truth in guesses else 8) == rank
     astray = _digest(*folded.prompt, 999)
     assert text.next_token(astray, spec) not in text.guesses(astray, spec, as_recorded, 8)
-    # Under another seed the same prompt is another path.
+    # With another seed, the same prompt leads to another path.
     other = SequenceSpec(SamplingParams(temperature=1.0), seed=5, prompt_length=2)
     assert text.next_token(_digest(*folded.prompt), other) != folded.output[0]

@@ -1,4 +1,4 @@
-"""Emulated workers under the real driver: equal text, and another one where KV goes wrong."""
+"""Emulated workers under the real driver: equal text, and another one if KV goes wrong."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from workers.process.server import RunningServer
 HOST = "127.0.0.1"
 MAX_TOKENS = 40
 STEP_SECONDS = 0.01829
-"""Of plain decoding of one sequence on the 70b-4xh100."""
+"""Plain decoding of one sequence on the 70b-4xh100."""
 PROMPTS = [[100, 101, 102], list(range(200, 240)), [300]]
 
 
 def _fast(name: str) -> DeviceProfile:
-    """A profile with a hundredth of its times: what is tested here is not how long it takes."""
+    """A profile with a hundredth of its times, because these tests do not measure time."""
     return load_profile(name).scaled(0.01)
 
 
@@ -84,7 +84,7 @@ async def test_equal_text_for_chains_and_trees(folder: Path, temperature: float)
 
 
 async def test_a_step_takes_what_the_profile_says(folder: Path) -> None:
-    """More only by overruns, which are counted."""
+    """It takes longer only by overruns, which are counted."""
     target = await serve_replay_target(folder, load_profile("70b-4xh100"), host=HOST)
     driver = Driver(DriverOptions(folder=folder, target_addresses=(target.address,)))
     try:
@@ -93,7 +93,7 @@ async def test_a_step_takes_what_the_profile_says(folder: Path) -> None:
         before = driver.stats()
         options = GenerateOptions(max_tokens=10, policy="off", ignore_eos=True)
         answer = await complete(driver, PROMPTS[0], options)
-        # The last step is counted a moment after its tokens went out.
+        # The last step is counted just after its tokens went out.
         all_told = _busy(before)[0] + 10 * STEP_SECONDS * 0.999
         await eventually(lambda: _busy(driver.stats())[0] >= all_told, 60)
         after, real_seconds = driver.stats(), time.monotonic() - began
@@ -104,12 +104,12 @@ async def test_a_step_takes_what_the_profile_says(folder: Path) -> None:
     told = _busy(after)[0] - _busy(before)[0]
     if not _busy(after)[1]:
         assert told == pytest.approx(10 * STEP_SECONDS, rel=1e-3)
-    # Passes end by deadline: together they cannot end early but by what one makes good.
+    # Passes end by deadline, so together they are early by one pass's correction at most.
     assert real_seconds >= told - MOST_MADE_GOOD
 
 
 def _busy(stats: Stats) -> tuple[float, int]:
-    """Seconds that the target's passes took, and how many of them were overruns."""
+    """Seconds of the target's passes, and the number of overruns among them."""
     (shard,) = (one for one in stats.workers if one.name == "shard-0")
     return shard.busy_seconds, shard.overruns
 
@@ -142,7 +142,7 @@ def test_rows_are_read_through_the_block_table(info: CheckpointInfo) -> None:
     assert engine.step([Slice(table, 0, prompt[:10], 0)]).digests == []
     rows = engine.step([Slice(table, 10, prompt[10:], 2)]).digests
     assert rows == [_digest(*prompt[:-1]), _digest(*prompt)]
-    # Another sequence writes over the first block: what was read there is another text now.
+    # Another sequence overwrites the first block, so reading there gives another text.
     engine.step([Slice([5], 0, [999], 1)])
     rows = engine.step([Slice(table, len(prompt), [77], 1)]).digests
     assert rows != [_digest(*prompt, 77)]

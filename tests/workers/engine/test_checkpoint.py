@@ -151,8 +151,10 @@ def test_a_broken_folder_is_refused_in_one_line(
 
 
 def shard(folder: Path, *, index: dict[str, int], hold: Callable[[str], tuple[int, ...]]) -> None:
-    """Cut the weights into two files: those with the numbers `hold` have a tensor, `index` says
-    where, and the first file for all that it does not name.
+    """Cut the weights into two files, numbered 0 and 1.
+
+    `hold`: the files that have a tensor. `index`: the file that the index names for a tensor; 0 for
+    tensors that are not in it.
     """
     tensors = load_file(folder / WEIGHTS)
     (folder / WEIGHTS).unlink()
@@ -183,7 +185,7 @@ def test_a_tensor_in_two_files_is_that_of_the_file_in_the_index(folder: Path, wh
     save_file({NORM: torch.full((47,), 3.0)}, second, metadata={"format": "pt"})
     assert inspect_checkpoint(folder).vocab_size == 384
     index = json.loads((folder / INDEX).read_text())
-    del index["weight_map"]["model.layers.0.mlp.up_proj.weight"]  # it is in a file all the same
+    del index["weight_map"]["model.layers.0.mlp.up_proj.weight"]  # it is in a file nevertheless
     (folder / INDEX).write_text(json.dumps(index))
     engines = [Engine(one, threads=1, kv_memory_bytes=1 << 20) for one in (whole, folder)]
     rows = [engine.step([Slice([0], 0, [5, 6, 7], 3)]) for engine in engines]
@@ -198,7 +200,7 @@ def test_a_tensor_that_neither_index_nor_files_have(folder: Path) -> None:
 
 
 def test_numbers_of_a_kind_that_nothing_tells_of(folder: Path) -> None:
-    """Weights in float8 with scales that config.json does not tell of would be silently wrong."""
+    """Float8 weights with scales that config.json does not mention would be wrong silently."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         name = "model.layers.0.mlp.up_proj.weight"

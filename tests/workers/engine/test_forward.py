@@ -1,4 +1,4 @@
-"""The lean forward gives the logits of the model's own code, and is not used where it does not."""
+"""The lean forward gives the logits of the model's own code, and is not used where it cannot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from torch import nn
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.cpu import engine as engine_module
+from workers.engine.cpu.attention import CpuStep
 from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.cpu.kv_cache import KVCache
-from workers.engine.forward import LeanForward, choose_forward, hugging_face_forward
-from workers.engine.load.weight_form import WeightForm
-from workers.engine.model import load_model
+from workers.engine.cpu.step_plan import make_plan
+from workers.engine.forward import (
+    LeanForward,
+    choose_forward,
+    hugging_face_forward,
+    probe_slice,
+)
+from workers.engine.load.model import load_on_cpu
+from workers.engine.options import WeightForm
 
 TOKEN_IDS = torch.randint(384, (200,), generator=torch.Generator().manual_seed(4)).tolist()
 
@@ -38,7 +45,7 @@ def test_both_ways_give_the_same_bits(
     lean = make_engine(folder, weights)
     assert isinstance(lean._forward, LeanForward)
     monkeypatch.setattr(
-        engine_module, "choose_forward", lambda model, cache: hugging_face_forward(model)
+        engine_module, "choose_forward", lambda model, step: hugging_face_forward(model)
     )
     own = make_engine(folder, weights)
     assert not isinstance(own._forward, LeanForward)
@@ -48,7 +55,7 @@ def test_both_ways_give_the_same_bits(
 
 
 class Scaled(nn.Module):
-    """A layer that the lean forward takes for a plain one, but whose own code does more."""
+    """A layer that looks plain to the lean forward, but whose own code does more."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -62,7 +69,7 @@ class Scaled(nn.Module):
 
 
 class Renamed(nn.Module):
-    """A layer whose parts have names of its own."""
+    """A layer whose parts have other names."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -77,9 +84,11 @@ class Renamed(nn.Module):
 def test_a_model_of_another_kind_runs_its_own_code(
     tmp_path: Path, wrapper: type[nn.Module]
 ) -> None:
-    model = load_model(make_tiny_checkpoint(tmp_path), "float32")
+    model = load_on_cpu(make_tiny_checkpoint(tmp_path), "float32")
     cache = KVCache(num_layers=2, num_heads=2, head_size=8, num_blocks=1, dtype=torch.float32)
+    plan = make_plan([probe_slice(384)], num_query_heads=6, num_kv_heads=2, min_tokens=2)
+    step = CpuStep(plan, cache.layers)
     with torch.inference_mode():
-        assert isinstance(choose_forward(model, cache), LeanForward)
+        assert isinstance(choose_forward(model, step), LeanForward)
         model.base_model.layers[0] = wrapper(model.base_model.layers[0])
-        assert not isinstance(choose_forward(model, cache), LeanForward)
+        assert not isinstance(choose_forward(model, step), LeanForward)

@@ -1,4 +1,4 @@
-"""A row's logits are bit-equal in whatever company, split or thread count it is computed."""
+"""A row's logits have the same bits in any batch, split or thread count."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import Architecture, make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine, Slice
-from workers.engine.invariance import SlabActivation
-from workers.engine.load.weight_form import WeightForm
-from workers.engine.step_plan import make_plan
+from workers.engine.cpu.step_plan import make_plan
+from workers.engine.modules import SlabActivation
+from workers.engine.options import WeightForm
 
 LENGTH = 300
 VOCAB = 384
@@ -109,7 +109,7 @@ def test_rows_are_close_to_transformers(
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits_TV = theirs(torch.tensor([token_ids])).logits[0]
-    # Fewer bits: those of bfloat16 activations, and of weights in 127 steps.
+    # Lower precision: bfloat16 activations, and weights in 127 steps.
     bound = 2e-4 if model[1] == "float32" else 0.05 * float(logits_TV.abs().max())
     assert (logits_TV - expected).abs().max() < bound
 
@@ -164,7 +164,7 @@ def test_where_blocks_lie(
     tables: tuple[list[int], list[int]],
     num_runs: int,
 ) -> None:
-    """Blocks that are neighbors are seen in one call, whosever they are; bits stay."""
+    """One call reads neighboring blocks, whichever sequence owns them. Bits stay the same."""
     lengths = [min(LENGTH, 128 * len(table)) for table in tables]
     for table, length in zip(tables, lengths, strict=True):
         engine.step([Slice(table, 0, token_ids[: length - 1], 0)])
@@ -207,7 +207,7 @@ def test_logits_only_where_asked(
 
 
 class RoundsByBatch(nn.Module):
-    """What a kernel does that rounds otherwise for other batch shapes, made larger."""
+    """Exaggerates a kernel that rounds differently for other batch shapes."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
 ) -> None:
     from workers.engine.cpu import engine as engine_module
 
-    load = engine_module.load_model
+    load = engine_module.load_on_cpu
 
     def load_perturbed(*arguments: Any, **options: Any) -> nn.Module:
         model = load(*arguments, **options)
@@ -231,12 +231,12 @@ def test_the_self_test_rejects_an_engine_whose_rows_depend_on_the_batch(
         layer.mlp.down_proj = RoundsByBatch(layer.mlp.down_proj)
         return model
 
-    monkeypatch.setattr(engine_module, "load_model", load_perturbed)
+    monkeypatch.setattr(engine_module, "load_on_cpu", load_perturbed)
     assert not make_engine(folder).batch_invariant
 
 
 def test_plain_activations_depend_on_where_they_lie_and_slabs_do_not() -> None:
-    # silu's scalar remainder rounds otherwise than its vector code on CPUs with vector units.
+    # On CPUs with vector units, silu's scalar remainder rounds differently from its vector code.
     values = torch.randn(100_003, generator=torch.Generator().manual_seed(3)) * 3
 
     def in_pieces(activation: nn.Module) -> torch.Tensor:

@@ -17,15 +17,17 @@ from paceline.errors import ConfigError
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine, Slice
-from workers.engine.cpu.half_linear import HalfLinear
-from workers.engine.cpu.linears import PackedLinear, convert_weights, replace_linears
-from workers.engine.cpu.quantized_linears import (
+from workers.engine.cpu.linears import (
+    HalfLinear,
     Int4Linear,
     Int8Linear,
+    PackedLinear,
+    convert_weights,
     quantize_channels,
     quantize_groups,
+    replace_linears,
 )
-from workers.engine.load.weight_form import WeightForm
+from workers.engine.options import WeightForm
 
 
 def make_linear(*, bias: bool) -> nn.Linear:
@@ -65,7 +67,7 @@ def test_a_weight_beyond_float16_is_refused_with_its_size() -> None:
 
 
 def test_a_processor_without_bfloat16_is_told_what_to_set() -> None:
-    """As oneDNN sees this one where it may use no more than AVX2."""
+    """oneDNN treats this processor as one that has only AVX2."""
     program = (
         "import torch\nfrom workers.engine.cpu.linears import PackedLinear\n"
         "PackedLinear(torch.nn.Linear(96, 64), torch.float32)\n"
@@ -115,7 +117,7 @@ def test_int4_linear_computes_with_its_unpacked_weights(bias: bool, rows: int) -
     result = layer(rows_TN.bfloat16()).float()
     # bfloat16 activations and results: 0.003.
     assert (result - expected).norm() / expected.norm() < 0.01
-    # 16 steps of about a quarter of a standard deviation each, and no more of it.
+    # 16 steps of about a quarter of a standard deviation each.
     assert 0.01 < (result - plain(rows_TN)).norm() / plain(rows_TN).norm() < 0.12
 
 

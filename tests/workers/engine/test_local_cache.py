@@ -1,4 +1,4 @@
-"""A drafter's books: token ids, blocks, truncation."""
+"""A drafter's bookkeeping: token ids, blocks, truncation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import OverloadedError
-from workers.engine.block_pool import BlockPool
+from workers.engine.kv_blocks import BlockPool
 from workers.engine.local_cache import LocalCache
 
 BLOCK = 4

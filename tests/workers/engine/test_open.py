@@ -1,7 +1,9 @@
-"""Which engine a checkpoint is opened as, and what is refused."""
+"""Which engine opens a checkpoint, what is refused, and what loading leaves behind."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +14,10 @@ from paceline.errors import CheckpointError, ConfigError
 from tests.processor import NEEDS_BFLOAT16
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine
-from workers.engine.cuda.loading import dtype_of
-from workers.engine.device import Device
 from workers.engine.load.checkpoint import inspect_checkpoint
-from workers.engine.load.weight_form import form_on_cpu
-from workers.engine.open import CPU_KV_BYTES, open_engine
+from workers.engine.load.model import dtype_on_gpu
+from workers.engine.open import CPU_KV_BYTES, load_engine, open_engine
+from workers.engine.options import Device, form_on_cpu
 
 NO_GPU = not torch.cuda.is_available()
 
@@ -44,13 +45,13 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_the_type_on_a_gpu_is_the_checkpoints(tmp_path: Path) -> None:
     info = inspect_checkpoint(make_tiny_checkpoint(tmp_path))
-    assert dtype_of("auto", info) == torch.float32
-    assert dtype_of("auto", replace(info, dtype="bfloat16")) == torch.bfloat16
-    assert dtype_of("float32", replace(info, dtype="bfloat16")) == torch.float32
+    assert dtype_on_gpu("auto", info) == torch.float32
+    assert dtype_on_gpu("auto", replace(info, dtype="bfloat16")) == torch.bfloat16
+    assert dtype_on_gpu("float32", replace(info, dtype="bfloat16")) == torch.float32
     with pytest.raises(CheckpointError, match=r"stored as int4.*target\.dtype"):
-        dtype_of("auto", replace(info, dtype="int4"))
+        dtype_on_gpu("auto", replace(info, dtype="int4"))
     with pytest.raises(ConfigError, match=r"int8 is for CPUs; on a GPU use float32, bfloat16"):
-        dtype_of("int8", info)
+        dtype_on_gpu("int8", info)
 
 
 @NEEDS_BFLOAT16
@@ -68,3 +69,20 @@ def test_the_form_on_a_cpu_is_the_one_asked_for_else_the_models_own() -> None:
     assert form_on_cpu("auto", "int4") == "int4"
     assert form_on_cpu("int8", "float32") == "int8"
     assert form_on_cpu("float16", "float32") == "float16"
+
+
+async def test_the_thread_that_loaded_is_gone(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path)
+    before = set(threading.enumerate())
+    names: set[str] = set()
+
+    async def watch() -> None:
+        while True:
+            names.update(thread.name for thread in set(threading.enumerate()) - before)
+            await asyncio.sleep(0.001)
+
+    watching = asyncio.create_task(watch())
+    await load_engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
+    watching.cancel()
+    assert any(name.startswith("load") for name in names)  # it loaded beside the event loop
+    assert not [t for t in threading.enumerate() if t.name.startswith("load")]

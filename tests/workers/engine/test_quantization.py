@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from paceline.errors import CheckpointError
 from tests.tiny import make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine
-from tests.workers.engine.tensor_parallel.ranks import Ranks
+from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.load.checkpoint import inspect_checkpoint
 from workers.engine.load.quantization import READABLE, REFUSED
@@ -35,7 +35,7 @@ def config_with(folder: Path, quantization: object) -> None:
 
 
 def make_fp8(folder: Path) -> Path:
-    """Linears of the layers in blocks of float8, each with a scale, as DeepSeek's are stored."""
+    """A checkpoint with the layers' linears in scaled blocks of float8, like DeepSeek's."""
     make_tiny_checkpoint(folder, **SIZES)
     tensors = load_file(folder / "model.safetensors")
     for name in [one for one in tensors if one.endswith("_proj.weight")]:
@@ -68,7 +68,7 @@ def expected_TV(folder: Path) -> torch.Tensor:
 
 
 def logits_of(folder: Path) -> torch.Tensor:
-    """As transformers itself computes them."""
+    """The logits that transformers itself computes."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits_TV: torch.Tensor = model(torch.tensor([TOKEN_IDS])).logits[0]
@@ -76,7 +76,7 @@ def logits_of(folder: Path) -> torch.Tensor:
 
 
 def logits_at(folder: Path, degree: int) -> torch.Tensor:
-    """As so many ranks of ours compute them."""
+    """The logits that `degree` ranks of ours compute."""
     piece = Slice([0, 1], 0, TOKEN_IDS, LENGTH)
 
     def work(group: Group) -> torch.Tensor:
@@ -106,7 +106,9 @@ def test_logits_are_those_of_transformers(
 def test_the_weights_are_steps_times_scales(
     folder: Path, expected_TV: torch.Tensor, tmp_path: Path
 ) -> None:
-    """Written out here, in a checkpoint of plain weights; which are others than before."""
+    """Compares with plain weights that are written out here, and that differ from the original
+    ones.
+    """
     plain = make_tiny_checkpoint(tmp_path, **SIZES)
     assert not near(logits_of(plain), expected_TV)
     tensors = load_file(folder / "model.safetensors")
@@ -146,7 +148,7 @@ def test_other_kinds_are_refused_with_the_reason(tmp_path: Path, kind: str) -> N
 
 
 def make_compressed(folder: Path) -> Path:
-    """Linears of the layers as int8, with a scale for each row, as llm-compressor stores them."""
+    """A checkpoint with the layers' linears in int8, scaled by row, like llm-compressor's."""
     make_tiny_checkpoint(folder, **SIZES)
     tensors = load_file(folder / "model.safetensors")
     for name in [one for one in tensors if one.endswith("_proj.weight")]:
@@ -170,7 +172,7 @@ def make_compressed(folder: Path) -> Path:
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_compressed_tensors(tmp_path: Path, degree: int) -> None:
-    """Against plain weights, written out here: steps times scales."""
+    """Compares with plain weights that are written out here: steps times scales."""
     folder = make_compressed(tmp_path / "int8")
     plain = make_tiny_checkpoint(tmp_path / "plain", **SIZES)
     found_TV = logits_at(folder, degree)

@@ -1,4 +1,4 @@
-"""The choice of a step's threads, on steps whose times are set here."""
+"""The choice of a step's threads, for steps whose times are set here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from workers.engine.cpu.thread_choice import ThreadChoice
 
 QUIET = {2: 18.0, 1: 28.0}
-"""Milliseconds of a step of one row, by threads; wide steps take WIDE times that."""
+"""Milliseconds of a step of one row, by threads. Wide steps take WIDE times as long."""
 BUSY = {2: 1190.0, 1: 36.0}
 WIDE = 5.0
 
@@ -15,7 +15,7 @@ Times = Callable[[int, int], float]
 
 
 def chosen(choice: ThreadChoice, times: Times, rows: Sequence[int]) -> list[int]:
-    """The threads of steps of so many rows, one after another."""
+    """The threads of successive steps with these numbers of rows."""
     threads = []
     for count in rows:
         threads.append(choice.choose(count))

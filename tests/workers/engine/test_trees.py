@@ -1,4 +1,4 @@
-"""Trees of candidates: every node's logits are those of its path, however the tree was fed."""
+"""Trees of candidates: every node has the logits of its path, however the tree was fed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.trees import Tree, close, plain_rows, random_tree
-from workers.engine import step_plan
+from workers.engine.cpu import step_plan
 from workers.engine.cpu.engine import Engine, Slice
 
 VOCAB = 384
@@ -15,7 +15,7 @@ TREE, PLAIN, OTHER = [7, 2, 9], [12, 13, 14], [20, 3, 4]
 """Block tables of three sequences."""
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "gemma2", "gemma3_text", "mixtral")
 PREFIXES = (1, 40, 120, 126, 128, 130, 250)
-"""Some are so near the end of a block of 128 that the tree crosses it."""
+"""Lengths of prefixes. Some are so near the end of a block of 128 that the tree crosses it."""
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -119,13 +119,13 @@ def test_a_mask_that_shows_siblings_is_found(
 
 
 def test_a_tree_grows_level_by_level_and_a_path_of_it_is_kept(engine: Engine) -> None:
-    """Grown from its own logits, a path moved to its positions, then plain decoding."""
+    """A tree grows from its own logits, a path is moved to its positions, then plain decoding."""
     prefix = make_tree(7, 121).prefix
     nodes: list[int] = []
     parents: list[int] = []
     fed, leaves = 0, [0]
     for _ in range(4):
-        # After every token or node of the last level, its two best continuations.
+        # The two best continuations of every token or node of the last level.
         ids = [*prefix, *nodes][fed:]
         tree_start = len(prefix) if nodes else None
         rows = engine.step([Slice(TREE, fed, ids, len(leaves), tree_start, tuple(parents))])
@@ -143,7 +143,7 @@ def test_a_tree_grows_level_by_level_and_a_path_of_it_is_kept(engine: Engine) ->
 
 
 def test_moves_are_made_in_order(engine: Engine) -> None:
-    """Like copying one pair after another, also where one reads what another wrote."""
+    """The result equals copying one pair after another, even if one reads what another wrote."""
     tree = make_tree(6, 126)
     engine.step([tree.piece(TREE, 0, 12, 0)])
     moves = [(128, 127), (127, 126), (131, 128), (128, 130)]

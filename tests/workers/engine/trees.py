@@ -1,4 +1,4 @@
-"""Random trees, and what their nodes' logits should be: those of their paths, fed plainly."""
+"""Random trees, and the logits that their nodes must have: those of their paths, fed plainly."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from workers.engine.cpu.engine import Engine, Slice
 
 TOLERANCE = 1e-5
-"""DESIGN.md's bound for logits in float32, as a share of the largest; sums in another order."""
+"""Tolerance of float32 logits, as a share of the largest, for sums in another order."""
 
 
 @dataclass(frozen=True)
 class Tree:
-    """Nodes above a prefix; parents as in Slice.parents."""
+    """Nodes above a prefix, with parents as in Slice.parents."""
 
     prefix: list[int]
     node_ids: list[int]
@@ -33,7 +33,7 @@ class Tree:
         return [*self.prefix, *(self.node_ids[step] for step in self.path(node))]
 
     def piece(self, table: Sequence[int], start: int, end_node: int, num_logits: int) -> Slice:
-        """Feeds from slot `start` up to before node `end_node`."""
+        """A slice that feeds from slot `start` up to before node `end_node`."""
         ids = [*self.prefix, *self.node_ids[:end_node]][start:]
         length = len(self.prefix)
         return Slice(table, start, ids, num_logits, length, self.parents[:end_node])
@@ -44,13 +44,13 @@ def random_tree(seed: int, *, prefix_length: int, num_nodes: int, vocab_size: in
     return Tree(
         [generator.randrange(vocab_size) for _ in range(prefix_length)],
         [generator.randrange(vocab_size) for _ in range(num_nodes)],
-        # Mostly near the end, so that trees are deep as well as wide.
+        # Mostly near the end, so that trees are both deep and wide.
         tuple(generator.randint(max(0, node - 3), node) for node in range(num_nodes)),
     )
 
 
 def plain_rows(engine: Engine, tree: Tree, table: Sequence[int]) -> torch.Tensor:
-    """Each node's logits when its path is fed as a chain, in blocks of its own."""
+    """Each node's logits if its path is fed as a chain, in its own blocks."""
     rows = []
     length = len(tree.prefix)
     engine.step([Slice(table, 0, tree.prefix, 0)])

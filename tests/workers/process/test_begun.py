@@ -1,4 +1,4 @@
-"""A coroutine that begins at once: what it gives, raises and hears is what a task's would be."""
+"""A coroutine that begins at once: its results, exceptions and cancellation are a task's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own GPU kernels run where they are asked for, and on GPUs alone."""
+"""Our own GPU kernels run only where they are requested, and only on GPUs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_on_a_cpu_there_is_no_device_to_launch_on() -> None:
 
 @pytest.mark.gpu
 def test_kernels_are_launched_on_the_device_of_their_tensors() -> None:
-    """Of several, the last; the current device is the first before and after."""
+    """They run on the last of several devices. The current device stays the first."""
     last = torch.cuda.device_count() - 1
     with on_device(torch.device("cuda", last)):
         assert torch.cuda.current_device() == last

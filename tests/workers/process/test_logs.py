@@ -1,4 +1,4 @@
-"""Logs of workers: where they are, what a line says, their bounds, and a disk that is full."""
+"""Logs of workers: their place, the parts of a line, their bounds, and a full disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def in_a_process(body: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a program; the first argument is the folder of a run."""
+    """Run a program whose first argument is the folder of a run."""
     opening = (
         "import logging, sys\nfrom pathlib import Path\n"
         "from workers.process.logs import WorkerLog\n"
@@ -79,7 +79,7 @@ def test_its_files_are_bounded(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own with room for 64 KiB."""
+    """A file system with room for 64 KiB."""
     with small_disk_at(tmp_path / "disk", kibibytes=64) as folder:
         yield folder
 

@@ -1,4 +1,4 @@
-"""Things by name: own ones, those of other packages, and those that cannot be loaded."""
+"""Things by name: our own, those of other packages, and those that cannot be loaded."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from tests.workers.grpc_peers import DEADLINE, DraftStream, open_channel
 from workers.drafting.drafter import serve_drafter
 from workers.drafting.protocols import DrafterOptions
 from workers.drafting.service import SERVICE_NAME, Drafter
-from workers.process.cores import pin_cores
 from workers.process.server import start_server
+from workers.process.threads import pin_cores
 
 
 async def health_of(channel: grpc.aio.Channel, service: str) -> int:

@@ -1,4 +1,4 @@
-"""The coupled rule on tensors of a device gives the ids of the numpy rule, trees included."""
+"""The coupled rule on a device's tensors gives the ids of the numpy rule, trees included."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def spec_of(name: str, seed: int, prompt_length: int) -> SequenceSpec:
 
 
 def random_logits(seed: int, num_rows: int, *, coarse: bool) -> torch.Tensor:
-    """Float32 logits [R, V]; coarse ones have many ties, as those of a bfloat16 LM head."""
+    """Float32 logits [R, V]. Coarse ones have many ties, like those of a bfloat16 LM head."""
     generator = torch.Generator().manual_seed(seed)
     logits_RV = torch.randn(num_rows, VOCAB, generator=generator) * 3
     logits_RV[:, 2] += 4.0
@@ -171,7 +171,7 @@ def test_logits_that_decide_must_be_numbers(bad: float) -> None:
     task = random_task(3, "plain")
     assert len(task.candidates.tree) > 2
     logits_RV = random_logits(1, 1 + len(task.candidates.tree), coarse=False)
-    logits_RV[-1] = bad  # The last candidate is not accepted: nobody looks.
+    logits_RV[-1] = bad  # The last candidate is not accepted, so its row is not read.
     device_verdicts(logits_RV, [task], [(0, len(logits_RV))])
     logits_RV[0, ...] = bad
     with pytest.raises(InternalError):
@@ -180,7 +180,7 @@ def test_logits_that_decide_must_be_numbers(bad: float) -> None:
 
 @pytest.mark.gpu
 def test_what_is_ready_is_not_compiled_by_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any number of rows and any filters: each kernel has the one variant that it had before."""
+    """For any number of rows and any filters, each kernel keeps the one variant that it had."""
     monkeypatch.setattr(kernels, "_wanted", True)
     from workers.verification import choice_kernels
 

@@ -1,4 +1,4 @@
-"""Whose an exception in a step is: one slice's, the whole step's, or the device's."""
+"""Whose fault an exception in a step is: one slice's, the whole step's, or the device's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_of(tasks: Sequence[VerdictTask], index: int) -> slice:
 
 @pytest.mark.parametrize("bad", [NAN, float("inf"), -float("inf")])
 def test_rows_that_cannot_be_chosen_from_leave_the_others_theirs(bad: float) -> None:
-    """Whatever rule is in the same step."""
+    """This holds for every rule in the same step."""
     tasks, logits_TV = random_tasks(RULES)
     tasks = [replace(task, sequence_id=100 + i) for i, task in enumerate(tasks)]
     expected = verdicts_of(logits_TV, tasks)
@@ -153,7 +153,7 @@ def test_a_device_that_can_compute_nothing_is_the_end_at_once() -> None:
 
 
 def test_a_device_error_is_the_end_at_once_though_it_comes_as_another_error() -> None:
-    """A collective that fails for it says that another rank is lost."""
+    """A collective that fails because of it says that another rank is lost."""
     failures, reasons = counting()
     lost = WorkerLostError("rank 0 lost another shard")
     lost.__cause__ = torch.AcceleratorError("CUDA error: an illegal memory access")
@@ -163,7 +163,7 @@ def test_a_device_error_is_the_end_at_once_though_it_comes_as_another_error() ->
 
 
 def test_what_a_sequence_left_in_a_block_does_not_reach_the_next(checkpoint: Path) -> None:
-    """Masked slots have weight 0, and 0 times NaN is NaN."""
+    """Masked slots have weight 0, but 0 times NaN is NaN."""
     engine = Engine(checkpoint, threads=1, kv_memory_bytes=4 << 20)
     token_ids = [5, 6, 7, 8, 9]
     expected_TV = engine.step([Slice([3, 4], 0, token_ids, 5)])
@@ -188,7 +188,7 @@ def test_blocks_are_begun_where_their_first_slot_is_written() -> None:
 
 
 async def test_a_masked_row_and_a_bad_spec_leave_the_stream_to_others(shard: RunningServer) -> None:
-    """Straight to the shard, past a driver's checks."""
+    """The step goes straight to the shard, without a driver's checks."""
     good = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=3)
     masked = replace(good, sampling=SamplingParams(min_tokens=1), end_token_ids=tuple(range(384)))
     bad = replace(good, sampling=SamplingParams(temperature=-1.0))

@@ -1,4 +1,4 @@
-"""Steps that no single message could ask for or answer, through a real shard's servicer."""
+"""Steps that no single message can request or answer, through a real shard's servicer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SPEC = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=1)
 
 
 class DeviceWithoutWeights:
-    """The engine of a shard whose device computes nothing: the likeliest token is always 300.
+    """The engine of a shard that computes nothing: the likeliest token is always 300.
 
-    A prompt as long as here would take a real one on this host an hour.
+    A prompt of this length would take a real engine on this host an hour.
     """
 
     block_size, num_blocks, max_model_len = 128, 8192, 1 << 20
@@ -60,7 +60,7 @@ async def address(tmp_path: Path) -> AsyncIterator[str]:
 
 @pytest.mark.long
 async def test_the_followers_of_a_long_prompt_come_step_by_step(address: str) -> None:
-    """Those of 700,000 tokens have more than a message may: 26 bytes each."""
+    """Those of 700,000 tokens take 26 bytes each, more than fits into a message."""
     prompt_length, chunk = 700_000, 8_192
     told = largest = 0
     opened = target_pb2.TargetSequence(sequence_id=1, spec=spec_to_wire(SPEC))
@@ -99,7 +99,7 @@ def _opening(sequence_id: int, prefix: Sequence[int]) -> target_pb2.TargetSequen
 
 
 async def test_a_step_of_several_messages_is_one_step(address: str) -> None:
-    """What is opened in all of them has 20 MB."""
+    """All openings together have 20 MB."""
     prefix = [300] * 100_096
     count = 100
     async with open_channel(address) as channel:

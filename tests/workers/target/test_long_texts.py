@@ -1,4 +1,4 @@
-"""What a worker does for a step depends on what is new in it, not on the text before."""
+"""A worker's work for a step depends on what is new in it, not on the length of the text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VOCAB = 500
 BLOCK = 128
 LIMITS = EngineLimits(VOCAB, max_model_len=2 * LONG, block_size=BLOCK, num_blocks=2 * LONG // BLOCK)
 FEW_BYTES = 64 * 1024
-"""More than a step of one sequence allocates; the text of the long one takes 256 KiB."""
+"""More than a step of one sequence allocates. The tokens of the long text take 256 KiB."""
 PENALIZED = SamplingParams(temperature=0.0, repetition_penalty=1.1, frequency_penalty=0.2)
 WINDOW = 8
 
@@ -34,7 +34,7 @@ TEXT = random.Random(5).choices(range(VOCAB), k=LONG)
 
 
 def verdicts(length: int, sampling: SamplingParams) -> Iterator[Verdict]:
-    """Of steps of a session whose one sequence has so many tokens; nothing is accepted."""
+    """Verdicts of steps of a session with one sequence of `length` tokens; none is accepted."""
     session, prompt = TargetSession(LIMITS), TEXT[:length]
     spec = SequenceSpec(sampling, seed=1, prompt_length=length // 2)
     logits_RV = torch.randn(1 + WINDOW, VOCAB, generator=torch.Generator().manual_seed(2))
@@ -55,7 +55,7 @@ def verdicts(length: int, sampling: SamplingParams) -> Iterator[Verdict]:
 
 
 def least_seconds(length: int) -> float:
-    """Processor time of a step with penalties, the least of many: others disturb some of them."""
+    """Processor time of a step with penalties, the least of many because others disturb some."""
     taken, steps = [], verdicts(length, PENALIZED)
     next(steps)
     for _ in range(40):
@@ -66,7 +66,7 @@ def least_seconds(length: int) -> float:
 
 
 def test_penalties_of_a_long_text_take_what_those_of_a_short_one_take() -> None:
-    """32 times as many tokens took 30 times as long when each row counted them anew."""
+    """If each row counted all tokens anew, 32 times as many tokens would take 30 times as long."""
     assert least_seconds(LONG) < 5 * least_seconds(SHORT)
 
 
@@ -79,7 +79,7 @@ def test_a_step_copies_no_text(sampling: SamplingParams) -> None:
 
 
 def opened(desk: DraftingDesk, text: list[int]) -> DraftingSession:
-    """Its only sequence is number 1."""
+    """Open a session whose only sequence is number 1."""
     session = desk.open_session()
     spec = SequenceSpec(SamplingParams(temperature=0.0), seed=1, prompt_length=len(text))
     assert session.open(1, spec, text) is None
@@ -88,7 +88,7 @@ def opened(desk: DraftingDesk, text: list[int]) -> DraftingSession:
 
 
 def drafted(desk: DraftingDesk) -> list[int]:
-    """All that is drafted until there is no work left."""
+    """Run passes until there is no work left. Returns all drafts."""
     found: list[int] = []
     while desk.has_work:
         for news in desk.run_pass():
@@ -109,7 +109,7 @@ def test_a_draft_copies_no_text() -> None:
 
 
 def test_a_long_text_is_taken_in_beside_the_drafts_of_others() -> None:
-    """No call does more for it than for one of a piece; all passes draft for the other."""
+    """No call works on more than one piece of it, and all passes draft for the other sequence."""
     desk = DraftingDesk(NgramProposer(), max_sequences=9)
     session = opened(desk, TEXT[:2_000])
     alone = calls_of(lambda: opened(DraftingDesk(NgramProposer(), max_sequences=9), TEXT[:2_000]))
@@ -125,7 +125,7 @@ def test_a_long_text_is_taken_in_beside_the_drafts_of_others() -> None:
 
 
 def test_a_text_that_grows_while_it_is_taken_in() -> None:
-    """The drafts are those of a text that was there at once; closing half way leaves nothing."""
+    """The drafts equal those of a text that came at once. Closing half-way leaves nothing."""
     desk = DraftingDesk(NgramProposer(), max_sequences=9)
     text = TEXT[:20_000]
     session = opened(desk, text)

@@ -1,4 +1,4 @@
-"""Malformed steps: each is refused with the name of the field that is wrong."""
+"""Malformed steps: each is refused with the name of the wrong field."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def opened(sequence_id: int, spec: SequenceSpec = SPEC) -> target_pb2.TargetSequ
 
 
 def piece(**fields: Any) -> target_pb2.Slice:
-    """A slice of sequence 1 that decodes plainly, but for the fields given."""
+    """A slice of sequence 1 that decodes plainly, except for the fields given."""
     return target_pb2.Slice(
         **{"sequence_id": 1, "start": 3, "token_ids": [7], "verdict": True, **fields}
     )
@@ -37,7 +37,7 @@ def candidates_of(work: StepWork) -> list[int]:
 
 @pytest.fixture
 def session() -> TargetSession:
-    """Sequence 1 holds three tokens in block 0, sequence 2 one in block 1."""
+    """A session: sequence 1 holds three tokens in block 0, sequence 2 one in block 1."""
     session = TargetSession(LIMITS)
     session.begin_step(
         target_pb2.StepRequest(
@@ -96,7 +96,7 @@ BAD_SPECS: dict[str, types_pb2.SequenceSpec] = {
 
 @pytest.mark.parametrize("message", BAD_SPECS)
 def test_a_bad_spec_is_the_fault_of_its_sequence(session: TargetSession, message: str) -> None:
-    """It is fed like the others, for a prefix that it computes may be shared; it gets no logits."""
+    """It is fed like the others, because they may share its prefix. It gets no logits."""
     bad = target_pb2.TargetSequence(sequence_id=3, spec=BAD_SPECS[message])
     chunk = piece(sequence_id=3, start=0, token_ids=[5], verdict=False, new_blocks=[2])
     work = session.begin_step(target_pb2.StepRequest(step=2, open=[bad], slices=[chunk]))
@@ -160,7 +160,7 @@ def test_a_step_may_hold_closes_alone(session: TargetSession) -> None:
 
 
 def shared_step(step: int, **fields: Any) -> target_pb2.StepRequest:
-    """Sequence 3 begins behind the 16 tokens in block 0, of which sequence 1 computed the KV."""
+    """Sequence 3 begins behind the 16 tokens in block 0, whose KV sequence 1 computed."""
     begun = target_pb2.TargetSequence(
         **{"sequence_id": 3, "spec": spec_to_wire(SPEC), "shared_blocks": [0]} | fields
     )
@@ -206,7 +206,7 @@ def test_a_malformed_begin_behind_shared_blocks_is_refused(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_counts_follow_windows_trees_moves_and_rollbacks(seed: int) -> None:
-    """Rows of a session's prefixes are those of plain lists, which are counted anew."""
+    """A session's counts give the rows of plain lists that are counted anew."""
     draw = random.Random(seed)
     limits = EngineLimits(vocab_size=12, max_model_len=4000, block_size=16, num_blocks=250)
     session, text = TargetSession(limits), [draw.randrange(12) for _ in range(20)]

@@ -1,4 +1,4 @@
-"""The target shard over real gRPC: same text whatever the candidates, windows and streams."""
+"""The target shard over real gRPC: the same text for all candidates, windows and streams."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ async def decode_plainly(channel: grpc.aio.Channel, spec: SequenceSpec) -> list[
 
 
 Guess = Callable[[int], Sequence[int]]
-"""Candidates for the positions from one on."""
+"""Gives candidates for the positions from a given one on."""
 
 
 async def decode_with_candidates(
     stepper: Stepper, text: list[int], guess: Guess, *, until: int
 ) -> tuple[int, int]:
-    """Extend `text` in place; how many candidates were verified and accepted."""
+    """Extend `text` in place. Returns the numbers of verified and of accepted candidates."""
     drafted = accepted = 0
     while len(text) < until:
         candidates = list(guess(len(text)))
@@ -71,7 +71,7 @@ async def decode_with_candidates(
 
 
 def guesser(expected: Sequence[int], random: Random, share_right: float, window: int) -> Guess:
-    """Right tokens with a given share, wrong ones otherwise."""
+    """Gives right tokens with the chance `share_right`, and wrong ones otherwise."""
 
     def guess(position: int) -> list[int]:
         right = expected[position : position + random.randint(0, window)]
@@ -163,9 +163,10 @@ async def test_a_broken_stream_is_taken_up_by_the_next(shard: RunningServer) -> 
 async def _opened_in_time(
     channel: grpc.aio.Channel, spec: SequenceSpec, text: list[int]
 ) -> tuple[Stepper, int]:
-    """A stream with a sequence, and the token after `text`; refused, as a driver it tries again.
+    """Open a stream with a sequence. Returns it and the token after `text`.
 
-    On a busy host the stream before may end later than this one waits for it.
+    If it is refused, it tries again as a driver does: on a busy host, the earlier stream may end
+    late.
     """
     async with asyncio.timeout(DEADLINE):
         while True:
@@ -243,7 +244,7 @@ async def test_a_broken_checkpoint_leaves_no_server(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere"):
         await serve_target_shard(options, host="127.0.0.1", port=port)
     listener = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", port)
-    # And a port in use is told before anything is loaded.
+    # A port in use is reported before anything is loaded.
     with pytest.raises(UnavailableError, match=str(port)):
         await serve_target_shard(options, host="127.0.0.1", port=port)
     listener.close()

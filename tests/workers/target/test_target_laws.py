@@ -1,7 +1,7 @@
-"""Rules that toss coins, through a real shard: the law of the first two tokens is the target's own.
+"""Rules that toss coins, through a real shard: the law of the first two tokens is the target's.
 
 A bias leaves a real checkpoint with three tokens, so all pairs can be enumerated. Each run of a
-rule draws NUM_SEEDS pairs, with fixed seeds; the bound is wrongly passed once in a million.
+rule draws NUM_SEEDS pairs, with fixed seeds. The bound is wrongly exceeded once in a million.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Draft = Callable[[SequenceSpec], Drafted]
 
 
 async def count_pairs(shard: RunningServer, rule: str, draft: Draft) -> NDArray[np.int64]:
-    """How often each pair of first tokens came, over NUM_SEEDS seeds."""
+    """The number of each pair of first tokens, over NUM_SEEDS seeds."""
     counts = np.zeros(NUM_TOKENS**2, dtype=np.int64)
     async with open_channel(shard.address) as channel:
         stepper = Stepper(channel)
@@ -161,7 +161,7 @@ async def test_it_is_not_when_a_drafter_sends_what_it_did_not_draw_from(
 async def test_fixed_candidates_are_not_for_a_rule_that_expects_draws(
     shard: RunningServer, law: NDArray[np.float64]
 ) -> None:
-    """k-SEQ fed candidates without replacement: each is right alone, together they are not."""
+    """k-SEQ gets candidates drawn without replacement: each right alone, but not together."""
     drafter = DRAFTERS["recursive"]
     counts = await count_pairs(shard, "kseq", lambda spec: drafter(DRAFT_MODEL, spec, PROMPT))
     assert not chi_square.follows(counts, law)

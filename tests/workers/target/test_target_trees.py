@@ -1,4 +1,4 @@
-"""Trees through a real shard: under the coupled rule the text of plain decoding, any tree."""
+"""Trees through a real shard: under the coupled rule, any tree gives the text of plain decoding."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ SPECS = (
 
 
 def random_tree(random: Random, right: Sequence[int], num_nodes: int) -> CandidateTree:
-    """A tree of any shape in which the right tokens have a good place among wrong ones."""
+    """A random tree in which the right tokens have a good chance to appear."""
     token_ids: list[int] = []
     parents: list[int] = []
-    # How many right tokens lead to a node; None for those on a wrong path.
+    # The number of right tokens that lead to a node; None on a wrong path.
     num_right: list[int | None] = [0]
     children: list[set[int]] = [set()]
     for _ in range(num_nodes):
@@ -72,7 +72,7 @@ def random_tree(random: Random, right: Sequence[int], num_nodes: int) -> Candida
 
 
 def moves_of(first: int, accepted: Sequence[int]) -> list[target_pb2.KvMove]:
-    """What brings an accepted path to the positions from `first` on."""
+    """The moves that bring an accepted path to the positions from `first` on."""
     return [
         target_pb2.KvMove(from_position=first + candidate, to_position=first + depth)
         for depth, candidate in enumerate(accepted)

@@ -1,4 +1,4 @@
-"""Slices with trees, moves and draft probabilities: what is done, and what is refused by name."""
+"""Slices with trees, moves and draft probabilities: their effects, and refusals by field."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 def opened_session(rule: str) -> TargetSession:
-    """Sequence 1 holds the tokens 1, 2, 3 in the first of two blocks."""
+    """A session whose sequence 1 holds the tokens 1, 2, 3 in the first of two blocks."""
     session = TargetSession(LIMITS)
     spec = SequenceSpec(SamplingParams(), seed=1, prompt_length=3, rule=rule)
     session.begin_step(
@@ -33,14 +33,14 @@ def opened_session(rule: str) -> TargetSession:
 
 
 def piece(**fields: Any) -> target_pb2.Slice:
-    """A slice that decodes plainly, but for the fields given."""
+    """A slice that decodes plainly, except for the fields given."""
     return target_pb2.Slice(
         **{"sequence_id": 1, "start": 3, "token_ids": [7], "verdict": True, **fields}
     )
 
 
 def window(candidates: Sequence[int], parents: Sequence[int], **fields: Any) -> target_pb2.Slice:
-    """Token 7 and candidates after it."""
+    """A slice with token 7 and candidates after it."""
     return piece(token_ids=[7, *candidates], window=len(candidates), parents=parents, **fields)
 
 
@@ -80,7 +80,7 @@ def test_a_chain_is_a_chain_however_it_is_written() -> None:
         work = run(session, 2, window([20, 21], parents))
         assert (work.slices[0].tree_start, tuple(work.slices[0].parents)) == (None, ())
         assert work.tasks[0].names_path == bool(parents)
-        # Accepted to its end, nothing has to be moved.
+        # If it is accepted to its end, nothing has to be moved.
         assert run(session, 3, piece(start=6)).kv_moves == []
 
 
@@ -98,7 +98,7 @@ def test_a_path_that_lies_right_needs_no_moves() -> None:
     run(session, 2, window([20, 21, 22], [0, 1, 0]))
     work = run(session, 3, piece(start=6))
     assert (work.kv_moves, list(work.tasks[0].prefix)) == ([], [1, 2, 3, 7, 20, 21, 7])
-    # And one that was refused altogether is dropped.
+    # A window that was refused altogether is dropped.
     session = opened_session("coupled")
     run(session, 2, window([20, 21], [0, 0]))
     assert list(run(session, 3, piece(start=4)).tasks[0].prefix) == [1, 2, 3, 7, 7]
@@ -285,7 +285,7 @@ def test_a_bad_move_is_named(message: str) -> None:
 
 
 def test_a_tree_may_be_wider_than_the_context_is_long() -> None:
-    # The last position is 39; all candidates are for it, and lie in positions up to 47.
+    # All candidates are for the last position, 39, and occupy positions up to 47.
     session = opened_session("coupled")
     run(session, 2, piece(token_ids=range(35), new_blocks=[2]))
     work = run(session, 3, piece(start=38, token_ids=range(10), window=9, parents=[0] * 9))

@@ -19,10 +19,10 @@ def statistic(counts: NDArray[np.int64], probs: NDArray[np.float64]) -> float:
 
 
 def bound(degrees: int) -> float:
-    """What a chi-square variable of so many degrees exceeds with probability 1e-6.
+    """The value that a chi-square variable of `degrees` degrees exceeds with probability 1e-6.
 
-    Wilson and Hilferty: (X / d)^(1/3) is nearly normal with mean 1 - 2 / (9 d) and variance
-    2 / (9 d). (5 degrees: 36.4 here, 35.9 exactly.)
+    Wilson and Hilferty: (X / d)^(1/3) is nearly normal with mean 1 - 2 / (9 d) and variance 2 / (9
+    d). (5 degrees: 36.4 here, 35.9 exactly.)
     """
     variance = 2 / (9 * degrees)
     return degrees * (1 - variance + _Z * math.sqrt(variance)) ** 3

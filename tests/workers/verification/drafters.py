@@ -1,4 +1,4 @@
-"""Drafting with a TableModel for each rule, as a drafter draws with the keyed noise."""
+"""Drafts with a TableModel for each rule, drawn with the keyed noise as a drafter does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workers.verification.draws import (
 )
 
 NUM_KEPT = 2
-"""Of three tokens or more: so the cut distribution is not the whole one."""
+"""Of three tokens or more, so the cut distribution is not the whole one."""
 
 Children = Callable[[SparseProbs, SequenceSpec, list[int]], Sequence[int]]
 Drafted = tuple[CandidateTree, DraftProbs | None]
@@ -78,12 +78,12 @@ def draft_with_replacement(model: TableModel, spec: SequenceSpec, prefix: Sequen
 
 
 def draft_fixed(model: TableModel, spec: SequenceSpec, prefix: Sequence[int]) -> Drafted:
-    """No draw at all."""
+    """Candidates without any draw."""
     return CandidateTree((0, 2, 1), (0, 0, 1)), None
 
 
 def draft_coupled(model: TableModel, spec: SequenceSpec, prefix: Sequence[int]) -> Drafted:
-    """The children likeliest under the target's noise."""
+    """The likeliest children under the target's noise."""
     first = top_children(model.logits_V(prefix), spec, prefix, 2)
     below = [*prefix, first[0]]
     second = top_children(model.logits_V(below), spec, below, 2)

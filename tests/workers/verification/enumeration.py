@@ -1,6 +1,6 @@
-"""The exact law of what a rule commits: every draft, every fall of every coin, summed.
+"""The exact law of what a rule commits: the sum over every draft and every fall of every coin.
 
-It runs the walk that production runs, with coins that fall on each side in turn.
+It runs production's walk, with coins that fall on each side in turn.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ TOLERANCE = 1e-12
 
 Prefix = tuple[int, ...]
 NodeOf = Callable[[NDArray[np.float64], DraftProbs, int, int], Node]
-"""From target probabilities, draft probabilities, node and number of tests to a rule's node."""
+"""Makes a rule's node from target probabilities, draft probabilities, node and number of tests."""
 
 Draft = tuple[CandidateTree, float]
-"""Candidates and the probability that the drafter draws them."""
+"""Candidates, and the probability that the drafter draws them."""
 
 # A node's children, each with its own children: ((), ()) is a pair of leaves.
 Shape = tuple["Shape", ...]
@@ -39,7 +39,9 @@ KINDS = ("random", "other", "disjoint", "zeros", "one-hot target", "one-hot draf
 
 
 class TinyModels:
-    """A target and a drafter over a tiny vocabulary, with distributions of their own anywhere."""
+    """A target and a drafter over a tiny vocabulary, with their own distributions after each
+    prefix.
+    """
 
     def __init__(self, vocab_size: int, kind: str) -> None:
         self.vocab_size = vocab_size
@@ -67,7 +69,7 @@ class TinyModels:
         return self._laws[prefix, length]
 
     def draft_probs(self, tree: CandidateTree) -> DraftProbs:
-        """What each node's children were drawn from."""
+        """The distributions from which each node's children were drawn."""
         paths: list[Prefix] = [()]
         for token_id, parent in zip(tree.token_ids, tree.parents, strict=True):
             paths.append((*paths[parent], token_id))
@@ -105,7 +107,7 @@ class TinyModels:
 
 @dataclass
 class Coins:
-    """Coins that fall as a tape says, and on their first side where it ends; see `outcomes`."""
+    """Coins that fall as a tape says, and on their first side after its end; see `outcomes`."""
 
     tape: list[list[float]] = field(default_factory=list)
     sides: list[int] = field(default_factory=list)
@@ -113,7 +115,7 @@ class Coins:
     probability: float = 1.0
 
     def toss(self, probs: Sequence[float]) -> int:
-        """A side, in the end each of those that are possible."""
+        """Choose a side. Over all tapes, each possible side is chosen."""
         if self.tossed == len(self.tape):
             self.tape.append(list(probs))
             self.sides.append(-1)
@@ -124,7 +126,7 @@ class Coins:
         return side
 
     def turn(self) -> bool:
-        """Let the last coin fall on its next possible side, forgetting those that have none."""
+        """Let the last coin fall on its next possible side. Remove coins that have none."""
         while self.tape:
             rest = range(self.sides[-1] + 1, len(self.tape[-1]))
             side = next((i for i in rest if self.tape[-1][i] > 0), None)
@@ -158,7 +160,7 @@ def committed_law(
     shuffled: bool = False,
     coins_of: Callable[[], Coins] = Coins,
 ) -> NDArray[np.float64]:
-    """The law [V] * length of the first tokens, the target's own following the verdict's."""
+    """The law [V] * length of the first tokens; the target's own tokens follow the verdict's."""
     law = np.zeros((models.vocab_size,) * length)
     for tree, drafted in drafts:
         for tokens, prob in _verdicts(models, tree, node_of, shuffled, coins_of()):
@@ -170,7 +172,7 @@ def committed_law(
 def _verdicts(
     models: TinyModels, tree: CandidateTree, node_of: NodeOf, shuffled: bool, coins: Coins
 ) -> Iterator[tuple[Prefix, float]]:
-    """Tokens that the walk commits (without one it leaves to the target), with probability."""
+    """The tokens that the walk commits, with their probability; a bonus is left to the target."""
     draft_probs = models.draft_probs(tree)
     known: dict[int, Node] = {}
 
@@ -190,7 +192,7 @@ def _verdicts(
 
 
 def rule_node(rule: str) -> NodeOf:
-    """The rule as it is."""
+    """The node of an unbroken rule."""
     return lambda target_V, draft_probs, node, num_tests: begin_node(
         rule, target_V, draft_probs, node, num_tests
     )
@@ -206,7 +208,7 @@ _Nested = tuple[tuple[int, "_Nested"], ...]
 
 
 def drawn_trees(models: TinyModels, shape: Shape, *, with_replacement: bool) -> Iterator[Draft]:
-    """All trees of a shape; without replacement smaller where the drafter's tokens run out."""
+    """All trees of a shape; without replacement, smaller where the drafter has too few tokens."""
     for nested, prob in _grown(models, (), shape, with_replacement):
         numbered: list[tuple[int, int]] = []
         _number(nested, 0, numbered)
@@ -268,13 +270,13 @@ def drawn_chains(models: TinyModels, length: int) -> Iterator[Draft]:
 
 
 def merged_trees(models: TinyModels, num_paths: int, depth: int) -> Iterator[Draft]:
-    """Trees of independent paths, each order of drawing apart."""
+    """Trees of independent paths, separately for each order of drawing."""
     for drawn in itertools.product(drawn_paths(models, depth), repeat=num_paths):
         yield merge_paths([path for path, _ in drawn]), math.prod(prob for _, prob in drawn)
 
 
 def unordered_trees(models: TinyModels, num_paths: int, depth: int) -> Iterator[Draft]:
-    """The same, equal multisets of paths taken once: for what does not know their order."""
+    """As merged_trees, but equal multisets of paths count once, for rules that ignore order."""
     for drawn in itertools.combinations_with_replacement(drawn_paths(models, depth), num_paths):
         counts = Counter(path for path, _ in drawn).values()
         orders = math.factorial(num_paths) / math.prod(math.factorial(n) for n in counts)

@@ -1,4 +1,4 @@
-"""Launches of the kernels that choose tokens, for compiling.py: nothing is run."""
+"""Launches of the kernels that choose tokens, for compiling.py; nothing runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ VOCAB = 128_256
 
 
 def launch_choices() -> None:
-    """Of several numbers of rows, and samplings that lead to all kernels."""
+    """Launch all kernels, with several numbers of rows."""
     for count in (1, 2, 3, 16):
         for sampling in (
             SamplingParams(temperature=0.0),

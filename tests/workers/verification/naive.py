@@ -1,4 +1,4 @@
-"""The coupled rule once more, token by token in plain Python: what the fast one must equal."""
+"""The coupled rule again, token by token in plain Python. The fast one must equal it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models whose distributions come from logits by a request's sampling parameters, and their law.
 
-What verification commits is summed over every fall of the coins, with production's `verify`: only
-its random numbers are replaced.
+The sum runs over every fall of the coins, with production's `verify`; only its random numbers are
+replaced.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ SAMPLINGS = {
 
 
 class SampledModels(TinyModels):
-    """`target_V` and `draft` are what production's pipeline makes of each model's logits.
+    """Models whose `target_V` and `draft` come from production's pipeline over each model's logits.
 
-    `draft_sampling`: the drafter's parameters, where they are not the request's.
+    `draft_sampling`: the drafter's parameters, if they differ from the request's.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ def _spec_of(sampling: SamplingParams) -> SequenceSpec:
 
 
 Told = Callable[[CandidateTree], DraftProbs]
-"""From candidates to what the drafter says that it drew them from."""
+"""From candidates to the distributions that the drafter claims to have drawn them from."""
 
 
 def verified_law(
@@ -92,7 +92,7 @@ def verified_law(
     *,
     told: Told | None = None,
 ) -> NDArray[np.float64]:
-    """The law [V] * length of the first tokens, the target's own following the verdict's."""
+    """The law [V] * length of the first tokens; the target's own tokens follow the verdict's."""
     law = np.zeros((VOCAB_SIZE,) * length)
     told = told or models.draft_probs
     for tree, drawn in drafts:
@@ -113,7 +113,7 @@ def verified_law(
 
 
 def toss_with(coins: Coins, patch: pytest.MonkeyPatch) -> None:
-    """Let the coins of `verify`, and the target's own tokens after a window, fall so."""
+    """Replace the coins of `verify`, and the target's own draws after a window, by `coins`."""
 
     def choose_all(draws: Sequence[Draw]) -> list[int]:
         return [_choose(one, coins) for one in draws]

@@ -1,4 +1,4 @@
-"""Tiny language models that any prefix can be asked of, and plain decoding with them."""
+"""Tiny language models that answer any prefix, and plain decoding with them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLINGS = {
 
 
 class TableModel:
-    """A language model over a tiny vocabulary: random logits for every prefix, made when asked."""
+    """A language model over a tiny vocabulary, with random logits made on demand."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self.vocab_size = vocab_size
@@ -43,7 +43,7 @@ class TableModel:
         return self._rows[key]
 
     def logits_TV(self, prefix: Sequence[int], candidates: Sequence[int]) -> torch.Tensor:
-        """Row i follows prefix + candidates[:i], as an engine's step would give them."""
+        """Row i follows prefix + candidates[:i], as in an engine's step."""
         return self.logits_RV(prefix, CandidateTree.chain(candidates))
 
     def logits_RV(self, prefix: Sequence[int], tree: CandidateTree) -> torch.Tensor:
@@ -55,12 +55,12 @@ class TableModel:
 
 
 def spec_of(name: str, seed: int, prompt_length: int) -> SequenceSpec:
-    """One of SAMPLINGS; token 0 ends a sequence."""
+    """The spec of one of SAMPLINGS. Token 0 ends a sequence."""
     return SequenceSpec(SAMPLINGS[name], seed=seed, prompt_length=prompt_length, end_token_ids=(0,))
 
 
 def plain(model: TableModel, spec: SequenceSpec, prompt: Sequence[int], length: int) -> list[int]:
-    """Token by token, with the naive rule: prompt and output, `length` together."""
+    """Decode with the naive rule. Prompt and output have `length` tokens together."""
     tokens = list(prompt)
     while len(tokens) < length:
         tokens.append(naive.choose(model.logits_V(tokens).tolist(), spec, tokens))

@@ -38,7 +38,7 @@ def _dense(pairs: DraftDistribution, size: int) -> NDArray[np.float64]:
 
 
 def _swapped(rule: str) -> NodeOf:
-    """Broken: the target's probabilities taken for the drafter's, and the other way round."""
+    """Broken: target and draft probabilities are swapped."""
 
     def node_of(
         target_V: NDArray[np.float64], draft_probs: DraftProbs, node: int, num_tests: int
@@ -75,7 +75,7 @@ class _NotRenormalized:
 
 @dataclass
 class _OneUniform(Coins):
-    """Broken: one uniform for all tests. `low` to `high` is where the tests left it."""
+    """Broken: one uniform for all tests. Earlier tests narrowed it to `low` to `high`."""
 
     low: float = field(default=0.0)
     high: float = field(default=1.0)
@@ -93,7 +93,7 @@ class _OneUniform(Coins):
 
 
 def _in_order(models: TinyModels) -> NDArray[np.float64]:
-    """Broken: merged draws tested in the order of their first appearance."""
+    """Broken: merged draws are tested in the order of their first appearance."""
     return committed_law(models, merged_trees(models, 3, 1), 1, rule_node("kseq"))
 
 
@@ -107,7 +107,7 @@ def _is_unlikely(tokens: Prefix, models: TinyModels) -> bool:
 
 
 def _stopped(models: TinyModels, *, sends_the_last: bool) -> Iterator[Draft]:
-    """Chains of at most 2 drafted with a stop test, which may drop what it looked at."""
+    """Chains of at most 2 tokens, drafted with a stop test that may drop the token it looked at."""
 
     def grow(path: Prefix, prob: float) -> Iterator[Draft]:
         if len(path) == 2:
@@ -182,7 +182,7 @@ BROKEN: dict[str, Callable[[TinyModels], NDArray[np.float64]]] = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_broken_rules_are_noticed(broken: str) -> None:
-    """Each by the check of test_laws.py, and by far more than rounding."""
+    """The check of test_laws.py rejects each, by far more than rounding."""
     models = TinyModels(4, "other")
     law = BROKEN[broken](models)
     assert not is_exact(models, law)
@@ -191,7 +191,7 @@ def test_broken_rules_are_noticed(broken: str) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "other", "zeros"])
 def test_a_stop_test_that_sends_what_it_looked_at_keeps_the_law(kind: str) -> None:
-    """The sound variant of the control above."""
+    """The correct variant of the control above."""
     models = TinyModels(3, kind)
     drafts = _stopped(models, sends_the_last=True)
     assert is_exact(models, committed_law(models, drafts, 3, rule_node("rejection")))

@@ -1,4 +1,4 @@
-"""Trees, paths merged to trees, draft probabilities, and proposals that are refused."""
+"""Trees, paths merged into trees, draft probabilities, and proposals that are refused."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_numbering() -> None:
     )
 )
 def test_merged_paths(paths: list[list[int]]) -> None:
-    """Every beginning is one candidate, counted as often as paths begin so."""
+    """Every beginning of a path is one candidate, with the number of paths that begin so."""
     tree = merge_paths(paths)
     tree.check(vocab_size=3, max_nodes=24)
     beginnings = Counter(tuple(path[:n]) for path in paths for n in range(1, len(path) + 1))
@@ -126,7 +126,7 @@ def test_draft_probabilities_that_are_refused(of_node: dict[int, SparseProbs], s
 
 
 def test_proposals_that_pass() -> None:
-    """And what each rule alone refuses."""
+    """The test also shows what each rule alone refuses."""
     chain = CandidateTree.chain([0, 1])
     probs = DraftProbs({0: _pairs(0.5, 0.5), 1: _pairs(0.5, 0.5)})
     for rule in RULES:

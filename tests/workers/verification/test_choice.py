@@ -1,4 +1,4 @@
-"""A row's token from the best of each part of the vocabulary is that of the whole row."""
+"""The best of each vocabulary part gives the token of the whole row."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = [1, 2, 3]
 
 
 def from_parts(logits_V: torch.Tensor, spec: SequenceSpec, degree: int, *, noise_of: int) -> int:
-    """`noise_of`: the position whose noise is used; that of the row is len(PREFIX)."""
+    """The token from all parts. `noise_of`: the noise's position; the row's is len(PREFIX)."""
     values_V = logits_V.numpy()
     found = []
     for rank in range(degree):
@@ -32,7 +32,7 @@ def from_parts(logits_V: torch.Tensor, spec: SequenceSpec, degree: int, *, noise
 def test_the_token_is_that_of_the_whole_row(
     vocab_size: int, temperature: float, degree: int
 ) -> None:
-    """The other position's noise, which must give other tokens, shows that the noise matters."""
+    """As a negative control, another position's noise must give other tokens."""
     generator = torch.Generator().manual_seed(degree)
     same = same_with_other_noise = 0
     for seed in range(ROWS):

@@ -1,4 +1,4 @@
-"""Our kernels choose the ids of the numpy rule, whatever the vocabulary and the rows beside one."""
+"""Our kernels choose the ids of the numpy rule for any vocabulary and any rows beside."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_tokens_are_those_of_the_numpy_rule(name: str, vocab_size: int, device: 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("change", ["seed", "position", "sample"])
 def test_other_noise_gives_other_tokens(change: str, device: str) -> None:
-    """Negative control: all that noise depends on matters."""
+    """Negative control: every argument of the noise matters."""
     _, rows = random_rows([SamplingParams()], 8, VOCABS[-1])
     flat_RV = torch.zeros(8, VOCABS[-1])
     others = [
@@ -122,7 +122,7 @@ def test_a_row_alone_gives_what_it_gives_among_others(name: str, device: str) ->
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["greedy", "plain", "all cuts"])
 def test_torch_and_kernels_agree_on_rows_of_a_wider_tensor(name: str, device: str) -> None:
-    """Where the device's torch has the kernels' logarithms, ids agree whatever the rounding."""
+    """If the device's torch has the kernels' logarithms, ids agree despite rounding."""
     logits_RV, rows = random_rows(SAMPLINGS[name], 9, 2 * BLOCK + 7)
     wider_RV = logits_RV.to(device)
     part_RV = wider_RV[1:, :-4]
@@ -147,7 +147,7 @@ def test_of_equal_logits_the_lowest_id_wins(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["greedy", "plain", "all cuts"])
 def test_what_is_not_finite_is_told_with_its_token(name: str, device: str) -> None:
-    """A NaN of either sign is the largest, wherever it is, and harms no other row."""
+    """NaN of either sign counts as the largest wherever it is, and harms no other row."""
     logits_RV, rows = random_rows(SAMPLINGS[name], 7, VOCABS[-1])
     expected = choose(logits_RV, rows, device)
     logits_RV[0, [BLOCK + 1, BLOCK + 2]] = torch.nan
@@ -184,7 +184,7 @@ def _write_noise(
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_noise_is_that_of_numpy(device: str) -> None:
-    """The same integers, and floats that differ by rounding at most."""
+    """The same integers, and floats that differ at most by rounding."""
     streams = [Stream(0, 5, 0), Stream(7, 0, 3), Stream(2**64 - 1, 70_000, 1)]
     words_RV = torch.empty(3, 1024, dtype=torch.int64, device=device)
     noise_RV = torch.empty(3, 1024, device=device)
@@ -206,7 +206,7 @@ def test_noise_is_that_of_numpy(device: str) -> None:
 
 
 def test_kernels_compile_once_and_read_sixteen_bytes_at_once(tmp_path: Path) -> None:
-    """Whatever the numbers of rows."""
+    """This holds for all numbers of rows."""
     found = compile_launches(launch_choices, tmp_path)
     assert found.keys() == {name for name in vars(choice_kernels) if name.endswith("_kernel")}
     # A thread of 128 reads 16 of 2048 tokens. The last kernel reads keys, which are few.

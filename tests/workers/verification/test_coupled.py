@@ -26,7 +26,7 @@ Verifier = Callable[[torch.Tensor, Sequence[int], SequenceSpec, Sequence[int]], 
 
 
 def _wrong_chains(verify: Verifier, name: str, num_seeds: int) -> int:
-    """How many of all candidate chains of up to 3 of 3 tokens lead away from plain decoding."""
+    """The number of chains of up to 3 candidates of 3 tokens that lead away from plain decoding."""
     prompt = [2, 1]
     chains = [c for depth in range(4) for c in itertools.product(range(3), repeat=depth)]
     wrong = 0
@@ -43,7 +43,7 @@ def _wrong_chains(verify: Verifier, name: str, num_seeds: int) -> int:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_every_chain_leads_to_the_text_of_plain_decoding(name: str) -> None:
-    """All 40 chains, and as much of each is accepted as agrees."""
+    """All 40 chains do, and each is accepted as far as it agrees."""
     assert _wrong_chains(verify_chain, name, num_seeds=300) == 0
 
 
@@ -81,7 +81,7 @@ def test_broken_verifiers_are_noticed(broken: Verifier, name: str) -> None:
 
 
 def test_any_window_split_gives_the_same_text() -> None:
-    """2,000 seeds: good and bad drafts in windows of changing length, committed step by step."""
+    """2,000 seeds with good and bad drafts in windows of changing length, step by step."""
     rng = np.random.default_rng(3)
     names = list(SAMPLINGS)
     num_accepted = num_refused = 0
@@ -106,7 +106,7 @@ def test_any_window_split_gives_the_same_text() -> None:
 
 
 def test_choices_follow_the_exact_law() -> None:
-    """Over 8,000 seeds. Another temperature is noticed (negative control)."""
+    """Over 8,000 seeds. As a negative control, another temperature is noticed."""
     logits = [1.0, 0.2, -0.5, 2.0, 0.9, -3.0]
     sampling = SamplingParams(temperature=0.8, top_k=5, top_p=0.97)
     spec = SequenceSpec(sampling, seed=0, prompt_length=1)
@@ -151,7 +151,7 @@ _logit = st.one_of(
 def test_a_row_decides_alone_and_never_for_a_masked_token(
     rows: list[list[float]], sampling: SamplingParams, seed: int, offset: int
 ) -> None:
-    """choose_token on each row is what verify_chain finds, however many rows come with it."""
+    """choose_token on each row gives what verify_chain gives, whatever rows come with it."""
     vocab_size = len(rows[0])
     for row in rows:
         row[seed % vocab_size] = 1.5  # at least one token is not masked
@@ -176,7 +176,7 @@ def test_a_row_decides_alone_and_never_for_a_masked_token(
 @pytest.mark.parametrize("scale", [0.5, 3.0, 9.0])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_large_vocabularies_take_the_same_choices(name: str, scale: float) -> None:
-    """Where scores are computed of some tokens only: as the naive rule with those of all."""
+    """Scores are computed only for some tokens, and equal the naive rule with all of them."""
     rng = np.random.default_rng(5)
     for position in range(4):
         spec = replace(spec_of(name, 9, 2), sample_index=position)
@@ -189,7 +189,7 @@ def test_large_vocabularies_take_the_same_choices(name: str, scale: float) -> No
 
 
 def test_the_lowest_id_wins_a_tie() -> None:
-    """Greedy, also where a bias makes the tie."""
+    """Greedy decoding, also if a bias makes the tie."""
     spec = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=0)
     assert choose_token(torch.tensor([0.0, 2.0, 1.0, 2.0]), spec, [0]) == 1
     biased = replace(spec, sampling=SamplingParams(temperature=0.0, logit_bias={0: 2.0}))
@@ -197,7 +197,7 @@ def test_the_lowest_id_wins_a_tie() -> None:
 
 
 def test_rows_after_a_mismatch_are_not_looked_at() -> None:
-    """A NaN there harms nothing; in a row that decides it is an error."""
+    """NaN there harms nothing. In a row that decides, it is an error."""
     spec = SequenceSpec(SamplingParams(temperature=0.0), seed=0, prompt_length=0)
     logits_TV = torch.tensor([[0.0, 1.0], [math.nan, 0.0]])
     assert verify_chain(logits_TV, [0], spec, [0]) == Verdict(0, 1)
@@ -207,7 +207,7 @@ def test_rows_after_a_mismatch_are_not_looked_at() -> None:
 
 
 def test_a_request_that_masks_everything_is_an_error() -> None:
-    """min_tokens over a vocabulary of end tokens."""
+    """min_tokens over a vocabulary that has only end tokens."""
     spec = SequenceSpec(SamplingParams(min_tokens=1), seed=0, prompt_length=1, end_token_ids=(0, 1))
     with pytest.raises(InternalError, match="2 masked tokens"):
         choose_token(torch.zeros(2), spec, [0])
@@ -225,7 +225,7 @@ def test_a_request_that_masks_everything_is_an_error() -> None:
 def test_wrong_shapes_and_ids_are_named(
     logits_TV: torch.Tensor, candidates: list[int], said: str
 ) -> None:
-    """Instead of a wrong text."""
+    """Else the text would be wrong."""
     spec = SequenceSpec(SamplingParams(repetition_penalty=1.1), seed=0, prompt_length=0)
     with pytest.raises(InternalError, match=said):
         verify_chain(logits_TV, candidates, spec, [1])

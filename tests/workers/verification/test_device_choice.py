@@ -32,7 +32,7 @@ SAMPLINGS = [
 
 
 def test_each_row_has_its_own_values() -> None:
-    """Two rows of the second sequence stand apart, and one has a path."""
+    """Two rows of the second sequence are apart, and one of them has a path."""
     specs = [
         SequenceSpec(sampling, seed=2**64 - 1 - index, prompt_length=1, sample_index=index)
         for index, sampling in enumerate(SAMPLINGS)
@@ -135,7 +135,7 @@ def test_noise_of_several_rows(device: str) -> None:
 
 
 def test_noise_is_finite_at_both_ends() -> None:
-    """The words 0 and 2^32 - 1 give the largest and smallest noise there is."""
+    """The words 0 and 2^32 - 1 give the largest and smallest possible noise."""
     words_RN4 = torch.tensor([0, 0xFFFFFFFF])
     ends = words_RN4.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_max_(1 - 2.0**-24)
     assert torch.isfinite(-torch.log(-torch.log1p(-ends))).all()

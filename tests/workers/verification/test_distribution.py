@@ -1,4 +1,4 @@
-"""The logits pipeline: as transformers' warpers, parameter by parameter, and exact at its edges."""
+"""The logits pipeline: like transformers' warpers for each parameter, and exact at its edges."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_equals_the_warpers_of_transformers(sampling: SamplingParams, scale: flo
 
 @pytest.mark.parametrize("penalty", [0.5, 1.0, 1.3])
 def test_repetition_penalty_equals_that_of_transformers(penalty: float) -> None:
-    """Bit for bit, repeated tokens included, over prompt and output."""
+    """Bit for bit, with repeated tokens, over prompt and output."""
     logits_V = _logits(1, 3.0)
     prefix = [5, 7, 5, 5, 900, 7, 1499]
     spec = SequenceSpec(SamplingParams(repetition_penalty=penalty), seed=0, prompt_length=4)
@@ -105,14 +105,14 @@ def _adjusted(logits: list[float], spec: SequenceSpec, prefix: list[int]) -> lis
 
 
 def test_presence_and_frequency_count_the_output_only() -> None:
-    """Presence once, frequency each time; token 0 is prompt only."""
+    """Presence counts once, frequency each time. Token 0 is only in the prompt."""
     sampling = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25)
     spec = SequenceSpec(sampling, seed=0, prompt_length=2)
     assert _adjusted([1, 1, 1, 1], spec, [0, 1, 1, 2, 1]) == [1, 0, 0.25, 1]
 
 
 def test_order_is_bias_then_repetition_then_presence_then_minimum() -> None:
-    """The bias makes the logit positive, so the penalty divides; the end token stays masked."""
+    """The bias makes the logit positive, so the penalty divides. The end token stays masked."""
     sampling = SamplingParams(
         logit_bias={0: 3.0, 2: 50.0}, repetition_penalty=2.0, presence_penalty=0.5, min_tokens=2
     )
@@ -122,7 +122,9 @@ def test_order_is_bias_then_repetition_then_presence_then_minimum() -> None:
 
 @pytest.mark.parametrize(("num_output", "masked"), [(0, True), (2, True), (3, False)])
 def test_end_tokens_are_masked_below_min_tokens(num_output: int, masked: bool) -> None:
-    """Until the output holds min_tokens; the prompt does not count; strange end ids do no harm."""
+    """They are masked until the output has min_tokens, without the prompt. Strange end ids do no
+    harm.
+    """
     spec = SequenceSpec(
         SamplingParams(min_tokens=3), seed=0, prompt_length=4, end_token_ids=(1, 3, 99)
     )
@@ -131,7 +133,7 @@ def test_end_tokens_are_masked_below_min_tokens(num_output: int, masked: bool) -
 
 
 def test_huge_biases_and_penalties_stay_finite() -> None:
-    """What leaves float32 upwards is capped, so that it wins instead of breaking the softmax."""
+    """Values beyond float32 are capped, so they win instead of breaking the softmax."""
     spec = SequenceSpec(SamplingParams(logit_bias={1: 1e300, 2: -1e300}), seed=0, prompt_length=0)
     adjusted_V = np.array(_adjusted([1, 1, 1, -math.inf], spec, []), dtype=np.float32)
     assert adjusted_V[1] == np.finfo(np.float32).max
@@ -140,7 +142,7 @@ def test_huge_biases_and_penalties_stay_finite() -> None:
 
 
 def test_whatever_passes_the_checks_leaves_tokens_that_can_be_chosen() -> None:
-    """All at their limits, for every token, of logits as large as any model gives."""
+    """All parameters at their limits, for every token, with the largest logits of any model."""
     tokens = range(4)
     for sign in (-1, 1):
         sampling = SamplingParams(
@@ -157,7 +159,7 @@ def test_whatever_passes_the_checks_leaves_tokens_that_can_be_chosen() -> None:
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e-3, 1.0, 1e30])
 def test_the_likeliest_weighs_one_at_any_temperature(temperature: float) -> None:
-    """No overflow, no NaN, however far apart the logits are."""
+    """No overflow and no NaN for any distance between logits."""
     logits_V = np.array([1e4, -1e4, 3e38, -3e38, -np.inf], dtype=np.float32)
     kept = distribution_of(logits_V, SamplingParams(temperature=temperature))
     assert kept.log_weights[2] == 0
@@ -174,7 +176,7 @@ def test_the_likeliest_weighs_one_at_any_temperature(temperature: float) -> None
     ],
 )
 def test_logits_without_a_likeliest_are_an_error(logits: list[float], said: str) -> None:
-    """Named, rather than a token chosen silently."""
+    """The error names the cause; no token is chosen silently."""
     with pytest.raises(InternalError, match=said):
         distribution_of(np.array(logits, dtype=np.float32), SamplingParams())
 
@@ -201,7 +203,7 @@ def test_top_p_equals_a_sort_of_the_whole_vocabulary(logits: list[float], top_p:
 @settings(max_examples=300, deadline=None)
 @given(logits=st.lists(_logit, min_size=1, max_size=60), top_k=st.integers(1, 70))
 def test_top_k_keeps_the_k_largest_and_their_ties(logits: list[float], top_k: int) -> None:
-    """As a full sort would, in ascending ids."""
+    """The result is that of a full sort, in ascending ids."""
     logits_V = np.array([*logits, 0.0], dtype=np.float32)
     kth = np.sort(logits_V)[::-1][min(top_k, logits_V.size) - 1]
     kept = distribution_of(logits_V, SamplingParams(top_k=top_k))

@@ -1,4 +1,4 @@
-"""What a drafter draws from its distribution, and the uniforms behind it."""
+"""What a drafter draws from its distribution, and the uniforms behind the draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAMPLING = SamplingParams(temperature=1.2, repetition_penalty=1.3)
 
 
 def test_cut_probabilities_are_the_largest_and_sum_to_1() -> None:
-    """64 of 3,000, ascending, as float32; a malformed pair could not come out."""
+    """64 of 3,000, ascending, as float32; so no malformed pair is possible."""
     rng = np.random.default_rng(1)
     logits_V = torch.from_numpy((rng.standard_normal(3_000) * 3).astype(np.float32))
     spec = SequenceSpec(SamplingParams(temperature=0.8), seed=1, prompt_length=1)
@@ -42,7 +42,7 @@ def test_cut_probabilities_are_the_largest_and_sum_to_1() -> None:
 
 
 def test_coupled_children_begin_with_the_token_itself() -> None:
-    """In the order of log draft_probs + noise; at temperature 0 of the logits."""
+    """They are in the order of log draft_probs + noise; at temperature 0, in that of the logits."""
     rng = np.random.default_rng(2)
     for seed in range(200):
         spec = spec_of(list(SAMPLINGS)[seed % len(SAMPLINGS)], seed, 2)
@@ -67,7 +67,7 @@ def _without(seed: int, cut: SparseProbs, spec: SequenceSpec) -> tuple[int, ...]
 
 
 def test_draws_follow_their_laws() -> None:
-    """Pairs of draws over 4,000 seeds; each law is the other's negative control."""
+    """Pairs of draws over 4,000 seeds. Each law is the other's negative control."""
     ids = np.array([3, 900, 5_000])
     cut = SparseProbs(ids, np.array([0.5, 0.3, 0.2], dtype=np.float32))
     spec = SequenceSpec(SAMPLING, seed=0, prompt_length=1)

@@ -1,4 +1,4 @@
-"""Every rule that tosses coins commits the target's law: exactly, by enumeration.
+"""Every rule that tosses coins commits the target's law exactly, by enumeration.
 
 test_broken_rules.py has broken variants that the same check rejects.
 """
@@ -49,7 +49,7 @@ def test_rejection(kind: str, length: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rule", ["recursive", "mcsd"])
 def test_recursive_at_one_position(rule: str, kind: str) -> None:
-    """Up to 4 children of 3 to 5 tokens; with replacement all 625 orders of 4 of 5."""
+    """Up to 4 children of 3 to 5 tokens; with replacement, all 625 orders of 4 of 5."""
     for vocab_size, num_children in SIZES:
         models = TinyModels(vocab_size, kind)
         shape: Shape = ((),) * num_children
@@ -89,7 +89,7 @@ def test_kseq_paths(num_paths: int, depth: int, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "zeros", "one-hot target"])
 def test_one_hot(kind: str) -> None:
-    """Each tree alone has the law, so however it was chosen: all of 3 tokens, up to 4 nodes."""
+    """All trees of up to 4 nodes over 3 tokens. Each has the law, however it was chosen."""
     models = TinyModels(3, kind)
     for parents in [(0,), (0, 0), (0, 0, 0), (0, 1), (0, 1, 2), (0, 0, 1, 1), (0, 0, 2, 3)]:
         for token_ids in itertools.product(range(3), repeat=len(parents)):

@@ -59,7 +59,7 @@ def test_published_vectors(
 def test_ranges_of_counters_have_the_words_of_their_counters(
     size: int, rows: list[tuple[tuple[int, int, int], tuple[int, int]]], block: int
 ) -> None:
-    """The shortened first rounds are those of the algorithm, however rows are cut into blocks."""
+    """The shortened first rounds equal the algorithm's for any division of rows into blocks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(noise, "_BLOCK", block)
         found = words_of_ranges(size, [rest for rest, _ in rows], [key for _, key in rows])
@@ -81,7 +81,7 @@ def test_ranges_of_counters_have_the_words_of_their_counters(
     likeliest=st.integers(0, 29),
 )
 def test_no_largest_score_is_missed(tokens: list[tuple[float, int]], likeliest: int) -> None:
-    """Also among ties, of tokens that are masked, and at both ends of the noise."""
+    """Also with ties, masked tokens, and at both ends of the noise."""
     log_weights_N = np.array([log for log, _ in tokens], dtype=np.float32)
     log_weights_N[likeliest % len(tokens)] = 0.0
     words_N = np.array([word for _, word in tokens], dtype=np.uint32)
@@ -92,7 +92,7 @@ def test_no_largest_score_is_missed(tokens: list[tuple[float, int]], likeliest: 
 
 
 def test_few_scores_are_left() -> None:
-    """Of 50,000 tokens with a flat law, 3 at most, over 20 positions."""
+    """At most 3 of 50,000 tokens with a flat law, over 20 positions."""
     for position in range(20):
         words = words_V(Stream(3, position), 50_000)
         assert best_scores(np.zeros(50_000, dtype=np.float32), words).size <= 3
@@ -101,7 +101,10 @@ def test_few_scores_are_left() -> None:
 @pytest.mark.parametrize("purpose", [0, 3])
 @pytest.mark.parametrize("candidate", [0, 5])
 def test_key_and_counter_are_those_of_the_document(purpose: int, candidate: int) -> None:
-    """Key: the seed, low word first. Counter: as ALGORITHMS.md section 2."""
+    """Key: the seed, low word first.
+
+    Counter: token id // 4, position, purpose + 256 candidate, sample index.
+    """
     seed, position, sample_index, vocab_size = 0xFEDCBA9876543210, 70_001, 9, 11
     noise_V = gumbel_noise_V(
         seed=seed,
@@ -122,7 +125,7 @@ def test_key_and_counter_are_those_of_the_document(purpose: int, candidate: int)
 
 @pytest.mark.parametrize("vocab_size", [1, 3, 4, 1001, 49_152])
 def test_a_token_has_the_same_bits_however_it_is_computed(vocab_size: int) -> None:
-    """Alone, with a few others, or with the whole of a smaller or larger vocabulary."""
+    """Computed alone, with a few others, or with the whole of a smaller or larger vocabulary."""
     arguments = {"seed": 2**63 + 5, "position": 17, "sample_index": 2}
     noise_V = gumbel_noise_V(vocab_size=vocab_size, **arguments)
     larger_V = gumbel_noise_V(vocab_size=vocab_size + 777, **arguments)
@@ -134,7 +137,7 @@ def test_a_token_has_the_same_bits_however_it_is_computed(vocab_size: int) -> No
 
 
 def test_noise_is_finite_at_both_ends() -> None:
-    """Also where (x + 0.5) / 2^32 would round to 1; the span covers the extremes."""
+    """Also where (x + 0.5) / 2^32 would round to 1. The span covers the extremes."""
     ends = gumbel(np.array([0, 1, 2**31, ONES - 1, ONES], dtype=np.uint32))
     assert np.isfinite(ends).all()
     assert (np.diff(ends) <= 0).all()
@@ -142,7 +145,7 @@ def test_noise_is_finite_at_both_ends() -> None:
 
 
 def test_noise_isgumbel() -> None:
-    """2^19 values in 64 bins of equal probability; a shift of 0.02 is seen."""
+    """2^19 values in 64 bins of equal probability. A shift of 0.02 is noticed."""
     noise = np.concatenate(
         [gumbel_noise_V(seed=7, position=p, vocab_size=2**16) for p in range(8)]
     ).astype(np.float64)
@@ -167,7 +170,7 @@ def _draws(arguments: list[dict[str, int]]) -> np.ndarray:
 
 
 def _pairs_follow(draws: np.ndarray) -> bool:
-    """Whether consecutive draws are a sample of PROBS each, and independent: 36 cells."""
+    """Whether consecutive draws follow PROBS and are independent: 36 cells."""
     pairs = draws.reshape(-1, 2)
     counts = np.bincount(pairs[:, 0] * 6 + pairs[:, 1], minlength=36)
     return follows(counts, np.outer(PROBS, PROBS).ravel())
@@ -175,13 +178,13 @@ def _pairs_follow(draws: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("varied", ["position", "seed", "sample_index", "candidate"])
 def test_gumbel_max_draws_follow_the_probabilities_and_are_independent(varied: str) -> None:
-    """In whichever argument the draws differ. The rarest pair is expected 0.0016 * 4,000 = 6.4."""
+    """The draws differ in one argument. The rarest pair is expected 0.0016 * 4,000 = 6.4 times."""
     fixed = {"position": 3, "seed": 11}
     assert _pairs_follow(_draws([fixed | {varied: i} for i in range(8_000)]))
 
 
 def test_reused_noise_is_noticed() -> None:
-    """Negative control: noise used at two positions fits one by one, not in pairs."""
+    """Negative control: noise used at two positions fits singly, but not in pairs."""
     draws = _draws([{"position": i // 2, "seed": 11} for i in range(8_000)])
     assert follows(np.bincount(draws[::2], minlength=6), PROBS)
     assert not _pairs_follow(draws)

@@ -1,4 +1,4 @@
-"""Counts that follow a text give the very penalties of counts made anew, after any change."""
+"""Counts that follow a text give exactly the penalties of new counts, after any change."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLINGS = [
 def naive(
     logits_V: NDArray[np.float32], spec: SequenceSpec, prefix: list[int]
 ) -> NDArray[np.float32]:
-    """The definition, in float32, over the whole text: bias, repetition, presence, frequency."""
+    """The definition in float32 over the whole text: bias, repetition, presence, frequency."""
     sampling, limit = spec.sampling, np.finfo(np.float32).max
     row_V = logits_V.copy()
     with np.errstate(over="ignore", invalid="ignore"):
@@ -51,7 +51,7 @@ def naive(
 
 
 def logits(seed: int) -> NDArray[np.float32]:
-    """With values that are masked and some that are huge."""
+    """Logits with masked values and some huge ones."""
     rng = np.random.default_rng(seed)
     logits_V = (rng.standard_normal(VOCAB) * 4).astype(np.float32)
     logits_V[rng.integers(VOCAB)] = -np.inf
@@ -60,7 +60,9 @@ def logits(seed: int) -> NDArray[np.float32]:
 
 
 def check_row(prefix: Prefix, whole: list[int], sampling: SamplingParams, seed: int) -> None:
-    """The row after `prefix`, which must be `whole`, on the host and as a device has it."""
+    """Check the row after `prefix`, on the host and as a device has it. `whole`: the text of
+    `prefix`.
+    """
     assert (list(prefix), len(prefix)) == (whole, len(whole))
     spec = SequenceSpec(sampling, seed=0, prompt_length=prefix.text.prompt_length)
     expected_V = naive(logits(seed), spec, whole)
@@ -98,7 +100,7 @@ changes = st.lists(
 def test_rows_of_a_text_that_grows_and_is_rolled_back(
     made: list[tuple[str, object]], prompt_length: int, sampling: SamplingParams, seed: int
 ) -> None:
-    """Windows and trees come and go, the text is cut anywhere; a plain list is beside it."""
+    """Windows and trees come and go, and the text is cut anywhere, compared with a plain list."""
     text, plain = CountedText([3, 5], prompt_length=prompt_length), [3, 5]
     for what, value in made:
         match what, value:
@@ -120,7 +122,7 @@ def test_rows_of_a_text_that_grows_and_is_rolled_back(
 
 
 def test_a_row_after_much_text_counts_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that are counted, by the real counts: once each, and each rollback what it takes."""
+    """Each token is counted once, and a rollback costs what it removes."""
     counted: list[int] = []
     for name in ("add", "remove"):
         real = getattr(TokenCounts, name)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError
+from tests.recipes import recipes
 from tests.workers.verification.enumeration import (
     KINDS,
     TinyModels,
@@ -26,7 +27,7 @@ from workers.verification.rule import RULES, CandidateKind, Promise, Rule, rule_
 from workers.verification.rules.one_hot import OneHotNode
 
 ROOT = Path(__file__).resolve().parents[3]
-RECIPE = (ROOT / "docs" / "extending_rule.md").read_text()
+RECIPE = recipes()["A verification rule"]
 PAGE = (ROOT / "docs" / "rules.md").read_text()
 
 
@@ -83,10 +84,9 @@ def test_rules_that_contradict_themselves_are_refused() -> None:
 def recipe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Rule]:
     """The rule of the recipe, registered for one test."""
     monkeypatch.setattr(RULES, "_entries", dict(RULES.all()))
-    [code] = re.findall(r"^```python\n(.*?)^```", RECIPE, re.M | re.S)
-    (tmp_path / "paceline_kseq_fixed.py").write_text(code)
+    RECIPE.install(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    importlib.import_module("paceline_kseq_fixed")
+    importlib.import_module(RECIPE.module)
     yield rule_named("kseq-fixed")
     del sys.modules["paceline_kseq_fixed"]
 

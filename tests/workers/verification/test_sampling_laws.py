@@ -1,8 +1,8 @@
-"""With filters, bias and penalties every rule commits the target's law: exactly, by enumeration.
+"""With filters, bias and penalties, every rule commits the target's law exactly, by enumeration.
 
-Penalties and min_tokens look at the tokens before a position, inside a window at those of each
-candidate's own path. The law that is asked for is that of plain decoding with the same parameters.
-(Under the coupled rule the text is that of plain decoding: test_coupled.py and test_trees.py.)
+Penalties and min_tokens look at the tokens before a position; inside a window, at those of each
+candidate's own path. The law must be that of plain decoding with the same parameters. (Under the
+coupled rule the text is that of plain decoding: test_coupled.py and test_trees.py.)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_the_law_is_the_targets(rule: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_law_asked_for_is_that_of_the_pipeline_in_plain_python(name: str) -> None:
-    """After every text of up to 3 tokens; the difference is that of float32 and float64."""
+    """After every text of up to 3 tokens, they differ only as float32 and float64 do."""
     models = SampledModels(SAMPLINGS[name])
     for length in range(LENGTH + 1):
         for prefix in itertools.product(range(VOCAB_SIZE), repeat=length):
@@ -73,7 +73,7 @@ def test_the_law_asked_for_is_that_of_the_pipeline_in_plain_python(name: str) ->
 
 @pytest.mark.parametrize("rule", DRAFTS)
 def test_a_drafter_may_sample_otherwise_if_it_says_so(rule: str) -> None:
-    """One that knows nothing of the request's parameters is slower, and the law is the same."""
+    """A drafter that ignores the request's parameters is slower, but the law is the same."""
     models = SampledModels(SAMPLINGS["all"], draft_sampling=SamplingParams())
     assert is_exact(models, verified_law(models, rule, DRAFTS[rule](models), LENGTH))
 
@@ -82,7 +82,7 @@ def test_a_drafter_may_sample_otherwise_if_it_says_so(rule: str) -> None:
 
 
 def _by_the_committed_prefix(patch: pytest.MonkeyPatch) -> None:
-    """Inside a window, penalties and min_tokens count the committed tokens only."""
+    """Broken: inside a window, penalties and min_tokens count only the committed tokens."""
 
     def adjusted_V(rows: Any, node: int, accepted: Any) -> Any:
         return adjusted_logits(rows._rows_RV[node], rows.spec, rows._prefix)
@@ -91,7 +91,7 @@ def _by_the_committed_prefix(patch: pytest.MonkeyPatch) -> None:
 
 
 def _bonus_without_filters(patch: pytest.MonkeyPatch) -> None:
-    """The token after an accepted window is drawn without top-k, top-p and min-p."""
+    """Broken: the token after an accepted window is drawn without top-k, top-p and min-p."""
 
     def unfiltered(adjusted_V: Any, sampling: SamplingParams) -> Any:
         return distribution_of(adjusted_V, SamplingParams(temperature=sampling.temperature))
@@ -126,7 +126,7 @@ def test_what_is_broken_is_noticed(
 @pytest.mark.parametrize("name", ["temperature", "top-k", "frequency"])
 @pytest.mark.parametrize("rule", [rule for rule in DRAFTS if rule != "one-hot"])
 def test_probabilities_from_before_the_pipeline_are_noticed(rule: str, name: str) -> None:
-    """The drafter draws as the request asks, and sends what it had before the parameters."""
+    """The drafter draws as the request asks, but sends probabilities from before the parameters."""
     models = SampledModels(SAMPLINGS[name])
     before = SampledModels(SAMPLINGS[name], draft_sampling=SamplingParams())
     drafts = DRAFTS[rule](models)

@@ -1,4 +1,4 @@
-"""The coupled rule on trees: whatever the tree, the ids are those of plain decoding."""
+"""The coupled rule on trees: for any tree, the ids are those of plain decoding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Verifier = Callable[[torch.Tensor, CandidateTree, SequenceSpec, Sequence[int]], 
 
 
 def _trees(num_tokens: int, most_nodes: int) -> Iterator[CandidateTree]:
-    """Every tree of different siblings up to so many candidates."""
+    """Every tree of different siblings with up to `most_nodes` candidates."""
     for size in range(most_nodes + 1):
         for parents in itertools.product(*(range(index + 1) for index in range(size))):
             for token_ids in itertools.product(range(num_tokens), repeat=size):
@@ -35,7 +35,7 @@ PROMPT = (2, 1)
 
 
 def _is_plain(verify: Verifier, tree: CandidateTree, model: TableModel, spec: SequenceSpec) -> bool:
-    """Whether the verdict is plain decoding's text, as far as the tree reaches along it."""
+    """Whether the verdict is plain decoding's text, as far as the tree agrees with it."""
     text = plain(model, spec, PROMPT, len(PROMPT) + tree.height + 1)[len(PROMPT) :]
     node, reached = 0, 0
     while (child := tree.child_with(node, text[reached])) is not None:
@@ -47,14 +47,14 @@ def _is_plain(verify: Verifier, tree: CandidateTree, model: TableModel, spec: Se
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_every_tree_leads_to_the_text_of_plain_decoding(name: str) -> None:
-    """All trees of up to 3 candidates of 3 tokens."""
+    """All trees of up to 3 candidates over 3 tokens."""
     assert len(TREES) == 124
     model, spec = TableModel(3, 1), spec_of(name, 2, len(PROMPT))
     assert all(_is_plain(verify_tree, tree, model, spec) for tree in TREES)
 
 
 def test_thousands_of_noises() -> None:
-    """3,000 seeds, a tree each, all samplings in turn."""
+    """3,000 seeds with a tree each, all samplings in turn."""
     models = [TableModel(3, number) for number in range(20)]
     for seed in range(3_000):
         spec = spec_of(list(SAMPLINGS)[seed % len(SAMPLINGS)], seed * 2**48 + seed, len(PROMPT))
@@ -66,7 +66,7 @@ def test_thousands_of_noises() -> None:
 def _counts_rows(
     logits_RV: torch.Tensor, tree: CandidateTree, spec: SequenceSpec, prefix: Sequence[int]
 ) -> Verdict:
-    """Broken: the noise of a candidate's index, not of its depth."""
+    """Broken: noise by a candidate's index, not by its depth."""
     accepted: list[int] = []
     node = 0
     while True:
@@ -82,7 +82,7 @@ def _counts_rows(
 def _first_child(
     logits_RV: torch.Tensor, tree: CandidateTree, spec: SequenceSpec, prefix: Sequence[int]
 ) -> Verdict:
-    """Broken: commits the first child where another one is the target's token."""
+    """Broken: commits the first child if another one is the target's token."""
     token_id = choose_token(logits_RV[0], spec, prefix)
     if tree.child_with(0, token_id) is None:
         return Verdict(0, token_id)
@@ -103,7 +103,7 @@ def test_broken_verifiers_are_noticed(broken: Verifier, name: str) -> None:
 
 
 def test_a_chain_is_a_tree() -> None:
-    """The same verdict, path included."""
+    """The verdict is the same, path included."""
     model, spec = TableModel(4, 2), spec_of("plain", 5, 1)
     text = plain(model, spec, [3], 6)[1:]
     for chain in (text[:3], [text[0], 3 - text[1]], []):
@@ -114,7 +114,7 @@ def test_a_chain_is_a_tree() -> None:
 
 
 def test_rows_off_the_path_are_not_looked_at() -> None:
-    """A NaN there harms nothing."""
+    """NaN there harms nothing."""
     spec = spec_of("greedy", 0, 1)
     tree = CandidateTree((0, 1, 1), (0, 0, 2))
     logits_RV = torch.tensor([[0.0, 1.0], [np.nan, 0.0], [0.0, 2.0], [3.0, 0.0]])

@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(temperature=1.2, repetition_penalty=1.3)
 
 
 def _decode(rule: str, spec: SequenceSpec, length: int, *, lies: bool = False) -> list[int]:
-    """Windows, one after another, until so many tokens are committed."""
+    """Decode windows, one after another, until `length` tokens are committed."""
     tokens = list(PROMPT)
     while len(tokens) < len(PROMPT) + length:
         drafted = DRAFTERS[rule](DRAFTER, spec, tokens)
@@ -60,7 +60,7 @@ def _target_law(spec: SequenceSpec, length: int) -> list[float]:
 
 
 def _served(rule: str, num_seeds: int, *, lies: bool = False) -> bool:
-    """Whether the first two tokens of so many seeds follow the target's law: 9 cells."""
+    """Whether the first two tokens over `num_seeds` seeds follow the target's law: 9 cells."""
     spec = SequenceSpec(SAMPLING, seed=0, prompt_length=len(PROMPT))
     counts = np.zeros(9, dtype=np.int64)
     for seed in range(num_seeds):
@@ -77,7 +77,7 @@ def test_the_keyed_rules_serve_the_law(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", ["rejection", "kseq", "recursive", "mcsd"])
 def test_probabilities_that_were_not_drawn_from_are_noticed(rule: str) -> None:
-    """Negative control of the test above, with as many seeds."""
+    """Negative control of the test above, with the same number of seeds."""
     assert not _served(rule, 1_500, lies=True)
 
 
@@ -92,7 +92,7 @@ def test_at_temperature_0_every_rule_gives_the_text_of_plain_decoding(rule: str,
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "coupled"])
 def test_nothing_is_tossed_anew(rule: str) -> None:
-    """A repeated call gives the same verdict; another seed or sample index may not."""
+    """A repeated call gives the same verdict. Another seed or sample index may give another."""
     spec = SequenceSpec(SAMPLING, seed=3, prompt_length=1)
     verdicts: set[tuple[Verdict, tuple[int, ...]]] = set()
     for sample_index in range(40):
@@ -131,7 +131,7 @@ _logit = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(drawn=st.data())
 def test_any_shape_and_any_logits(rule: str, drawn: st.DataObject) -> None:
-    """A verdict is a path of the tree and a token that is not masked; logits stay as they are."""
+    """A verdict is a path of the tree and an unmasked token. The logits do not change."""
     window = _any_window(drawn, rule)
     before_RV = window.logits_RV.clone()
     _check_verdict(window, _alone(window))
@@ -141,7 +141,7 @@ def test_any_shape_and_any_logits(rule: str, drawn: st.DataObject) -> None:
 @settings(max_examples=100, deadline=None)
 @given(drawn=st.data())
 def test_a_batch_gives_each_window_what_it_gives_alone(drawn: st.DataObject) -> None:
-    """Of any rules, vocabularies, samplings and trees, and however many rows share a call."""
+    """For any rules, vocabularies, samplings and trees, and any number of rows in a call."""
     rules = drawn.draw(st.lists(st.sampled_from(list(RULES)), max_size=5))
     windows = [_any_window(drawn, rule) for rule in rules]
     with pytest.MonkeyPatch.context() as patch:
@@ -151,7 +151,7 @@ def test_a_batch_gives_each_window_what_it_gives_alone(drawn: st.DataObject) -> 
 
 
 def test_a_batch_of_large_vocabularies_gives_each_window_what_it_gives_alone() -> None:
-    """Where noise is computed for several rows at once, and scores for few tokens."""
+    """Noise is computed for several rows at once, and scores for few tokens."""
     rng = np.random.default_rng(3)
     windows = []
     for seed in range(9):
@@ -191,7 +191,7 @@ def _check_verdict(window: Window, verdict: Verdict) -> None:
 
 
 def _any_window(drawn: st.DataObject, rule: str) -> Window:
-    """Candidates of any shape over 1 to 12 tokens, any logits of which not all are masked."""
+    """Candidates of any shape over 1 to 12 tokens, with any logits that do not mask every token."""
     vocab_size = drawn.draw(st.integers(1, 12))
     spec = SequenceSpec(
         drawn.draw(st.sampled_from(list(SAMPLINGS.values()))),

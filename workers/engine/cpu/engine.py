@@ -1,8 +1,4 @@
-"""The engine on a CPU: a model or a rank's part of one, its KV blocks, and the step that runs it.
-
-It knows token ids, positions and blocks. Sequences, the owners of blocks and the choice of tokens
-are decided elsewhere. The GPU's engine is cuda/engine.py.
-"""
+"""The engine on a CPU: a model or a rank's part of one, its KV blocks, and its steps."""
 
 from __future__ import annotations
 
@@ -15,24 +11,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from workers.engine.attention import StepContext
-from workers.engine.block_pool import blocks_for
+from workers.engine.cpu.attention import CpuStep
 from workers.engine.cpu.kv_cache import BLOCK_SIZE, KVCache, block_bytes, slots_in
 from workers.engine.cpu.linears import MIN_ROWS, activation_dtype
+from workers.engine.cpu.step_plan import make_plan
 from workers.engine.cpu.thread_choice import ThreadChoice
-from workers.engine.forward import choose_forward
-from workers.engine.kv_sizes import kv_sizes_of, num_blocks_in
+from workers.engine.engine import RankedEngine
+from workers.engine.forward import choose_forward, probe_slice
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.load.checkpoint import choose_length, inspect_checkpoint, sliding_window_of
-from workers.engine.load.host_memory import check_room
-from workers.engine.load.weight_form import WeightForm
-from workers.engine.model import load_model, part_config
+from workers.engine.load.model import load_on_cpu, part_config
+from workers.engine.memory import check_room, kv_sizes_of, num_blocks_in
+from workers.engine.options import WeightForm
+from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Group
-from workers.engine.parallel.rank_parts import Progress
-from workers.engine.parallel.ranked import RankedEngine
-from workers.engine.parallel.sharding import Place
+from workers.engine.parallel.sharding import Progress
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, blocks_begun, check_tree, origins_of
-from workers.engine.step_plan import make_plan
 
 __all__ = ["Engine", "Slice"]
 
@@ -51,13 +46,11 @@ class Engine(RankedEngine):
         group: Group | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Load the checkpoint and test it. Raises CheckpointError, or ConfigError if KV memory is
-        too small.
+        """Load the checkpoint, or with a `group` this rank's part of it, and test it.
 
         `max_model_len` may lower the checkpoint's own. A step uses `threads` CPU threads, or fewer
-        while other processes take their cores. With a `group` this is one rank of a tensor-parallel
-        engine, which always uses all `threads`: all ranks load, meet, `agree`, then step with the
-        same slices.
+        while other processes take their cores; a rank always uses all. Raises CheckpointError, or
+        ConfigError if memory does not suffice.
         """
         torch.set_num_threads(threads)
         self._threads: ThreadChoice | None = None
@@ -68,43 +61,41 @@ class Engine(RankedEngine):
         place = Place() if group is None else group.place
         sizes = kv_sizes_of(part_config(folder, place))
         per_block = block_bytes(**sizes, dtype=activation_dtype(weights))
-        self._num_blocks = num_blocks_in(
+        self.num_blocks = num_blocks_in(
             kv_memory_bytes,
             per_block=per_block,
             block_size=BLOCK_SIZE,
             max_model_len=self.max_model_len,
         )
-        model = load_model(folder, weights, group, progress, kv_bytes=self._num_blocks * per_block)
+        model = load_on_cpu(folder, weights, group, progress, kv_bytes=self.num_blocks * per_block)
         self._min_tokens = MIN_ROWS[weights]
         with nullcontext() if group is None else group.alone():
             self._adopt(model, per_block)
-        self.batch_invariant = None
+        self.wants_invariance, self.batch_invariant = True, None
         if group is None:
             self.batch_invariant = rows_are_invariant(self)
-        # Ranks wait for each other, so a rank's time says little about its own threads.
+        # Ranks wait for each other, so the time of a rank says little about its own threads.
         if threads > 1 and self.batch_invariant:
             self._threads = ThreadChoice(threads)
 
     def _adopt(self, model: PreTrainedModel, per_block: int) -> None:
-        """Take a loaded model, and allocate its KV of `per_block` bytes per block."""
+        """Take a loaded model, and allocate its KV. `per_block`: the bytes of a block."""
         config = model.config
         self._window = sliding_window_of(config)
         self._num_query_heads = int(config.num_attention_heads)
         sizes = kv_sizes_of(config)
         self._num_kv_heads = sizes["num_heads"]
         least = blocks_for(self.max_model_len, BLOCK_SIZE) * per_block
-        # This was checked before the weights were loaded too; others may have taken memory since.
+        # This was checked before the weights were loaded, but others may have taken memory since.
         check_room(
-            self._num_blocks * per_block,
+            self.num_blocks * per_block,
             "beside the weights, target.kv_memory asks for",
             f"give less, at least {least} for one sequence of max_model_len",
         )
-        self._cache = KVCache(**sizes, num_blocks=self._num_blocks, dtype=model.dtype)
+        self._cache = KVCache(**sizes, num_blocks=self.num_blocks, dtype=model.dtype)
         with torch.inference_mode():
-            self._forward = choose_forward(model, self._cache)
-        self.forward_seconds = 0.0
-        self.forward_end = 0.0
-        """When the last forward pass ended, by time.perf_counter."""
+            self._forward = choose_forward(model, self._plan([probe_slice(self.info.vocab_size)]))
+        self._began = self._ended = 0.0
 
     @property
     def block_size(self) -> int:
@@ -117,16 +108,19 @@ class Engine(RankedEngine):
         return self._weights
 
     @property
-    def _form(self) -> str:
-        return self._weights
-
-    @property
-    def _may_be_invariant(self) -> bool:
-        return True
-
-    @property
-    def _multi_threaded(self) -> bool:
+    def is_multi_threaded(self) -> bool:
+        """Whether several CPU threads compute a product."""
         return torch.get_num_threads() > 1
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds that the last step took."""
+        return self._ended - self._began
+
+    @property
+    def forward_end(self) -> float:
+        """When the last step ended, by time.perf_counter."""
+        return self._ended
 
     @torch.inference_mode()
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
@@ -135,6 +129,19 @@ class Engine(RankedEngine):
             check_tree(piece)
         if begun := blocks_begun(slices, BLOCK_SIZE):
             self._cache.clear(begun)
+        step = self._plan(slices)
+        rows = sum(len(piece.token_ids) for piece in slices)
+        threads = None if self._threads is None else self._threads.choose(rows)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self._began = time.perf_counter()
+        logits_TV = self._forward(step).float()
+        self._ended = time.perf_counter()
+        if self._threads is not None and threads is not None:
+            self._threads.record(rows, threads, self.forward_seconds)
+        return logits_TV
+
+    def _plan(self, slices: Sequence[Slice]) -> CpuStep:
         plan = make_plan(
             slices,
             num_query_heads=self._num_query_heads,
@@ -142,25 +149,11 @@ class Engine(RankedEngine):
             min_tokens=self._min_tokens,
             window=self._window,
         )
-        rows = sum(len(piece.token_ids) for piece in slices)
-        threads = None if self._threads is None else self._threads.choose(rows)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        began = time.perf_counter()
-        logits_TV = self._forward(StepContext(plan, self._cache.layers)).float()
-        self.forward_end = time.perf_counter()
-        self.forward_seconds = self.forward_end - began
-        if self._threads is not None and threads is not None:
-            self._threads.record(rows, threads, self.forward_seconds)
-        return logits_TV
+        return CpuStep(plan, self._cache.layers)
 
     @torch.inference_mode()
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy KV of slot `from` to slot `to` of a sequence, pair by pair in order, in all layers.
-
-        A key keeps the rotary position for which it was computed, so a tree's node must be moved to
-        the slot that is its position.
-        """
+        """Copy a sequence's KV from slot to slot."""
         origin = origins_of(moves)
         table = torch.tensor(block_table, dtype=torch.int64)
         self._cache.copy_slots(

@@ -26,11 +26,11 @@ class LayerCache:
 
 
 class KVCache:
-    """Buffers for `num_blocks` blocks, allocated once and zeroed, since masked slots must be
-    finite.
+    """Buffers for `num_blocks` blocks, allocated once and zeroed.
 
-    A masked slot has weight 0, and 0 times NaN is NaN. So a block is cleared when a sequence begins
-    to use it (`clear`): the sequence before it may have left the NaN that ended it.
+    Masked slots must be finite: such a slot has weight 0, and 0 times NaN is NaN. So a block is
+    also cleared when a sequence begins to use it (`clear`): a sequence that ended because of a NaN
+    may have left it there.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class KVCache:
                 layer.values_NHBD[block].zero_()
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values between slots in all layers. All are read before any is written."""
+        """Copy keys and values between slots in all layers. All are read before one is written."""
         for layer in self.layers:
             slots = layer.slots_2HSD
             slots.index_copy_(1, targets, slots.index_select(1, sources))

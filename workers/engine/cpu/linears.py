@@ -2,10 +2,13 @@
 
 float32, bfloat16  PackedLinear: packed once for oneDNN's kernels, over twice as fast as nn.Linear
                    for few rows. With two rows or more, a row's bits do not depend on other rows.
-float16            half of the memory with float32 arithmetic (half_linear.py).
-int8, int4         fewer bits for drafters, bfloat16 activations (quantized_linears.py).
+float16            HalfLinear: half of the memory, only weights are rounded. The processor needs
+                   F16C, which all those with AVX2 have.
+int8, int4         Int8Linear, Int4Linear: fewer bits for drafters. A step with few rows is as fast
+                   as its weights can be read. This matters even more beside a target that reads its
+                   weights from the same memory.
 
-Shapes: T rows, N input features, M output features.
+Shapes: T rows, N input features, M output features, G groups of a row's weights.
 """
 
 from __future__ import annotations
@@ -14,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ConfigError
-from workers.engine.cpu.half_linear import HalfLinear
-from workers.engine.cpu.quantized_linears import Int4Linear, Int8Linear, fits_int4
-from workers.engine.load.weight_form import WeightForm
+from workers.engine.options import WeightForm
 
 MIN_ROWS: dict[WeightForm, int] = {
     "float32": 2,
@@ -28,9 +29,64 @@ MIN_ROWS: dict[WeightForm, int] = {
 """Minimum number of rows in a step's linears. For a single row oneDNN takes another kernel, which
 rounds differently.
 """
-_PACKED_ROWS = 2
-
+_MIN_PACKED_ROWS = 2
 _NO_SCALARS: list[float] = []
+_LARGEST_FLOAT16 = torch.finfo(torch.float16).max
+_ROWS_A_BLOCK = 6
+"""FBGEMM's AVX2 kernel takes blocks of at most 6 rows. In blocks of 1 or 2 rows it sums in another
+order. Its AVX-512 kernels always sum in the same order.
+"""
+GROUP_SIZE = 32
+"""Input features that share a scale and a minimum, as in the formats Q4_0 and Q4_1 of GGUF. So
+weights that came from these are recovered.
+"""
+_INT4_MULTIPLE = 16
+"""torch's 4-bit kernel needs a multiple of this number of output features."""
+_UNPACK_ROWS_INT4 = 128
+"""From this number of rows on, unpacking 4-bit weights to bfloat16 and multiplying is faster."""
+
+
+def activation_dtype(form: WeightForm) -> torch.dtype:
+    """The dtype of everything but the weights of linears."""
+    return torch.float32 if form in ("float32", "float16") else torch.bfloat16
+
+
+def convert_weights(model: nn.Module, form: WeightForm) -> None:
+    """Convert a float32 Hugging Face model to `form` in place: linears and other parameters.
+
+    Buffers stay as they are: rotary frequencies in bfloat16 would misplace distant tokens.
+    """
+    replace_linears(model, form)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(activation_dtype(form))
+
+
+def replace_linears(model: nn.Module, form: WeightForm) -> None:
+    """Replace every nn.Linear of `model`, LM head included, by the engine's own layer.
+
+    Originals are dropped one by one. An embedding that shares its weight with the LM head keeps the
+    weight. With int4 the LM head has 8 bits, since its errors go straight into the logits.
+    """
+    for parent in list(model.modules()):
+        replace_linears_of(parent, form, is_head=parent is model)
+
+
+def replace_linears_of(module: nn.Module, form: WeightForm, *, is_head: bool = False) -> None:
+    """Replace the nn.Linears among the direct children of `module`."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, make_linear(child, form, is_head=is_head))
+
+
+def make_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False) -> nn.Module:
+    """The layer that replaces `source`. With int4 an LM head has 8 bits."""
+    if form == "int4" and not is_head and fits_int4(source):
+        return Int4Linear(source)
+    if form in ("int4", "int8"):
+        return Int8Linear(source)
+    if form == "float16":
+        return HalfLinear(source)
+    return PackedLinear(source, activation_dtype(form))
 
 
 class PackedLinear(nn.Module):
@@ -54,14 +110,16 @@ class PackedLinear(nn.Module):
     def forward(self, rows_TN: Tensor) -> Tensor:
         """The product, of shape [..., M]."""
         num_rows = rows_TN.numel() // self.in_features
-        if num_rows >= _PACKED_ROWS:
+        if num_rows >= _MIN_PACKED_ROWS:
             result: Tensor = self._multiply(
                 rows_TN, self._packed, self._bias, "none", _NO_SCALARS, ""
             )
             return result
         if num_rows == 0:
             return rows_TN.new_empty((*rows_TN.shape[:-1], self.out_features))
-        flat_TN = rows_TN.reshape(num_rows, self.in_features).expand(_PACKED_ROWS, -1).contiguous()
+        flat_TN = (
+            rows_TN.reshape(num_rows, self.in_features).expand(_MIN_PACKED_ROWS, -1).contiguous()
+        )
         doubled = self._multiply(flat_TN, self._packed, self._bias, "none", _NO_SCALARS, "")
         single: Tensor = doubled[:1].reshape(*rows_TN.shape[:-1], self.out_features)
         return single
@@ -72,44 +130,156 @@ def multiplies_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def activation_dtype(form: WeightForm) -> torch.dtype:
-    """The dtype of everything but the weights of linears."""
-    return torch.float32 if form in ("float32", "float16") else torch.bfloat16
+class HalfLinear(nn.Module):
+    """A linear layer with float16 weights, by FBGEMM; activations, sums and results are float32.
 
-
-def replace_linears(model: nn.Module, form: WeightForm) -> None:
-    """Replace every nn.Linear of `model`, LM head included, by the engine's own layer.
-
-    Originals are dropped one by one. An embedding that shares its weight with the LM head keeps the
-    weight. With int4 the LM head has 8 bits, since its errors go straight into the logits.
+    A row's bits do not depend on the other rows: without AVX-512, rows are padded to whole blocks.
     """
-    for parent in list(model.modules()):
-        replace_linears_of(parent, form, is_head=parent is model)
+
+    def __init__(self, source: nn.Linear) -> None:
+        """Raises ConfigError if torch lacks this kernel, or a weight is too large for float16."""
+        super().__init__()
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            raise ConfigError(
+                "target.dtype float16 on a CPU needs FBGEMM, which this torch lacks (it has it for "
+                "x86 only); use float32 or bfloat16"
+            )
+        self.in_features = source.in_features
+        self.out_features = source.out_features
+        weight_MN = source.weight.detach().to(torch.float32).contiguous()
+        largest = float(weight_MN.abs().max()) if weight_MN.numel() else 0.0
+        if not largest <= _LARGEST_FLOAT16:
+            raise ConfigError(
+                f"a weight of {largest:g} cannot be held in float16, whose largest number is "
+                f"{_LARGEST_FLOAT16:g}; use target.dtype bfloat16 or float32"
+            )
+        bias = None if source.bias is None else source.bias.detach().to(torch.float32)
+        self._packed = torch.ops.quantized.linear_prepack_fp16(weight_MN, bias)
+        self._multiply = torch.ops.quantized.linear_dynamic_fp16.default
+        self._pads = not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+    def forward(self, rows_TN: Tensor) -> Tensor:
+        """The product, of shape [..., M]."""
+        if not rows_TN.numel():
+            return rows_TN.new_empty((*rows_TN.shape[:-1], self.out_features))
+        if self._pads:
+            return self._in_whole_blocks(rows_TN)
+        result: Tensor = self._multiply(rows_TN, self._packed)
+        return result
+
+    def _in_whole_blocks(self, rows_TN: Tensor) -> Tensor:
+        flat_TN = rows_TN.reshape(-1, self.in_features)
+        num_rows = flat_TN.shape[0]
+        padded_TN = nn.functional.pad(flat_TN, (0, 0, 0, -num_rows % _ROWS_A_BLOCK))
+        result_TM: Tensor = self._multiply(padded_TN, self._packed)[:num_rows]
+        return result_TM.reshape(*rows_TN.shape[:-1], self.out_features)
 
 
-def replace_linears_of(module: nn.Module, form: WeightForm, *, is_head: bool = False) -> None:
-    """The same for the direct children of `module` only."""
-    for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear):
-            setattr(module, name, packed_linear(child, form, is_head=is_head))
+class Int8Linear(nn.Module):
+    """A linear layer with 8-bit weights; activations and results are bfloat16.
 
-
-def packed_linear(source: nn.Linear, form: WeightForm, *, is_head: bool = False) -> nn.Module:
-    """The layer that replaces `source`."""
-    if form == "int4" and not is_head and fits_int4(source):
-        return Int4Linear(source)
-    if form in ("int4", "int8"):
-        return Int8Linear(source)
-    if form == "float16":
-        return HalfLinear(source)
-    return PackedLinear(source, activation_dtype(form))
-
-
-def convert_weights(model: nn.Module, form: WeightForm) -> None:
-    """Convert a float32 Hugging Face model to `form` in place: linears and other parameters.
-
-    Buffers stay as they are: rotary frequencies in bfloat16 would misplace distant tokens.
+    One kernel serves any number of rows, so that a row's bits do not depend on the others. With
+    hundreds of rows, unpacking the weights would take less than half the time, but give other bits.
     """
-    replace_linears(model, form)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(activation_dtype(form))
+
+    weight_MN: Tensor
+    scale_M: Tensor
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = source.in_features
+        self.out_features = source.out_features
+        weight_MN, scale_M = quantize_channels(source.weight.detach())
+        self.register_buffer("weight_MN", weight_MN, persistent=False)
+        self.register_buffer("scale_M", scale_M, persistent=False)
+        self._bias = None if source.bias is None else source.bias.detach().to(torch.bfloat16)
+
+    def forward(self, rows_TN: Tensor) -> Tensor:
+        """The product, of shape [..., M], in bfloat16."""
+        flat_TN = rows_TN.reshape(-1, self.in_features)
+        result = torch._weight_int8pack_mm(flat_TN, self.weight_MN, self.scale_M)
+        if self._bias is not None:
+            result = result + self._bias
+        return result.reshape(*rows_TN.shape[:-1], self.out_features)
+
+
+class Int4Linear(nn.Module):
+    """A linear layer with 4-bit weights, each a number of steps above its group's minimum.
+
+    Activations, results, steps and minima are bfloat16.
+    """
+
+    packed: Tensor
+    pairs: Tensor
+    scale_and_middle_GM2: Tensor
+
+    def __init__(self, source: nn.Linear) -> None:
+        """Raises ValueError if the kernel does not support the layer's shape."""
+        super().__init__()
+        self.in_features = source.in_features
+        self.out_features = source.out_features
+        if not fits_int4(source):
+            raise ValueError(f"no 4-bit linear of {source.out_features} x {source.in_features}")
+        steps_MN, scale_MG, minimum_MG = quantize_groups(source.weight.detach())
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(steps_MN.to(torch.int32), 1)
+        self.register_buffer("packed", packed, persistent=False)
+        # Two weights per byte, for many rows: the layout of the kernel's `packed` is undocumented.
+        pairs = steps_MN[:, ::2] | (steps_MN[:, 1::2] << 4)
+        self.register_buffer("pairs", pairs, persistent=False)
+        # The kernel counts steps from the middle of the 16.
+        middle_MG = (minimum_MG.float() + 8 * scale_MG.float()).to(torch.bfloat16)
+        both_GM2 = torch.stack([scale_MG.t(), middle_MG.t()], dim=2).contiguous()
+        self.register_buffer("scale_and_middle_GM2", both_GM2, persistent=False)
+        self._bias = None if source.bias is None else source.bias.detach().to(torch.bfloat16)
+
+    def forward(self, rows_TN: Tensor) -> Tensor:
+        """The product, of shape [..., M], in bfloat16."""
+        flat_TN = rows_TN.reshape(-1, self.in_features)
+        if flat_TN.shape[0] >= _UNPACK_ROWS_INT4:
+            result = nn.functional.linear(flat_TN, self.unpacked_MN())
+        else:
+            result = torch.ops.aten._weight_int4pack_mm_for_cpu(
+                flat_TN, self.packed, GROUP_SIZE, self.scale_and_middle_GM2
+            )
+        if self._bias is not None:
+            result = result + self._bias
+        return result.reshape(*rows_TN.shape[:-1], self.out_features)
+
+    def unpacked_MN(self) -> Tensor:
+        """The weights in bfloat16."""
+        steps_MN = torch.stack([self.pairs & 15, self.pairs >> 4], dim=2)
+        steps_MGS = steps_MN.view(self.out_features, -1, GROUP_SIZE).to(torch.bfloat16) - 8
+        scale_MG1, middle_MG1 = self.scale_and_middle_GM2.transpose(0, 1).split(1, dim=2)
+        return steps_MGS.mul_(scale_MG1).add_(middle_MG1).view(self.out_features, -1)
+
+
+def fits_int4(source: nn.Linear) -> bool:
+    """Whether torch's 4-bit kernel supports a layer of this shape."""
+    return source.in_features % GROUP_SIZE == 0 and source.out_features % _INT4_MULTIPLE == 0
+
+
+def quantize_channels(weight_MN: Tensor) -> tuple[Tensor, Tensor]:
+    """8-bit weights [M, N] and bfloat16 scales [M]; a weight is nearly int8 x scale.
+
+    The scale is rounded to bfloat16 first, and the weights are divided by the rounded scale, so
+    that rounding the scale costs no accuracy.
+    """
+    weight_MN = weight_MN.to(torch.float32)
+    scale_M = (weight_MN.abs().amax(dim=1) / 127).clamp_min(1e-12).to(torch.bfloat16)
+    steps_MN = (weight_MN / scale_M.to(torch.float32)[:, None]).round_().clamp_(-127, 127)
+    return steps_MN.to(torch.int8).contiguous(), scale_M
+
+
+def quantize_groups(weight_MN: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """4-bit steps [M, N] (uint8), bfloat16 scales [M, G] and minima [M, G], G = N / 32.
+
+    A weight is nearly step x scale + minimum. Weights that have this form already, such as those
+    from a 4-bit GGUF file, keep their steps.
+    """
+    weight_MGS = weight_MN.to(torch.float32).unflatten(1, (-1, GROUP_SIZE))
+    minimum_MG1 = weight_MGS.amin(dim=2, keepdim=True).to(torch.bfloat16)
+    range_MG1 = weight_MGS.amax(dim=2, keepdim=True) - minimum_MG1.float()
+    scale_MG1 = (range_MG1 / 15).clamp_min(1e-12).to(torch.bfloat16)
+    steps_MGS = (weight_MGS - minimum_MG1.float()).div_(scale_MG1.float()).round_().clamp_(0, 15)
+    steps_MN = steps_MGS.flatten(1).to(torch.uint8)
+    return steps_MN, scale_MG1.squeeze(2), minimum_MG1.squeeze(2)

@@ -2,8 +2,8 @@
 
 Hugging Face's experts are one stacked parameter. Their products, and those of the router, round
 differently for different numbers of tokens. With the engine's linears, and a router that always
-gets the same number of rows, a token's bits do not depend on other tokens (self_test.py checks this
-on the machine).
+gets the same number of rows, a token's bits do not depend on other tokens; self_test.py checks this
+on the machine.
 
 Shapes: T tokens, N features, E experts, K experts chosen for a token, M inner width of an expert.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workers.engine.cpu.linears import packed_linear
-from workers.engine.load.weight_form import WeightForm
+from workers.engine.cpu.linears import make_linear
+from workers.engine.options import WeightForm
 
 _ROUTED_ROWS = 16
 
@@ -79,4 +79,4 @@ def replace_experts_of(module: nn.Module, form: WeightForm) -> None:
 def _linear(weight_MN: Tensor, form: WeightForm) -> nn.Module:
     linear = nn.Linear(weight_MN.shape[1], weight_MN.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight_MN, requires_grad=False)
-    return packed_linear(linear, form)
+    return make_linear(linear, form)

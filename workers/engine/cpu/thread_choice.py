@@ -1,9 +1,9 @@
-"""How many threads the next step computes with: as many as help at the moment.
+"""Chooses the number of threads with which the next step computes.
 
 Threads that share a step synchronize some two hundred times in it. If another process takes one of
-their cores, each synchronization waits for the scheduler for milliseconds. Two threads that take 18
-ms a step alone took 1,190 ms beside one busy process, where one thread took 36 ms. So a step may
-use fewer threads than there are; its rows have the same bits with any number of threads.
+their cores, each synchronization waits milliseconds for the operating system. Two threads took 18
+ms per step alone, but 1,190 ms beside one busy process, where a single thread took 36 ms. So a step
+may use fewer threads than there are. Its rows have the same bits with any number of threads.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ from collections import defaultdict, deque
 from statistics import median
 
 MORE_SHARE = 0.04
-"""Maximum share of time for trials of more threads: others take a core only for a while."""
+"""Share of time, at most, for trials of more threads: other processes take cores for a while."""
 FEWER_SHARE = 0.005
-"""Maximum share of time for trials of fewer threads."""
+"""Share of time, at most, for trials of fewer threads."""
 DISTURBED = 1.25
-"""Slowness from which on fewer threads are tried. A trial delays the tokens of all sequences."""
+"""Try fewer threads only from this slowness on: a trial delays the tokens of all sequences."""
 
 _RECENT = 3
-"""Number of steps whose median slowness counts, since one slow step says nothing."""
+"""The number of steps whose median slowness counts, since one slow step says nothing."""
 _DRIFT = 1.005
-"""Assumed growth per step of the quickest step of a kind, since contexts get longer."""
+"""Factor by which the quickest time of a kind grows per step, since contexts get longer."""
 
 
 class ThreadChoice:
     """Chooses the number of threads with the least expected time.
 
-    The expected time is the quickest step of its kind, times the recent slowness of that number of
-    threads. The kinds of steps are the powers of two of their rows. For a number that was not tried
-    with a kind, times are scaled from the kind that was last tried with all numbers.
+    Steps whose numbers of rows have the same power of two are of one kind. The slowness of a step
+    is its time as a multiple of the quickest of its kind and number of threads. The expected time
+    is that quickest time, times the recent slowness with that number of threads. If a number of
+    threads was not tried with a kind, its quickest time is scaled from the kind that was last tried
+    with all numbers.
     """
 
     def __init__(self, most: int) -> None:
@@ -51,8 +53,8 @@ class ThreadChoice:
         for count in self._counts:
             if count not in times:
                 return count
-            # A step may be slow because of what it feeds. Then another number of threads is as
-            # slow.
+            # A step may be slow because of what it feeds: then it would be as slow with another
+            # number of threads.
             loss = max(
                 times[count] * self._slowness[count][-1] - expected[self._now],
                 times[count] - times[self._now],
@@ -79,11 +81,10 @@ class ThreadChoice:
         return FEWER_SHARE if self._slowness[self._now][-1] >= DISTURBED else 0.0
 
     def _quickest_times(self, own: dict[int, float]) -> dict[int, float]:
-        """The quickest times of a kind of steps, with estimates from the reference for untried
-        numbers.
+        """The quickest times of a kind of steps; numbers that were not tried are estimated.
 
-        Fewer threads are assumed to do no better than their share, since wide steps are bound by
-        arithmetic where narrow ones are bound by memory.
+        Fewer threads are assumed to do no better than their share: wide steps are bound by
+        arithmetic, but narrow ones, from which the estimate may come, by memory.
         """
         if not own or not self._reference:
             return own

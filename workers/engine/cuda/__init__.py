@@ -1,6 +1,6 @@
-"""The engine for GPUs: paged attention by torch's varlen_attn, and steps replayed as CUDA graphs.
+"""The engine on a GPU: attention, graphs, and kernels of our own.
 
-All of it but that kernel and the graphs runs on a CPU as well, where a reference attention replaces
-the kernel: tests prove it this way without a GPU. Kernels of our own, for attention and for what
-lies between products, run where they are enabled (workers/process/kernels.py).
+All of it but kernels and graphs also runs on a CPU, where a reference replaces the kernel of
+attention: tests prove it this way without a GPU. Our own kernels run where they are enabled
+(workers/process/kernels.py).
 """

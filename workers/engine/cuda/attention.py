@@ -1,9 +1,10 @@
-"""Attention over pages: a kernel on a GPU, a plain reference where no kernel can run.
+"""Attention over pages: torch's kernel, our own, or a plain reference where no kernel can run.
 
-For float16 and bfloat16 on CUDA devices from Ampere on, it uses torch's varlen_attn (FlashAttention
-2), which is told never to divide one sequence's keys. Where our own kernels run
-(kernels.py), it uses paged_attention.py instead, which does divide them. For float32, and
-in tests on a CPU, the reference computes the same, sequence by sequence.
+- torch's varlen_attn (FlashAttention 2) computes float16 and bfloat16 on CUDA devices from Ampere
+  on. It is told never to divide one sequence's keys.
+- Our own kernel (attention_kernel.py) replaces it where our kernels run (process/kernels.py). It
+  does divide the keys.
+- The reference computes the same, sequence by sequence: for float32, and in tests on a CPU.
 
 A tree's nodes need a mask, which neither kernel supports. So their attention has two parts, merged
 by log-sum-exp. The first is the stem, which all of a slice's tokens see completely, computed as
@@ -30,9 +31,9 @@ from workers.process.kernels import AMPERE, can_run_kernels
 _LARGEST_HEAD = 256
 _HEAD_MULTIPLE = 8
 _ONE_SPLIT = 1
-"""For varlen_attn: the keys of a sequence are not divided among thread blocks. If they are, torch
-2.13 leaves the rows of all sequences but the first unwritten (pytorch issue 194167). The division
-would also depend on the batch, and so would the bits.
+"""For varlen_attn: do not divide the keys of a sequence among thread blocks. If it does, torch 2.13
+leaves the rows of all sequences but the first unwritten (pytorch issue 194167). The division would
+also depend on the batch, and so would the bits.
 """
 
 
@@ -57,8 +58,8 @@ class Ragged:
 class Trees:
     """Slices of one width whose tokens do not all see each other.
 
-    `stem`: what all of a slice's tokens see. Of the slots `key_slots_BK`, token w sees those where
-    `seen_BWK` is True, at least one.
+    `stem`: the keys that all of a slice's tokens see. Of the slots `key_slots_BK`, token w sees
+    those where `seen_BWK` is True, at least one.
     """
 
     stem: Ragged
@@ -67,7 +68,7 @@ class Trees:
 
 
 def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether a kernel takes such tensors. varlen_attn and our own kernels take the same ones."""
+    """Whether kernels take such tensors: varlen_attn and our own kernels take the same ones."""
     return (
         device.type == "cuda"
         and dtype in (torch.float16, torch.bfloat16)
@@ -77,7 +78,7 @@ def can_use_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> 
     )
 
 
-def _is_for_ours(query_TAD: Tensor) -> bool:
+def _can_use_our_kernel(query_TAD: Tensor) -> bool:
     device, dtype, head_size = query_TAD.device, query_TAD.dtype, query_TAD.shape[2]
     return can_use_kernel(device, dtype, head_size) and can_run_kernels(device)
 
@@ -105,7 +106,7 @@ def attend(
     if not can_use_kernel(query_TAD.device, query_TAD.dtype, query_TAD.shape[2]):
         return _reference(query_TAD, layer, ragged, scaling, causal=causal)
     if can_run_kernels(query_TAD.device):
-        from workers.engine.cuda.paged_attention import attend_pages
+        from workers.engine.cuda.attention_kernel import attend_pages
 
         return attend_pages(
             query_TAD,
@@ -121,7 +122,7 @@ def attend(
         layer.keys_NPHD,
         layer.values_NPHD,
         ragged.cu_seq_B,
-        # Required, but without effect: `seqused_k` says how many keys, and the table which ones.
+        # Required, but without effect: `seqused_k` gives the number of keys, the table which ones.
         ragged.cu_seq_B,
         # Never 1: for a single query the kernel would put the heads of a group into its rows.
         max(2, ragged.max_width),
@@ -134,7 +135,7 @@ def attend(
         block_table=ragged.table_BP,
         num_splits=_ONE_SPLIT,
     )
-    assert isinstance(result, tuple), "the log-sum-exps were asked for"
+    assert isinstance(result, tuple), "varlen_attn was asked for log-sum-exps"
     return result
 
 
@@ -169,7 +170,7 @@ def attend_trees(query_TAD: Tensor, layer: LayerPages, trees: Trees, scaling: fl
     """Outputs [T, A, D] of the slices' packed tokens; T = B x W."""
     num_trees, width, num_keys = trees.seen_BWK.shape
     stem_TAD, stem_lse_AT = attend(query_TAD, layer, trees.stem, scaling, causal=False)
-    if _is_for_ours(query_TAD):
+    if _can_use_our_kernel(query_TAD):
         from workers.engine.cuda.tree_kernel import attend_beside_stems
 
         return attend_beside_stems(

@@ -1,21 +1,35 @@
-"""The kernels of attention over pages; paged_attention.py launches them and explains the division.
+"""Attention over pages in Triton: a sequence's keys are shared among programs, with fixed bits.
+
+A sequence's keys are cut into units. Units begin at the same positions in every sequence, whichever
+program computes them; later units are larger, which bounds what must be stored for a long sequence.
+The rows of a tile attend to each unit separately; a row's units are then folded in order, first to
+last. With many tiles (prefill, large batches) a program folds the units as it computes them. With
+few tiles (decoding) programs store the result of each unit, and a second kernel folds them. The
+operations on a row are the same in both cases, so that its bits depend on its own keys only. For
+the same reason all tiles have one size, and products and sums are never contracted
+(`enable_fp_fusion=False`).
 
 The rows of a tile are tokens times the query heads of one key/value head, so that these heads read
 a key once. A unit's keys are processed in blocks. For each row a unit gives outputs, the maximum of
 the scores (`top`, in base 2), and the sum of the weights relative to it (`total`).
 
-Suffixes: R rows of a tile, K keys of a block, D head size, padded to a power of two.
+Import it only where kernels can run. Shapes: T tokens, A query heads, H key/value heads, D head
+size (in kernels padded to a power of two), B sequences, P pages of a table, N pages in all, R rows
+of a tile, K keys of a block.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from workers.engine.cuda.attention_units import start_of, units_of
-from workers.engine.cuda.kv_cache import PAGE_SIZE
+from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages
+from workers.process.kernels import on_device
 
 ROWS = tl.constexpr(64)
 """Rows of a tile. All tiles have one size, so that a row's products are computed alike in all."""
@@ -27,6 +41,163 @@ _ENDS = tl.constexpr(128)
 """Number of sequences examined at once when a tile or a token looks for its own."""
 _UNROLLED = tl.constexpr(8)
 """Number of stored units that are loaded together."""
+_SMALL, _MIDDLE, _LARGE = tl.constexpr(256), tl.constexpr(1024), tl.constexpr(4096)
+"""Keys per unit: in the first 64 units, in the next 48, and in those after them."""
+_NUM_SMALL, _NUM_MIDDLE = tl.constexpr(64), tl.constexpr(48)
+_SMALL_END, _MIDDLE_END = tl.constexpr(16_384), tl.constexpr(65_536)
+SCRATCH_BYTES = 256 << 20
+"""Memory for stored units. Steps that would need more fold as they go."""
+NARROW_HEAD = 128
+"""Largest head size with which four warps hold a tile's sums, and shared memory three blocks."""
+_ENOUGH_PROGRAMS = 512
+"""From this number of tiles times heads on, the device is busy although no units are shared."""
+_PROGRAMS = 1024
+"""Approximate number of programs if units are shared, some of which end at once (padding)."""
+
+
+def attend_pages(
+    query_TAD: Tensor,
+    layer: LayerPages,
+    cu_seq_B: Tensor,
+    used_B: Tensor,
+    table_BP: Tensor,
+    scaling: float,
+    *,
+    causal: bool,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """As `attention.attend`: outputs [T, A, D] of the queries' dtype, float32 log-sum-exps [A, T].
+
+    Both are zero for rows without keys. `scratch_bytes` changes how the result is computed, but not
+    its bits.
+    """
+    num_tokens, num_query_heads, head_size = query_TAD.shape
+    keys_NPHD, values_NPHD = layer.keys_NPHD, layer.values_NPHD
+    num_heads = keys_NPHD.shape[2]
+    assert keys_NPHD.stride() == values_NPHD.stride(), "pages of keys and values are laid out alike"
+    assert keys_NPHD.stride(3) == query_TAD.stride(2) == 1, "a head is contiguous"
+    assert query_TAD.stride(1) == head_size, "a token's heads are contiguous"
+    assert keys_NPHD.shape[1] == PAGE_SIZE, keys_NPHD.shape
+    group = num_query_heads // num_heads
+    tile_heads = min(group, ROWS.value)
+    tile_tokens = ROWS.value // tile_heads
+    num_sequences = used_B.shape[0]
+    # Each sequence begins a new tile: at most one more than its tokens fill.
+    num_tiles = num_tokens // tile_tokens + num_sequences
+    num_columns = num_heads * math.ceil(group / tile_heads)
+    units = num_units(table_BP.shape[1] * PAGE_SIZE)
+    output_TAD = torch.empty(query_TAD.shape, dtype=query_TAD.dtype, device=query_TAD.device)
+    lse_AT = query_TAD.new_empty((num_query_heads, num_tokens), dtype=torch.float32)
+    programs = share_out(
+        units,
+        num_tiles * num_columns,
+        unit_bytes=4 * num_tokens * num_query_heads * (head_size + 2),
+        scratch_bytes=scratch_bytes,
+    )
+    folds = programs == 1
+    if folds:
+        # The kernel does not access them.
+        unit_outputs = unit_sums = lse_AT
+    else:
+        rows = (units, num_tokens, num_query_heads)
+        unit_outputs = lse_AT.new_empty((*rows, head_size))
+        unit_sums = lse_AT.new_empty((2, *rows))
+    shape = options_of(head_size)
+    with on_device(query_TAD.device):
+        attend_kernel[(num_columns, programs, num_tiles)](
+            query_TAD,
+            keys_NPHD,
+            values_NPHD,
+            cu_seq_B,
+            used_B,
+            table_BP,
+            output_TAD,
+            lse_AT,
+            unit_outputs,
+            unit_sums,
+            scaling / math.log(2),
+            int(causal),
+            num_sequences,
+            num_tokens,
+            table_BP.stride(0),
+            query_TAD.stride(0),
+            *keys_NPHD.stride()[:3],
+            units * num_tokens * num_query_heads,
+            NUM_QUERY_HEADS=num_query_heads,
+            GROUP=group,
+            TILE_HEADS=tile_heads,
+            FOLDS=folds,
+            num_warps=4 if head_size <= NARROW_HEAD else 8,
+            num_stages=3 if head_size <= NARROW_HEAD else 2,
+            **shape,
+        )
+        if not folds:
+            fold_stored_kernel[(num_tokens, num_query_heads)](
+                unit_outputs,
+                unit_sums,
+                cu_seq_B,
+                used_B,
+                output_TAD,
+                lse_AT,
+                int(causal),
+                num_sequences,
+                num_tokens,
+                units * num_tokens * num_query_heads,
+                NUM_QUERY_HEADS=num_query_heads,
+                num_warps=1,
+                **shape,
+            )
+    return output_TAD, lse_AT
+
+
+def options_of(head_size: int) -> dict[str, Any]:
+    """The options with which every attention kernel is compiled for heads of this size."""
+    return {
+        "HEAD_SIZE": head_size,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
+        "enable_fp_fusion": False,
+    }
+
+
+def num_units(num_keys: int) -> int:
+    """The number of units of `num_keys` keys, including one that is not full."""
+    small: int = math.ceil(min(num_keys, _SMALL_END.value) / _SMALL.value)
+    past_small = max(min(num_keys, _MIDDLE_END.value) - _SMALL_END.value, 0)
+    middle: int = math.ceil(past_small / _MIDDLE.value)
+    large: int = math.ceil(max(num_keys - _MIDDLE_END.value, 0) / _LARGE.value)
+    return small + middle + large
+
+
+def share_out(units: int, num_tiles: int, *, unit_bytes: int, scratch_bytes: int) -> int:
+    """The number of programs that share a tile's units. A single program folds them as it goes.
+
+    `num_tiles` counts tiles times columns of heads. `unit_bytes`: storage per unit over all rows.
+    """
+    if num_tiles >= _ENOUGH_PROGRAMS or units * unit_bytes > scratch_bytes:
+        return 1
+    return min(units, math.ceil(_PROGRAMS / num_tiles))
+
+
+@triton.jit
+def units_of(num_keys):
+    """As `num_units`, on the device."""
+    small = tl.minimum(num_keys, _SMALL_END)
+    middle = tl.maximum(tl.minimum(num_keys, _MIDDLE_END) - _SMALL_END, 0)
+    large = tl.maximum(num_keys - _MIDDLE_END, 0)
+    return (
+        (small + (_SMALL - 1)) // _SMALL
+        + (middle + (_MIDDLE - 1)) // _MIDDLE
+        + (large + (_LARGE - 1)) // _LARGE
+    )
+
+
+@triton.jit
+def start_of(unit):
+    """The first position of a unit."""
+    small = tl.minimum(unit, _NUM_SMALL)
+    middle = tl.maximum(tl.minimum(unit - _NUM_SMALL, _NUM_MIDDLE), 0)
+    large = tl.maximum(unit - (_NUM_SMALL + _NUM_MIDDLE), 0)
+    return small * _SMALL + middle * _MIDDLE + large * _LARGE
 
 
 @triton.jit
@@ -47,7 +218,7 @@ def weigh(scores_RK, top_R, total_R):
 def fold(outputs, top, total, unit_outputs, unit_top, unit_total):
     """Add one unit to the sums; `top` is the maximum that sums are relative to, in base 2.
 
-    Rows that see nothing of the unit stay as they are: they are multiplied by 1, and get 0 added.
+    Rows that see nothing of the unit do not change: they are multiplied by 1, and 0 is added.
     """
     new_top = tl.maximum(top, unit_top)
     # For rows that have seen nothing yet, avoids the difference of two infinities.
@@ -221,7 +392,7 @@ def fold_stored_kernel(
     HEAD_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (t, a) folds the units of one row in order: as many as the row has keys for."""
+    """Program (t, a) folds, in order, the units of row (t, a) that hold keys."""
     token = tl.program_id(0)
     query_head = tl.program_id(1)
     sequence = _sequence_of(ends, num_sequences, token, 0)

@@ -1,8 +1,8 @@
-"""The engine on a GPU: a model or a rank's part of one, its KV pages, and the step that runs it.
+"""The engine on a GPU: a model or a rank's part of one, its KV pages, and its steps.
 
 Nothing in a step waits for the device: inputs are sent from pinned memory, and the logits stay on
-the device, where device_choice.py chooses tokens. A CPU can replace the GPU, slowly; tests do
-that.
+the device, where verification/device_choice.py chooses tokens. In tests a CPU takes the place of
+the GPU.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from paceline.errors import ConfigError
 from workers.engine.cuda.attention import can_use_kernel
 from workers.engine.cuda.graphs import SMALLEST_TREE, Graphs, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV, page_bytes, slot_of
-from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
-from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
-from workers.engine.cuda.step import DeviceStep, Heads
-from workers.engine.forward import choose_by_probe, probe_slice
-from workers.engine.kv_sizes import kv_sizes_of
+from workers.engine.cuda.step import DeviceStep, Heads, Layout, exact_shape, lay_out, read_inputs
+from workers.engine.engine import RankedEngine
+from workers.engine.forward import LayerOperations, choose_forward, probe_slice
 from workers.engine.load.checkpoint import CheckpointInfo, choose_length
+from workers.engine.memory import MemoryProfile, kv_sizes_of, num_blocks_on_gpu
 from workers.engine.parallel.group import Group
-from workers.engine.parallel.ranked import RankedEngine
 from workers.engine.self_test import rows_are_invariant
 from workers.engine.slices import Slice, check_tree, origins_of
+from workers.process.kernels import can_run_kernels
 from workers.verification.staging import to_device
 
 _log = logging.getLogger(__name__)
@@ -42,8 +41,9 @@ _log = logging.getLogger(__name__)
 class CudaOptions:
     """How the engine runs.
 
-    `kv_memory_bytes` None: what a profile run leaves free. `batch_invariant`: whether products have
-    a fixed number of rows. `max_step_tokens`: the most tokens that a step feeds. `graphs`: whether
+    `kv_memory_bytes` None: what a profile run leaves free. `max_model_len` may lower the
+    checkpoint's own. `batch_invariant`: whether a row's bits must not depend on other rows.
+    `max_step_tokens`, `max_num_seqs`: the largest step for which memory is kept. `graphs`: whether
     decoding steps are captured.
     """
 
@@ -68,9 +68,8 @@ class CudaEngine(RankedEngine):
     ) -> None:
         """Adapt the model, which is on its device already, and allocate its KV.
 
-        With a `group` the model is this rank's part (load_part_on_device): the ranks load, meet,
-        `agree`, then step with the same slices. Raises ConfigError if memory does not suffice or
-        max_model_len is not possible.
+        With a `group` the model is this rank's part (load_part_on_gpu). Raises ConfigError if
+        memory does not suffice or the checkpoint does not support max_model_len.
         """
         options = options or CudaOptions()
         self.info = info
@@ -105,9 +104,9 @@ class CudaEngine(RankedEngine):
         probe = probe_slice(int(self.info.vocab_size))
         self._cache = self._allocate(-(-options.max_step_tokens // PAGE_SIZE))
         step = self._on_device(self._lay_out([probe]))
-        self._forward = choose_by_probe(model, step)
+        self._forward = choose_forward(model, step, self._operations())
         profile = self._profile() if self.device.type == "cuda" else None
-        num_blocks = choose_num_blocks(
+        num_blocks = num_blocks_on_gpu(
             options.kv_memory_bytes,
             profile,
             per_block=page_bytes(**self._sizes, dtype=self._dtype),
@@ -115,12 +114,20 @@ class CudaEngine(RankedEngine):
         )
         del self._cache
         self._cache = self._allocate(num_blocks)
-        self._num_blocks = num_blocks
-        self.batch_invariant = None
+        self.num_blocks = num_blocks
+        self.wants_invariance, self.batch_invariant = options.batch_invariant, None
         if options.graphs and can_use_kernel(self.device, self._dtype, self._sizes["head_size"]):
             self._capture()
         if self.group is None:
             self.batch_invariant = options.batch_invariant and rows_are_invariant(self)
+
+    def _operations(self) -> LayerOperations:
+        """Our kernels where they can run, else torch's operations."""
+        if not can_run_kernels(self.device):
+            return LayerOperations()
+        from workers.engine.cuda.layer_kernels import KernelOperations  # needs Triton
+
+        return KernelOperations()
 
     def _allocate(self, num_blocks: int) -> PagedKV:
         return PagedKV(**self._sizes, num_blocks=num_blocks, dtype=self._dtype, device=self.device)
@@ -142,11 +149,10 @@ class CudaEngine(RankedEngine):
         return MemoryProfile(total=total, free=free + own, activations=activations)
 
     def _capture(self) -> None:
-        """Capture the shapes that chains need. A model whose code cannot be captured runs without
-        graphs.
+        """Capture the shapes that chains need.
 
-        So do ranks: a graph holds the connections with which it was captured, and these end
-        whenever the group meets again.
+        A model whose code cannot be captured runs without graphs. So do ranks: a graph holds the
+        connections with which it was captured, and these end whenever the group meets again.
         """
         if self.group is not None:
             _log.warning(
@@ -185,20 +191,13 @@ class CudaEngine(RankedEngine):
         return str(self._dtype).removeprefix("torch.")
 
     @property
-    def _form(self) -> str:
-        return f"{self._dtype}, batch_invariant {self._options.batch_invariant}"
-
-    @property
-    def _may_be_invariant(self) -> bool:
-        return self._options.batch_invariant
-
-    @property
-    def _multi_threaded(self) -> bool:
+    def is_multi_threaded(self) -> bool:
+        """Whether several CPU threads compute a product."""
         return False
 
     @property
     def forward_seconds(self) -> float:
-        """Device seconds of the last step. Waits for its end, so call it after the verdicts."""
+        """Seconds that the device took for the last step. Waits for its end."""
         if self._events is not None:
             begin, end = self._events
             end.synchronize()
@@ -237,7 +236,7 @@ class CudaEngine(RankedEngine):
 
     @torch.inference_mode()
     def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """Copy a sequence's KV from slot to slot, pair by pair in order, as Engine.move_kv does."""
+        """Copy a sequence's KV from slot to slot."""
         origin = origins_of(moves)
         pairs = [
             [slot_of(block_table, slot) for slot in slots] for slots in (origin.values(), origin)

@@ -12,21 +12,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workers.engine.cuda.layout import Layout, Shape, lay_out
+from workers.engine.cuda.step import Layout, Shape, lay_out
 from workers.engine.slices import Slice
 from workers.verification.staging import to_device
 
 MAX_TOKENS = 320
-"""Maximum number of tokens of a captured step, with padding. Trees of 32 nodes for 8 sequences have
-264.
-"""
+"""Tokens of a captured step, padding included, at most. 8 trees of 32 nodes have 264."""
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _WIDTHS = (1, 2, 3, 5, 9, 17, 33, 65)
-"""One token more than the windows 0, 1, 2, 4, 8, ..."""
+"""Tokens per sequence: one more than the windows 0, 1, 2, 4, 8, ..."""
 
 SMALLEST_TREE = Shape(0, 0, 0, 1, 2, 2)
-"""Captured at the start, so that a model that cannot be captured is noticed there. Other tree
-shapes are captured when they first occur.
+"""Captured at the start, to find out whether the model can be captured. Other shapes of trees are
+captured when they first occur.
 """
 
 Run = Callable[[Tensor, Layout], Tensor]
@@ -34,7 +32,7 @@ Run = Callable[[Tensor, Layout], Tensor]
 
 
 def bucket_of(shape: Shape, *, fixed_rows: int = 1) -> Shape | None:
-    """The shape whose graph a step of this exact shape uses; None: it runs without a graph.
+    """The shape to which a step of this exact shape is padded; None: it runs without a graph.
 
     Chains are padded to a multiple of `fixed_rows` tokens, so that no product needs padding.
     """
@@ -51,7 +49,7 @@ def bucket_of(shape: Shape, *, fixed_rows: int = 1) -> Shape | None:
 
 
 def chain_buckets(*, max_num_seqs: int, fixed_rows: int = 1) -> list[Shape]:
-    """The shapes of chains, largest first: later captures fit into the memory of earlier ones."""
+    """The shapes of chains, largest first: later captures then fit into earlier ones' memory."""
     largest = _next(_BATCHES, max_num_seqs) or _BATCHES[-1]
     shapes = [
         _chains(batch, width, fixed_rows)

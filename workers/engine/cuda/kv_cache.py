@@ -1,4 +1,6 @@
-"""Keys and values in the layout that varlen_attn's block table reads: pages of whole positions.
+"""The tensors that hold keys and values, in pages of 256 positions: a page is a KV block.
+
+They have the layout that varlen_attn's block table needs.
 
 Shapes: N pages, P positions of a page, H key/value heads, D head size, S = N x P slots.
 """
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor
 
 PAGE_SIZE = 256
-"""Positions of a KV block. FlashAttention takes pages in multiples of this number."""
+"""Positions of a page. FlashAttention takes pages of a multiple of this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class PagedKV:
         self.layers = [make_layer() for _ in range(num_layers)]
 
     def copy_slots(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy keys and values between slots in all layers. All are read before any is written."""
+        """Copy keys and values between slots in all layers. All are read before one is written."""
         for layer in self.layers:
             for slots_SHD in (layer.keys_SHD, layer.values_SHD):
                 slots_SHD.index_copy_(0, targets, slots_SHD.index_select(0, sources))

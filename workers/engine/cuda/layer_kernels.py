@@ -1,5 +1,8 @@
 """Triton kernels for the operations between the products of a layer, each replacing several.
 
+`KernelOperations` offers them to the lean forward (forward.py). Models for which there is no kernel
+stay with torch's operations.
+
 Each kernel rounds to the model's dtype wherever torch's operations do. So the results are equal to
 torch's, except for sums of squares (in another order), and for reciprocal roots and exponentials
 (another last bit). Every size but the number of rows is a constant of the compiled kernel, and the
@@ -17,15 +20,28 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
+from workers.engine.cuda.step import DeviceStep
+from workers.engine.forward import (
+    AddAndNorm,
+    Attend,
+    AttentionLayer,
+    Gate,
+    LayerOperations,
+    Rotation,
+    Step,
+    norm_heads,
+)
+from workers.engine.modules import NativeNorm
 from workers.process.kernels import on_device
 
 LARGEST_ROW = 32768
 """Maximum features of a row in add_and_norm, which keeps a row in one program's registers."""
 _MOST_WARPS = 16
 _ELEMENTS_OF_A_WARP = 256
-"""16 bytes of a 2-byte type per thread: one load."""
+"""One load of 16 bytes per thread, for a type of 2 bytes."""
 _HEADS_OF_A_PROGRAM = 8
 _GATES_OF_A_PROGRAM = 1024
 
@@ -82,7 +98,7 @@ def rotate_and_store(
     """Rotate queries and keys, store keys and values in their slots, return the queries [T, Q, D].
 
     With `norms`, queries and keys are first normed head by head. `slots_T` is int64. If several
-    tokens have one slot, it is unspecified whose keys and values it holds.
+    tokens have one slot, it holds the keys and values of any of them.
     """
     num_tokens, num_heads, head_size = heads_TAD.shape
     num_keys = keys_SHD.shape[1]
@@ -202,7 +218,7 @@ def _rotate_and_store(
     first = tl.load(own, mask=inside, other=0.0)
     second = tl.load(own + HALF, mask=inside, other=0.0)
     turn = token * (2 * HALF) + place
-    # Each head loads them, though one load would do: so their layout in the threads is the heads'.
+    # Each head loads them, though one load would do, so that threads hold them as they hold heads.
     first_cos = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
     second_cos = tl.load(cos + turn + HALF, mask=inside, other=0.0).to(tl.float32)
     first_sin = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
@@ -255,3 +271,61 @@ def _gate(gate_and_up, gated, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     ups = tl.load(own + SIZE, mask=inside, other=0.0).to(tl.float32)
     activated = (gates / (1.0 + tl.exp(-gates))).to(DTYPE).to(tl.float32)
     tl.store(gated + row * SIZE + places, (activated * ups).to(DTYPE), mask=inside)
+
+
+class KernelOperations(LayerOperations):
+    """Our kernels as the lean forward calls them: four per layer in place of twelve or more.
+
+    Steps must be DeviceSteps.
+    """
+
+    def add_and_norm(self, norm: nn.Module) -> AddAndNorm:
+        """Uses a kernel for a NativeNorm, else torch."""
+        if not isinstance(norm, NativeNorm) or norm.weight.numel() > LARGEST_ROW:
+            return super().add_and_norm(norm)
+        weight_N, epsilon = norm.weight, norm.epsilon
+
+        def run(hidden_TN: Tensor, delta_TN: Tensor | None) -> Tensor:
+            return add_and_norm(hidden_TN, delta_TN, weight_N, epsilon)
+
+        return run
+
+    def rotation(self, cos_TD: Tensor, sin_TD: Tensor, layer: AttentionLayer) -> Rotation:
+        """The factors unchanged, [T, D]."""
+        return cos_TD, sin_TD
+
+    def attend(self, layer: AttentionLayer) -> Attend:
+        """Norms, rotates and stores with one kernel. Norms other than NativeNorm run before it."""
+        norms = _known_norms(layer)
+        others = bool(layer.head_norms) and norms is None
+
+        def run(rows: Tensor, rotation: Rotation, step: Step) -> Tensor:
+            assert isinstance(step, DeviceStep)
+            num_tokens = rows.shape[0]
+            heads_TAD = rows.view(num_tokens, layer.num_heads, layer.head_size)
+            if others:
+                heads_TAD = norm_heads(heads_TAD, layer)
+            pages = step.pages(layer.index)
+            query_TAD = rotate_and_store(
+                heads_TAD, *rotation, step.slots_T, pages.keys_SHD, pages.values_SHD, norms
+            )
+            attended = step.attend_stored(query_TAD, layer.index, layer.scaling)
+            return attended.view(num_tokens, -1)
+
+        return run
+
+    def gate(self, activation: nn.Module) -> Gate:
+        """Uses a kernel for SiLU, else torch."""
+        known = isinstance(activation, nn.SiLU | SiLUActivation)
+        return gate if known else super().gate(activation)
+
+
+def _known_norms(layer: AttentionLayer) -> HeadNorms | None:
+    if not layer.head_norms:
+        return None
+    queries, keys = layer.head_norms
+    if not isinstance(queries, NativeNorm) or not isinstance(keys, NativeNorm):
+        return None
+    if {queries.weight.shape, keys.weight.shape} != {(layer.head_size,)}:
+        return None
+    return HeadNorms(queries.weight, keys.weight, queries.epsilon, keys.epsilon)

@@ -1,9 +1,10 @@
-"""The linears and norms of a GPU engine, which make a row's bits independent of other rows.
+"""The linears of a GPU engine: they make a row's bits independent of other rows.
 
 cuBLAS chooses its kernel by the number of rows, and kernels may sum in different orders: some cut
-the sum over the inputs into parts and add these (split-K). Here cuBLAS is told not to, and no
-product has fewer than 64 rows. A number of rows is used only after a trial has shown that it gives
-each row the same bits as a product of 64 rows; other numbers are cut into such numbers.
+the sum over the inputs into parts and add these (split-K). Here cuBLAS is told not to do that, and
+no product has fewer than 64 rows. A product has more rows only if a trial has shown that their
+number gives each row the same bits as a product of 64 rows. Other numbers of rows are divided into
+such numbers.
 
 Shapes: T rows, N input features, M output features.
 """
@@ -17,7 +18,7 @@ import warnings
 import torch
 from torch import Tensor, nn
 
-from workers.engine.fusing import NativeNorm, join_projections
+from workers.engine.modules import join_projections, replace_norms
 
 _log = logging.getLogger(__name__)
 
@@ -26,17 +27,17 @@ FIXED_ROWS = 64
 stays bound by memory.
 """
 _TRIED = (128, 192, 256, 320, 384, 512, 768, 1024, 1536, 2048)
-"""Numbers of rows to try. The rows of a step are cut into these and FIXED_ROWS."""
+"""Numbers of rows to try besides FIXED_ROWS."""
 _MOST_OUTPUTS = 1 << 28
-"""Maximum number of outputs of a trial: half a GiB in a 16-bit type."""
-_NORM_TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.003, torch.bfloat16: 0.02}
-"""Tolerance relative to the largest value: one rounding before the weight is multiplied."""
+"""Outputs of a trial, at most: half a GiB in a 16-bit type."""
+_NORM_TOLERANCES = {torch.float32: 1e-5, torch.float16: 0.003, torch.bfloat16: 0.02}
+"""torch's norm may round once less: before it multiplies by the weight."""
 
 
 class FixedRowsLinear(nn.Module):
-    """A linear layer that multiplies only numbers of rows in `sizes` at once.
+    """A linear layer whose products have one of `sizes` as their number of rows.
 
-    All sizes are multiples of FIXED_ROWS, and give a row the same bits: see `trusted_sizes`.
+    All sizes are multiples of FIXED_ROWS and give a row the same bits (see `trusted_sizes`).
     """
 
     def __init__(self, source: nn.Linear, sizes: tuple[int, ...] = (FIXED_ROWS,)) -> None:
@@ -65,7 +66,7 @@ class FixedRowsLinear(nn.Module):
 
 @functools.lru_cache(maxsize=4096)
 def _cut(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The rows cut into `sizes`, in descending order. Zero rows give one part of size 0."""
+    """Sizes, largest first, that add up to `num_rows`. Zero rows give one part of size 0."""
     parts: list[int] = []
     for size in sizes:
         parts += [size] * (num_rows // size)
@@ -75,10 +76,10 @@ def _cut(num_rows: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def trusted_sizes(weight_MN: Tensor, bias_M: Tensor | None = None) -> tuple[int, ...]:
-    """The numbers of rows whose product with these weights has the bits of FIXED_ROWS products.
+    """The numbers of rows that give each row the bits of a product of FIXED_ROWS rows.
 
-    They are tried on random rows: if the device's library sums in another order, some of the
-    thousands of outputs differ.
+    They are tried with these weights on random rows: if the device's library sums in another order,
+    some of the thousands of outputs differ.
     """
     sizes = [FIXED_ROWS]
     generator = torch.Generator(weight_MN.device).manual_seed(5)
@@ -99,11 +100,10 @@ def trusted_sizes(weight_MN: Tensor, bias_M: Tensor | None = None) -> tuple[int,
 
 
 def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
-    """Join projections and make each norm one kernel; with `batch_invariant` fix products' rows
-    too.
+    """Replace the modules of a model, or of a rank's part of one, on its final device.
 
-    The model may be a rank's part, and must be on its final device. On a GPU this sets, for the
-    whole process, how cuBLAS may sum.
+    Projections are joined, and each norm becomes one kernel. With `batch_invariant` products have
+    fixed numbers of rows. On a GPU this sets, for the whole process, how cuBLAS may sum.
     """
     for module in list(model.modules()):
         join_projections(module)
@@ -111,13 +111,14 @@ def adapt_model(model: nn.Module, *, batch_invariant: bool) -> None:
     sizes = _try_sizes(linears) if batch_invariant else {}
     if not sizes:
         _split_sums(allowed=True)
+    replace_norms(model, _NORM_TOLERANCES)
+    if not batch_invariant:
+        return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if batch_invariant and type(child) is nn.Linear:
+            if type(child) is nn.Linear:
                 fixed = FixedRowsLinear(child, sizes.get(_kind(child), (FIXED_ROWS,)))
                 setattr(parent, name, fixed)
-            elif (norm := _native_norm(child)) is not None:
-                setattr(parent, name, norm)
 
 
 def _kind(linear: nn.Linear) -> tuple[object, ...]:
@@ -137,15 +138,14 @@ def _try_sizes(linears: list[nn.Linear]) -> dict[tuple[object, ...], tuple[int, 
                 sizes[_kind(linear)] = trusted_sizes(linear.weight, linear.bias)
     except torch.OutOfMemoryError:
         raise
-    # cuBLAS refuses products that it can only compute with split sums
-    except RuntimeError as error:
+    except RuntimeError as error:  # cuBLAS refuses products that it can only compute in parts
         _log.warning("products are cut to %d rows: %s", FIXED_ROWS, error)
         return {}
     return sizes
 
 
 def _split_sums(*, allowed: bool) -> None:
-    """Set whether cuBLAS may cut the sum over the inputs. Only cuBLASLt obeys a prohibition."""
+    """Set whether cuBLAS may cut the sum over the inputs. Only cuBLASLt obeys if it may not."""
     if not torch.cuda.is_available():
         return
     with warnings.catch_warnings():  # torch warns that the choice of a library is experimental
@@ -154,17 +154,3 @@ def _split_sums(*, allowed: bool) -> None:
     matmul = torch.backends.cuda.matmul
     matmul.allow_bf16_reduced_precision_reduction = (allowed, allowed)
     matmul.allow_fp16_reduced_precision_reduction = (allowed, allowed)
-
-
-def _native_norm(module: nn.Module) -> NativeNorm | None:
-    """torch's own norm if it computes what a model's RMS norm computes, else None."""
-    weight = getattr(module, "weight", None)
-    epsilon = getattr(module, "variance_epsilon", None)
-    if not isinstance(weight, Tensor) or not isinstance(epsilon, float):
-        return None
-    native = NativeNorm(weight, epsilon)
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(4, *weight.shape, generator=generator).to(weight)
-    expected = module(rows)
-    bound = _NORM_TOLERANCE[weight.dtype] * float(expected.abs().max())
-    return native if float((native(rows) - expected).abs().max()) <= bound else None

@@ -16,9 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from workers.engine.cuda.attention_kernel import BLOCK, LN_2, ROWS, finish, fold, weigh
+from workers.engine.cuda.attention_kernel import (
+    BLOCK,
+    LN_2,
+    NARROW_HEAD,
+    ROWS,
+    finish,
+    fold,
+    options_of,
+    weigh,
+)
 from workers.engine.cuda.kv_cache import LayerPages
-from workers.engine.cuda.paged_attention import NARROW_HEAD, options_of
 from workers.process.kernels import on_device
 
 

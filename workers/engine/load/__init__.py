@@ -1,3 +1,1 @@
-"""Reading a checkpoint's folder: its configuration, its tensors, its quantization, and whether
-there is room.
-"""
+"""Reading a checkpoint's folder into a model."""

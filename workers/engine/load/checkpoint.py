@@ -25,7 +25,7 @@ from workers.engine.load.stored_tensors import StoredTensors
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """What the rest of the system must know of a checkpoint."""
+    """What others must know of a checkpoint."""
 
     name: str
     """The folder's name."""
@@ -42,7 +42,7 @@ class CheckpointInfo:
     """The dtype of the stored weights, such as "float32"."""
     digest: bytes
     """SHA-256 over config.json, the names and shapes of all tensors, and the sizes and samples of
-    their files. It must be equal for all ranks and groups.
+    their files. All ranks and all groups must have the same.
     """
 
 
@@ -55,9 +55,10 @@ def inspect_checkpoint(folder: Path) -> CheckpointInfo:
 
 
 def describe_checkpoint(folder: Path) -> CheckpointInfo:
-    """The same for callers that do not compute with the model: whether weights fit is not checked.
+    """As `inspect_checkpoint`, for callers that do not compute with the model.
 
-    It imports no model code, which would take seconds. Raises CheckpointError.
+    It imports no model code, which would take seconds. So it does not check whether the tensors fit
+    the architecture. Raises CheckpointError.
     """
     return _described(folder, read_config(folder), StoredTensors(folder))
 
@@ -146,7 +147,8 @@ def _check_attention(folder: Path, config: PreTrainedConfig) -> None:
 def _check_tensors(folder: Path, config: PreTrainedConfig, stored: StoredTensors) -> None:
     """Compare the names and shapes in the files with those of the model.
 
-    Quantized weights have names and shapes of their own, which transformers checks at load.
+    Quantized weights have names and shapes of their own, which transformers checks when it loads
+    them.
     """
     if is_quantized(config):
         return

@@ -1,10 +1,10 @@
 """Checkpoints with quantized weights: read through transformers' own quantizers, or refused.
 
-A kind can be read if its quantizer converts the weights back to numbers while loading. The engine
-then has a model of plain weights, and converts it to its own form like any other: rows of logits
-stay bit-equal in any batch, and each rank cuts its part. The price is memory: every rank makes the
-whole model before it takes its part. Activations are not quantized, even if the checkpoint asks for
-it.
+A kind of quantization can be read if its quantizer converts the weights back to numbers while it
+loads them. The engine then has a model of plain weights, and converts it to its own form like any
+other: rows of logits stay bit-equal in any batch, and each rank takes its part. The price is
+memory: every rank makes the whole model first. Activations are not quantized, even if the
+checkpoint asks for it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from transformers.utils import logging as transformers_logging
 
 from paceline.errors import CheckpointError
 from paceline.text import one_line
-from workers.engine.load.host_memory import check_room
 from workers.engine.load.stored_tensors import StoredTensors
+from workers.engine.memory import check_room
 
 _KEY = "quantization_config"
 _one_at_a_time = threading.Lock()
 """transformers' loader is not thread-safe: run concurrently, it reports tied weights as missing."""
-
 
 READABLE: Mapping[str, str | None] = {"fp8": None, "compressed-tensors": "compressed_tensors"}
 """The readable kinds, by transformers' `quant_method`, and the extra package that each needs."""
@@ -41,7 +40,7 @@ REFUSED: Mapping[str, str] = {
     "awq": "its weights are unpacked by kernels for GPUs at each step",
     "mxfp4": "its models attend in a way that is not supported here",
 }
-"""Why these kinds are refused. For other kinds the reason is that they were not examined."""
+"""Why these kinds are refused. Other kinds are refused because nobody has examined them."""
 
 
 def check_quantization(folder: Path, raw: Mapping[str, Any]) -> None:
@@ -66,7 +65,7 @@ def check_quantization(folder: Path, raw: Mapping[str, Any]) -> None:
 
 
 def plain_config(folder: Path) -> PreTrainedConfig:
-    """The configuration with which transformers loads plain weights, whatever the files hold.
+    """The configuration with which transformers converts quantized weights to plain ones.
 
     Raises what AutoConfig raises.
     """
@@ -91,22 +90,12 @@ def is_quantized(config: PreTrainedConfig) -> bool:
     return getattr(config, _KEY, None) is not None
 
 
-class DequantizedTensors(StoredTensors):
-    """The plain weights of a quantized checkpoint, all in memory until `close`."""
+def dequantized_tensors(folder: Path, dtype: torch.dtype) -> StoredTensors:
+    """The plain weights of a quantized checkpoint, all in memory until they are closed.
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        """Raises CheckpointError, and ConfigError if the host has too little memory."""
-        super().__init__(folder)
-        self._tensors: dict[str, Tensor] = dict(_load(folder, dtype))
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-        self.files = dict.fromkeys(self._tensors, folder)
-
-    def close(self) -> None:
-        """Free the weights."""
-        self._tensors = {}
-
-    def _slice(self, path: Path, name: str) -> Tensor:
-        return self._tensors[name]
+    Raises CheckpointError, and ConfigError if the host has too little memory.
+    """
+    return StoredTensors(folder, _load(folder, dtype))
 
 
 def _load(folder: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:

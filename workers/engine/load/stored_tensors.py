@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as its safetensors files hold them. Parts of them can be read.
+"""The tensors of a checkpoint, as its safetensors files hold them, and parts of them.
 
 Files are mapped into memory, and only what is needed is read. Most parameters of a model are a
 stored tensor of the same name. The experts of a mixture are one parameter, but one stored tensor
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _MAPPED_BYTES = 16 * 1024 * 1024
-"""After this many bytes a file is mapped again, since pages read count as our memory."""
+"""After reading this number of bytes a file is mapped again: pages read count as our memory."""
 _EXPERT_NAMES = {
     "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
     "down_proj": (("down_proj",), ("w2",)),
@@ -37,8 +37,9 @@ _RENAMED = (".mlp.", ".block_sparse_moe.")
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 """The dtypes, by safetensors' names, of stored weights that are not quantized."""
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-"""The number and size of pieces of each file that ranks compare. The files of two trainings of one
-model differ nearly everywhere, but only in their bytes.
+"""The number and size of the pieces of each file that ranks compare. Two trainings of one model
+give
+files that differ nearly everywhere, but have equal names, shapes and sizes.
 """
 
 
@@ -57,25 +58,31 @@ class _Stored:
 class StoredTensors:
     """The stored tensors of a checkpoint folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, loaded: Mapping[str, Tensor] | None = None) -> None:
         """Read the headers only. Raises CheckpointError for absent or broken files.
 
-        If several files hold a tensor, the file that the index names counts.
+        If several files hold a tensor, the file that the index names counts. `loaded`: tensors that
+        are in memory, in place of those in the files (quantization.py).
         """
         self._folder = folder
-        self.files = _find_files(folder)
+        self._loaded = loaded
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: dict[str, str] = {}
+        self._open_path: Path | None = None
+        self._open_file: Any = None
+        self._mapped_bytes = 0
+        if loaded is not None:
+            self.files = dict.fromkeys(loaded, folder)
+            self._shapes = {name: tuple(tensor.shape) for name, tensor in loaded.items()}
+            return
+        self.files = _find_files(folder)
         for path in sorted(set(self.files.values())):
             for name, (shape, dtype) in _read_header(path).items():
                 if self.files.setdefault(name, path) == path:
                     self._shapes[name], self._dtypes[name] = shape, dtype
-        self._open_path: Path | None = None
-        self._open_file: Any = None
-        self._mapped_bytes = 0
 
     def has(self, name: str) -> bool:
-        """Whether there is a stored tensor for the parameter, or there are some for its experts."""
+        """Whether there are stored tensors for the parameter: one, or one per expert."""
         return bool(self._parts(name, num_experts=1))
 
     def summary(self) -> str:
@@ -142,7 +149,11 @@ class StoredTensors:
         return target
 
     def close(self) -> None:
-        """Unmap the open file."""
+        """Free the memory that is mapped or held. Nothing can be read afterward."""
+        self._loaded = None if self._loaded is None else {}
+        self._unmap()
+
+    def _unmap(self) -> None:
         self._open_path = self._open_file = None
         self._mapped_bytes = 0
 
@@ -155,13 +166,15 @@ class StoredTensors:
             index = [slice(None)] * dim + [slice(span.start, span.start + span.count)]
             piece: Tensor = stored[tuple(index)] if target.dim() else stored[:]
             target.narrow(dim, span.at, span.count).copy_(piece)
-            # The columns of a matrix are spread over all of its pages.
+            # Reading columns of a matrix reads all of its pages.
             numel = piece.numel() if dim == 0 else math.prod(self._shapes[name])
             self._mapped_bytes += numel * piece.element_size()
 
     def _slice(self, path: Path, name: str) -> Any:
+        if self._loaded is not None:
+            return self._loaded[name]
         if path != self._open_path or self._mapped_bytes > _MAPPED_BYTES:
-            self.close()
+            self._unmap()
             self._open_file = _open(path)
             self._open_path = path
         return self._open_file.get_slice(name)
@@ -196,7 +209,10 @@ def _fills(cut: Cut) -> bool:
 
 
 def _cut_of_expert(cut: Cut | None, start: int, rows: int) -> Cut | None:
-    """For one stored matrix, the cut of all experts' weights [experts, rows, columns]."""
+    """What `cut`, which is of all experts' weights [experts, rows, columns], takes of one matrix.
+
+    `start` and `rows`: where the stored matrix lies in the second dimension.
+    """
     if cut is None:
         return None
     if cut.dim == 2:

@@ -1,1 +1,1 @@
-"""A model cut into ranks, and how the ranks add up."""
+"""A model divided among ranks, and how the ranks add up."""

@@ -1,7 +1,7 @@
 """Which rows or columns of a whole tensor a rank holds.
 
 Pure arithmetic: a Cut says how a rank's tensor is composed of runs of the whole tensor along one
-dimension. What no run fills is zero: padding, if a degree does not divide the size.
+dimension. The rest of it is zero: padding, if the degree does not divide the size.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from paceline.errors import ConfigError
 
 NOISE_LANES = 4
-"""A rank's part of the vocabulary begins at a multiple of this: noise is made for four ids at a
-time.
-"""
+"""A rank's part of the vocabulary begins at a multiple of this: noise is made for 4 ids at once."""
 _UNITS = (128, 64, 32, 16, 8, 4, 2)
 """Preferred units for cutting a dimension: kernels are faster with multiples of these."""
 _LARGEST_IMBALANCE = 64
@@ -22,8 +20,16 @@ _LARGEST_IMBALANCE = 64
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """A rank's number, and the number of ranks."""
+
+    rank: int = 0
+    degree: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
-    """`count` indices from `start` of the whole tensor, which go to `at` of the rank's tensor."""
+    """`count` indices from `start` on of the whole tensor, which lie from `at` on in the rank's."""
 
     at: int
     start: int
@@ -51,7 +57,7 @@ class HeadSplit:
 
 
 def split_heads(num_query_heads: int, num_kv_heads: int, *, degree: int, rank: int) -> HeadSplit:
-    """Divide the heads. All ranks get equally many, so that their KV blocks have equal size.
+    """Divide the heads. All ranks get the same number, so that their KV blocks have equal size.
 
     Each KV head's queries are cut into the number of parts that minimizes the ranks' work. A KV
     head is held by each rank that has one of its parts. Raises ConfigError if there are more ranks
@@ -95,7 +101,7 @@ def head_cut(heads: Iterable[int | None], *, head_size: int, dim: int) -> Cut:
 
 
 def even_part(size: int, *, degree: int, rank: int) -> range:
-    """This rank's run of a dimension that can be cut anywhere."""
+    """This rank's indices of a dimension that can be cut anywhere."""
     unit = _unit(size, degree)
     first, end = (number * (size // unit) // degree * unit for number in (rank, rank + 1))
     return range(first, end)
@@ -121,7 +127,7 @@ def join_cuts(cuts: Sequence[Cut], whole_sizes: Sequence[int]) -> Cut:
 
 
 def vocabulary_part(vocab_size: int, *, degree: int, rank: int) -> range:
-    """This rank's token ids. All parts but the last ones have the same length."""
+    """This rank's token ids. All parts have the same length, but the last ones may be shorter."""
     width = vocabulary_width(vocab_size, degree=degree)
     return range(min(rank * width, vocab_size), min((rank + 1) * width, vocab_size))
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GatherOptions, PrefixStore, Store, TCPStore
 
 from paceline.errors import ConfigError, InternalError, ProtocolError, WorkerLostError
-from workers.engine.parallel.sharding import Place
+from workers.engine.parallel.cuts import Place
 
 _NO_NAME = "-"
 _POLL_SECONDS = 20e-6
@@ -164,7 +164,7 @@ class Group:
                 )
 
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
-        """All ranks' lists of numbers, equally long, in the order of the ranks."""
+        """All ranks' lists of numbers, of one length, in the order of the ranks."""
         mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         rows: list[list[int]] = self.settle(torch.stack(self.all_gather(mine))).tolist()
         return rows

@@ -1,34 +1,48 @@
-"""How a model is divided among ranks, by the plan in Hugging Face's configuration.
+"""How a model is divided among ranks, filled with a rank's part, and joined to the other ranks.
 
-`base_model_tp_plan` says of each linear whether it is cut by its outputs ("colwise") or by its
-inputs ("rowwise"; its results are then added over the ranks). The linear's name, which all
-architectures share, tells what the cut dimension is: heads, or the inner width of a feed-forward. A
-rank builds Hugging Face's model from a configuration with its own numbers of heads and widths, so
-that the model code needs no change.
+`Sharding` follows a plan, `base_model_tp_plan` in Hugging Face's configuration. The plan says of
+each linear whether it is cut by its outputs ("colwise") or by its inputs ("rowwise"; its results
+are then added over the ranks). The linear's name, which all architectures share, tells what the cut
+dimension is: heads, or the inner width of a feed-forward.
+
+A rank builds Hugging Face's model from a configuration with its own numbers of heads and widths, so
+that the model code needs no change. `RankParts` fills this model with the rank's part of the stored
+tensors. `join_ranks` inserts the modules that add up the ranks' results.
+
+Shapes: T tokens, N features, V vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from transformers import PreTrainedConfig
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from paceline.errors import CheckpointError
-from workers.engine.kv_sizes import head_size_of, num_kv_heads_of
+from workers.engine.load.stored_tensors import StoredTensors
+from workers.engine.memory import head_size_of, num_kv_heads_of
 from workers.engine.parallel.cuts import (
     Cut,
     HeadSplit,
+    Place,
     even_cut,
     even_part,
     head_cut,
     join_cuts,
     split_heads,
     vocabulary_cut,
+    vocabulary_part,
 )
+from workers.engine.parallel.group import Group
 
+Progress = Callable[[int, int], None]
+"""Called with the number of bytes that are loaded, and the number of all that the rank holds."""
 _COLUMN_STYLES = {"colwise", "colwise_gather_output", "packed_colwise"}
 _ROW_STYLES = {"rowwise", "rowwise_split_input"}
 _SUMMED_EXPERTS = "moe_tp_experts"
@@ -36,14 +50,6 @@ _WHOLE_STYLES = {"replicated_with_grad_allreduce"}
 _WIDTHS = ("intermediate_size", "moe_intermediate_size")
 _VOCABULARY = ("embed_tokens", "lm_head")
 _PACKED = {"gate_up_proj": 2}
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A rank's number, and the number of ranks."""
-
-    rank: int = 0
-    degree: int = 1
 
 
 class Sharding:
@@ -148,3 +154,132 @@ def _read_plan(config: PreTrainedConfig, place: Place) -> Mapping[str, str]:
             f"{config.model_type!r} {reason}: use tensor_parallel = 1"
         )
     return plan
+
+
+class RankParts:
+    """Fills an empty model with a rank's part of a checkpoint, one module after the other.
+
+    `shapes`: the whole parameters' shapes by name. `num_weights`: the number of elements that the
+    rank holds.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        stored: StoredTensors,
+        shapes: Mapping[str, tuple[int, ...]],
+        sharding: Sharding,
+        device: torch.device,
+    ) -> None:
+        self._stored = stored
+        self._shapes = shapes
+        self._sharding = sharding
+        self._device = device
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # Weights of embeddings may be shared with another module.
+        self._kept = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        self._shared: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+        self.num_weights = sum(self._numel(name) for name in self._names.values())
+        self._progress: Progress | None = None
+        self._done_bytes = self._all_bytes = 0
+
+    def report_to(self, progress: Progress | None, dtype: torch.dtype) -> None:
+        """Call `progress` after each tensor from now on. `dtype`: that of most tensors."""
+        self._progress = progress
+        self._all_bytes = self.num_weights * dtype.itemsize
+
+    def fill(self, module: nn.Module, dtype: torch.dtype) -> None:
+        """Read a module's own parameters. Raises CheckpointError."""
+        for leaf, empty in list(module.named_parameters(recurse=False)):
+            filled = self._shared.get((id(empty), dtype))
+            if filled is None:
+                tensor = self._read(empty, dtype).to(self._device)
+                filled = nn.Parameter(tensor, requires_grad=False)
+                if id(empty) in self._kept:
+                    self._shared[id(empty), dtype] = filled
+            setattr(module, leaf, filled)
+        # Modules of the vocabulary are built whole; the local configuration cuts all others.
+        if isinstance(module, nn.Linear):
+            module.out_features = module.weight.shape[0]
+        elif isinstance(module, nn.Embedding):
+            module.num_embeddings = module.weight.shape[0]
+
+    def close(self) -> None:
+        """Unmap the files."""
+        self._stored.close()
+
+    def _numel(self, name: str) -> int:
+        """The number of elements in this rank's part of a parameter."""
+        whole = self._shapes[name]
+        cut = self._sharding.cut(name, whole)
+        numel = math.prod(whole)
+        return numel if cut is None else numel // whole[cut.dim] * cut.size
+
+    def _read(self, empty: Tensor, dtype: torch.dtype) -> Tensor:
+        name = self._names[id(empty)]
+        whole = self._shapes[name]
+        cut = self._sharding.cut(name, whole)
+        tensor = self._stored.read(name, whole, cut, dtype)
+        vocabulary = cut is not None and tensor.shape[1:] == empty.shape[1:] and cut.dim == 0
+        if tensor.shape != empty.shape and not (vocabulary and _is_vocabulary(name)):
+            raise CheckpointError(
+                f"tensor {name} {whole} cannot be divided: the model's part has shape "
+                f"{tuple(empty.shape)}, the plan gives {tuple(tensor.shape)}; use "
+                "tensor_parallel = 1"
+            )
+        self._done_bytes += tensor.numel() * tensor.element_size()
+        if self._progress is not None:
+            self._progress(self._done_bytes, self._all_bytes)
+        return tensor
+
+
+def _is_vocabulary(name: str) -> bool:
+    return name.endswith(("embed_tokens.weight", "lm_head.weight", "lm_head.bias"))
+
+
+class SummedOutput(nn.Module):
+    """A module whose result is added over all ranks, in the order of the ranks."""
+
+    def __init__(self, part: nn.Module, group: Group) -> None:
+        super().__init__()
+        self.part = part
+        self._group = group
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """The result of the whole module."""
+        return self._group.sum(self.part(*inputs))
+
+
+class VocabularyEmbedding(nn.Module):
+    """An embedding of which this rank holds the rows of some token ids."""
+
+    def __init__(self, part: nn.Embedding, token_ids: range, group: Group) -> None:
+        super().__init__()
+        part.padding_idx = None  # it matters only for gradients, and belongs to one rank
+        self.part = part
+        self._token_ids = token_ids
+        self._group = group
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """The rows of all `token_ids`, including those that other ranks hold."""
+        local_ids = token_ids - self._token_ids.start
+        if self._group.is_alone:
+            rows: Tensor = self.part(local_ids % self.part.num_embeddings)
+            return rows
+        held = (local_ids >= 0) & (local_ids < len(self._token_ids))
+        rows = self.part(local_ids * held)
+        return self._group.sum(rows * held.unsqueeze(-1))
+
+
+def join_ranks(model: PreTrainedModel, sharding: Sharding, group: Group) -> None:
+    """Insert the modules that add up the ranks' results."""
+    place = group.place
+    for path, parent in list(model.named_modules()):
+        for name, child in list(parent.named_children()):
+            if sharding.adds_up(f"{path}.{name}"):
+                setattr(parent, name, SummedOutput(child, group))
+            elif isinstance(child, nn.Embedding):
+                ids = vocabulary_part(
+                    int(model.config.vocab_size), degree=place.degree, rank=place.rank
+                )
+                setattr(parent, name, VocabularyEmbedding(child, ids, group))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from workers.engine.cuda.engine import CudaEngine, CudaOptions
-from workers.engine.cuda.loading import load_on_device, load_part_on_device
 from workers.engine.load.checkpoint import inspect_checkpoint
+from workers.engine.load.model import load_on_gpu, load_part_on_gpu
 from workers.engine.parallel.group import Group
-from workers.engine.parallel.rank_parts import Progress
+from workers.engine.parallel.sharding import Progress
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KV_BYTES = 4 << 20
@@ -28,7 +28,7 @@ def make_engine(
     graphs: bool = True,
 ) -> CudaEngine:
     info = inspect_checkpoint(folder)
-    model = load_on_device(folder, torch.device(device), dtype)
+    model = load_on_gpu(folder, torch.device(device), dtype)
     options = CudaOptions(
         kv_memory_bytes=kv_memory_bytes,
         max_model_len=max_model_len,
@@ -48,8 +48,8 @@ def make_rank(
     batch_invariant: bool = True,
     progress: Progress | None = None,
 ) -> CudaEngine:
-    """A rank's engine, on its group's device."""
-    model = load_part_on_device(folder, torch.device(group.device), dtype, group, progress)
+    """A rank's engine on its group's device."""
+    model = load_part_on_gpu(folder, torch.device(group.device), dtype, group, progress)
     options = CudaOptions(
         kv_memory_bytes=KV_BYTES,
         batch_invariant=batch_invariant,

@@ -1,7 +1,7 @@
-"""What a step on a GPU must keep to, watched on torch's meta device, where no GPU is needed.
+"""The contract of a step on a GPU, checked on torch's meta device without a GPU.
 
-Tensors of the meta device have shapes and types and no values, and mix with no others: a step that
-runs on them takes all its data from the device, and asks it for nothing.
+Tensors of the meta device have shapes and types but no values, and do not mix with others. So a
+step that runs on them takes all its data from the device, and asks the device for nothing.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _DEFAULTS = {"is_causal": False, "num_splits": None, "seqused_k": None, "block_t
 
 
 class DeviceAlone(TorchDispatchMode):
-    """Refuses operations with data of the host, as a graph that is captured must; checks kernels.
+    """Refuses operations with data of the host, as a captured graph must; and checks kernel calls.
 
-    `calls` are the arguments of every call of the attention kernel, by name; `names` are those of
-    all operations.
+    `calls`: the arguments of every call of the attention kernel, by name. `names`: the names of all
+    operations.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class DeviceAlone(TorchDispatchMode):
 
 
 def check_call(call: dict[str, Any]) -> None:
-    """What torch 2.13's CUDA code refuses, or gets wrong (`mha_varlen_fwd`, FlashAttention 2)."""
+    """Raise on what torch 2.13's CUDA code refuses or computes wrongly (`mha_varlen_fwd`)."""
     query, key, value, table = (call[name] for name in ("query", "key", "value", "block_table"))
     num_sequences = call["cu_seq_q"].shape[0] - 1
     assert num_sequences > 0

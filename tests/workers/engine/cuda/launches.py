@@ -1,28 +1,28 @@
-"""Launches of the engine's kernels as its models lead to them, for compiling.py: nothing is run."""
+"""Launches of the engine's kernels as its models make them, for compiling.py; nothing runs."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from workers.engine.cuda.attention_kernel import attend_pages
 from workers.engine.cuda.kv_cache import PagedKV
 from workers.engine.cuda.layer_kernels import HeadNorms, add_and_norm, gate, rotate_and_store
-from workers.engine.cuda.paged_attention import attend_pages
 from workers.engine.cuda.tree_kernel import attend_beside_stems
 
 
 def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A tensor without memory, which Triton takes for one at a multiple of 16 bytes."""
+    """A tensor without memory, whose address Triton takes for a multiple of 16 bytes."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def launch_layers() -> None:
-    """Of an 8 B Llama, in bfloat16."""
+    """Launch the layer kernels of an 8 B Llama in bfloat16."""
     _launch_layers(torch.bfloat16, 4096, 32, 8, 128)
 
 
 def launch_layers_of_other_models() -> None:
-    """Of other types and sizes, some of which are no powers of two."""
+    """Launch them with other types and sizes, some of which are not powers of two."""
     _launch_layers(torch.float32, 4096, 32, 8, 128)
     _launch_layers(torch.float16, 904, 14, 2, 80)
     _launch_layers(torch.bfloat16, 16384, 128, 8, 128)
@@ -46,7 +46,7 @@ def _launch_layers(dtype: torch.dtype, size: int, queries: int, keys: int, head:
 
 
 def launch_attention() -> None:
-    """A step of few rows, a prefill and a tree, of an 8 B Llama; numbers of tokens vary."""
+    """Launch a step of few rows, a prefill and a tree of an 8 B Llama, with several sizes."""
     layer = PagedKV(
         num_layers=1,
         num_heads=8,

@@ -1,4 +1,4 @@
-"""Attention over pages: causal and whole, with and without keys, trees by two parts."""
+"""Attention over pages: causal and whole, with and without keys, trees in two parts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def slots_of(sequence: int, slots: Sequence[int]) -> list[int]:
 def expected_row(
     query_AD: torch.Tensor, layer: LayerPages, slots: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One query over these slots, head by head, as the textbook has it."""
+    """The attention of one query over these slots, head by head, by definition."""
     keys = layer.keys_SHD[list(slots)].double().cpu()
     values = layer.values_SHD[list(slots)].double().cpu()
     outputs, sums = [], []

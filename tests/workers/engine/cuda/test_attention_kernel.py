@@ -1,7 +1,7 @@
-"""Our attention kernel: what it computes, and that a row's bits are its own.
+"""Our attention kernel: its results, and that a row's bits depend on no other row.
 
-Without a GPU Triton's interpreter runs it, on small sizes; in float16 and float32, for it
-multiplies no bfloat16.
+Without a GPU, Triton's interpreter runs it with small sizes, in float16 and float32, because it
+cannot multiply bfloat16.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ pytest.importorskip("triton")
 
 from tests.workers.compiling import compile_launches
 from tests.workers.engine.cuda.launches import launch_attention
-from workers.engine.cuda.attention_units import num_units, share_out
+from workers.engine.cuda.attention_kernel import SCRATCH_BYTES, attend_pages, num_units, share_out
 from workers.engine.cuda.kv_cache import PAGE_SIZE, LayerPages, PagedKV
-from workers.engine.cuda.paged_attention import SCRATCH_BYTES, attend_pages
 
 pytestmark = pytest.mark.long
 
@@ -40,7 +39,7 @@ KINDS = [
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 0.002, torch.bfloat16: 0.02}
 SCALING = 0.3
 NO_SCRATCH, ANY_SCRATCH = 0, 1 << 40
-"""Bytes with which programs fold as they go; and with which units are stored, then folded."""
+"""Scratch bytes with which programs fold at once, and with which they store units first."""
 
 
 def random_layer(
@@ -97,7 +96,7 @@ def run(
 def expected(
     query_WAD: Tensor, layer: LayerPages, table: Sequence[int], used: int, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Outputs [W, A, D] and log-sum-exps [A, W] in float64, as the textbook has them."""
+    """Outputs [W, A, D] and log-sum-exps [A, W] in float64, by definition."""
     width, num_query_heads, _ = query_WAD.shape
     keys_KHD, values_KHD = (
         one[list(table)].flatten(0, 1)[:used].double().cpu()
@@ -129,7 +128,7 @@ SHAPES = {
 def test_outputs_and_sums(
     device: torch.device, dtype: torch.dtype, shape: str, causal: bool, scratch_bytes: int
 ) -> None:
-    """Around the bounds of units and pages, with tables in any order, three heads to a group."""
+    """Around the bounds of units and pages, with tables in any order and three heads in a group."""
     layer = random_layer(device, dtype, pages=9, heads=2, head_size=16)
     lengths = SHAPES[shape]
     tables = [[(3 * row + 4 * page) % 9 for page in range(3)] for row in range(len(lengths))]
@@ -162,7 +161,7 @@ def check(
     causal: bool,
     scratch_bytes: int,
 ) -> None:
-    """One call against float64."""
+    """Compare one call with float64."""
     output_TAD, lse_AT = run(
         queries, layer, tables, used, causal=causal, scratch_bytes=scratch_bytes
     )
@@ -192,9 +191,9 @@ def test_sizes_of_heads(
     head_size: int,
     scratch_bytes: int,
 ) -> None:
-    """No powers of two; more heads in a group than a tile has rows."""
+    """Sizes that are not powers of two, and more heads in a group than a tile has rows."""
     layer = random_layer(device, dtype, pages=3, heads=heads, head_size=head_size)
-    # As hidden states are: scores of a few units, whatever the size of a head.
+    # Scores of a few units for any head size, as with hidden states.
     queries = random_queries(3, heads * group, layer) * (4 / head_size**0.5)
     check(
         queries.split([1, 2]),
@@ -208,7 +207,7 @@ def test_sizes_of_heads(
 
 @pytest.mark.parametrize(("device", "dtype"), [KINDS[0], *KINDS[2:]])
 def test_units_of_all_sizes(device: torch.device, dtype: torch.dtype) -> None:
-    """A sequence into the third size of units; both ways give the same bits."""
+    """A sequence that reaches the third size of units. Both ways give the same bits."""
     layer = random_layer(device, dtype, pages=9, heads=1, head_size=16)
     queries = [random_queries(1, 1, layer)]
     table = [(5 * page + page // 9) % 9 for page in range(276)]
@@ -236,8 +235,9 @@ def products_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("products_row_by_row")
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
 def test_bits_of_a_row_are_its_own(device: torch.device, dtype: torch.dtype) -> None:
-    """A token's row in a window of 70, alone, in other windows, beside other sequences; folded as
-    it is computed and from what was stored.
+    """A token's row in a window of 70, alone, in other windows, and beside other sequences.
+
+    Both ways to fold are tested.
     """
     layer = random_layer(device, dtype, pages=9, heads=2, head_size=32)
     width, used, table, other = 70, 600, [7, 2, 5], [1, 8, 4]
@@ -246,7 +246,7 @@ def test_bits_of_a_row_are_its_own(device: torch.device, dtype: torch.dtype) -> 
     output_TAD, lse_AT = run([queries], layer, [table], [used], scratch_bytes=NO_SCRATCH)
 
     def compare(first: int, rows: int, *, before: int, after: int, scratch_bytes: int) -> None:
-        """The window of so many rows from `first`, between windows of another sequence."""
+        """Compare `rows` rows from `first`, between windows of another sequence."""
         slices, tables, lengths = [queries[first : first + rows]], [table], [used - width + first]
         lengths[0] += rows
         if before:
@@ -273,7 +273,7 @@ def test_bits_of_a_row_are_its_own(device: torch.device, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
 def test_other_orders_of_the_sums_are_noticed(device: torch.device, dtype: torch.dtype) -> None:
-    """Negative control of the test above: the same keys in another order are other bits."""
+    """Negative control of the test above: the same keys in another order give other bits."""
     layer = random_layer(device, dtype, pages=3, heads=1, head_size=32)
     queries = random_queries(32, 2, layer)
     _, lse_AT = run([queries], layer, [[0, 1, 2]], [768], causal=False)
@@ -287,7 +287,7 @@ def test_other_orders_of_the_sums_are_noticed(device: torch.device, dtype: torch
 def test_sequences_without_keys(
     device: torch.device, dtype: torch.dtype, scratch_bytes: int
 ) -> None:
-    """They get numbers, and disturb no others: stems of trees, and padding."""
+    """They get finite results and disturb no others: stems of trees, and padding."""
     layer = random_layer(device, dtype, pages=3, heads=1, head_size=16)
     queries = random_queries(7, 2, layer).split([2, 3, 2])
     tables = [[0, 1], [1, 2], [2, 0]]
@@ -304,10 +304,10 @@ def test_sequences_without_keys(
 def test_nothing_is_read_that_was_not_stored(
     device: torch.device, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first tile of 60 tokens ends before the unit that the last begins; beside one key."""
+    """The first tile of 60 tokens ends before the unit that the last one begins."""
 
     def poisoned(like: Tensor, size: Any, **given: Any) -> Tensor:
-        # Triton's interpreter takes a copy's memory so too, of so many bytes.
+        # Triton's interpreter also allocates a copy like this, by its number of bytes.
         sizes = (size,) if isinstance(size, int) else size
         made = like.new_zeros(sizes, **given)
         return made.fill_(torch.nan) if made.is_floating_point() else made
@@ -320,8 +320,9 @@ def test_nothing_is_read_that_was_not_stored(
 
 
 def test_what_units_take_is_bounded() -> None:
-    """A model of 131,072 positions, 8 key/value heads, 32 query heads of 128: 64 tokens of one
-    sequence are shared out, a long chunk or many sequences are not.
+    """In a model of 131,072 positions with 8 key/value heads and 32 query heads of 128:
+
+    64 tokens of one sequence are shared out. A long chunk, or many sequences, are not.
     """
     units = num_units(131_072 + PAGE_SIZE)
     assert num_units(16_384) == 64
@@ -345,9 +346,7 @@ def test_what_units_take_is_bounded() -> None:
 
 
 def test_the_kernels_compile_for_an_h100(tmp_path: Path) -> None:
-    """Once, whatever the numbers of tokens; with tensor cores' products in both ways, and no
-    product contracted with a sum.
-    """
+    """They compile once for all token counts, with tensor cores, and fuse no product with a sum."""
     found = compile_launches(launch_attention, tmp_path)
     numbers = {name: len(variants) for name, variants in found.items()}
     assert numbers == {"attend_kernel": 2, "fold_stored_kernel": 1, "attend_beside_stems_kernel": 1}

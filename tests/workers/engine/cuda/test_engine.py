@@ -15,8 +15,8 @@ from tests.workers.engine.trees import close, plain_rows, random_tree
 from workers.engine.cpu.engine import Engine
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.cuda.graphs import bucket_of
-from workers.engine.cuda.layout import exact_shape, lay_out
 from workers.engine.cuda.linears import FIXED_ROWS
+from workers.engine.cuda.step import exact_shape, lay_out
 from workers.engine.slices import Slice
 
 VOCAB = 384
@@ -24,7 +24,7 @@ LENGTH = 300
 TOKEN_IDS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
 ARCHITECTURES: tuple[Architecture, ...] = ("llama", "qwen2", "qwen3")
 BIG_ENOUGH = 2e-4
-"""DESIGN.md section 3: how near logits are to transformers' in float32."""
+"""Upper bound on the difference from transformers' logits in float32."""
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -51,7 +51,7 @@ def near(logits: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def test_rows_are_those_of_transformers(engine: CudaEngine, expected: torch.Tensor) -> None:
-    """At once, in parts over pages that are no neighbors, in windows, and beside another."""
+    """At once, in parts over separate pages, in windows, and beside another sequence."""
     table, other = [5, 2], [7, 0]
     assert near(engine.step([Slice(table, 0, TOKEN_IDS, LENGTH)]), expected)
     assert engine.step([Slice(other, 0, TOKEN_IDS[:100], 0)]).shape == (0, VOCAB)
@@ -107,7 +107,7 @@ def decode(engine: Engine | CudaEngine, count: int) -> list[int]:
 
 
 def test_greedy_text_is_that_of_the_cpu_engine(engine: CudaEngine, folder: Path) -> None:
-    """Float32 and clear winners: no ties."""
+    """Float32 and clear winners, so there are no ties."""
     cpu = Engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
     assert decode(engine, 50) == decode(cpu, 50)
 
@@ -120,7 +120,7 @@ def test_logits_outlive_the_next_step(engine: CudaEngine) -> None:
 
 
 def test_a_step_laid_out_in_a_larger_shape_gives_the_same_rows(engine: CudaEngine) -> None:
-    """What a graph does: chains, and trees, padded to the next shape in both directions."""
+    """As in a graph: chains and trees, padded to the next shape in both directions."""
     tree = random_tree(5, prefix_length=250, num_nodes=6, vocab_size=VOCAB)
     engine.step([Slice([0], 0, TOKEN_IDS[:255], 0), Slice([4, 5], 0, tree.prefix, 0)])
     chains = [Slice([0, 1], 255, TOKEN_IDS[255:262], 7), Slice([2], 0, TOKEN_IDS[:2], 1)]

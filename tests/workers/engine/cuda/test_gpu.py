@@ -23,7 +23,7 @@ pytestmark = pytest.mark.gpu
 VOCAB, LENGTH = 384, 300
 TOKEN_IDS = torch.randint(VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(1)).tolist()
 TIE = 0.02
-"""Of the largest logit: how near to the winner another token must be for bfloat16 to prefer it."""
+"""A share of the largest logit. Another token within it may win in bfloat16."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_captured_step_gives_the_bits_of_the_same_step_run_as_it_is(
 
 
 def test_a_dropped_engine_gives_its_memory_back(folder: Path) -> None:
-    """At once: nothing of it waits for Python's collector of cycles."""
+    """It does so at once, without waiting for Python's garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -98,7 +98,7 @@ def test_more_kv_than_there_is_memory_is_refused(folder: Path) -> None:
 
 
 def test_text_is_that_of_the_cpu_but_for_ties(folder: Path, engine: CudaEngine) -> None:
-    """Bfloat16 text of the GPU, each token judged by the CPU's float32 logits."""
+    """The GPU decodes in bfloat16. The CPU's float32 logits judge each token."""
     cpu = Engine(folder, weights="float32", threads=1, kv_memory_bytes=1 << 20)
     token_ids, stored = list(TOKEN_IDS[:40]), 0
     for _ in range(100):

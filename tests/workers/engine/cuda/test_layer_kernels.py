@@ -18,24 +18,23 @@ from tests.workers.engine.cuda.engines import DEVICES, make_engine
 from tests.workers.engine.cuda.launches import launch_layers, launch_layers_of_other_models
 from tests.workers.engine.cuda.rounding import round_as_devices_do
 from tests.workers.engine.trees import random_tree
-from workers.engine import layer_operations
+from workers.engine.cuda import engine as engine_module
 from workers.engine.cuda import layer_kernels
-from workers.engine.cuda.kernel_operations import KernelOperations
 from workers.engine.cuda.kv_cache import PAGE_SIZE, PagedKV
-from workers.engine.cuda.layer_kernels import HeadNorms
-from workers.engine.cuda.layout import exact_shape, lay_out, read_inputs
-from workers.engine.cuda.step import DeviceStep, Heads
-from workers.engine.forward import LeanForward
-from workers.engine.fusing import NativeNorm
-from workers.engine.layer_operations import AttentionLayer, LayerOperations
+from workers.engine.cuda.layer_kernels import HeadNorms, KernelOperations
+from workers.engine.cuda.step import DeviceStep, Heads, exact_shape, lay_out, read_inputs
+from workers.engine.forward import AttentionLayer, LayerOperations, LeanForward
+from workers.engine.modules import NativeNorm
 from workers.engine.slices import Slice
 
 pytestmark = pytest.mark.long
 
 DTYPES = [torch.float32, torch.bfloat16]
 ROUNDING = {torch.float32: 4e-6, torch.bfloat16: 2**-7}
-"""Of a value: one unit of the last place of bfloat16, some of float32: a device's exponential and
-its reciprocal root are off by a few."""
+"""Relative tolerances: one unit of the last place in bfloat16, some in float32.
+
+A device's exponential and reciprocal root are off by a few units.
+"""
 EPSILON = 1e-5
 
 
@@ -59,7 +58,7 @@ def draw(*shape: int, device: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def near(result: Tensor, expected: Tensor) -> bool:
-    """All within a rounding; of bfloat16, nearly all equal."""
+    """Whether all values are within a rounding; in bfloat16, nearly all must be equal."""
     bound = ROUNDING[expected.dtype] * expected.double().abs() + 1e-30
     all_near = bool(((result.double() - expected.double()).abs() <= bound).all())
     return all_near and (
@@ -100,7 +99,7 @@ def test_gates_are_torchs_within_a_rounding(size: int, device: str, dtype: torch
 def make_step(
     slices: list[Slice], layer: AttentionLayer, device: str, dtype: torch.dtype
 ) -> tuple[DeviceStep, PagedKV]:
-    """A step over pages of its own."""
+    """A step over its own pages."""
     cache = PagedKV(
         num_layers=2,
         num_heads=layer.num_keys,
@@ -133,7 +132,7 @@ SLICES = [Slice([2, 0], 250, [1] * 9, 0), Slice([1], 0, [1], 1), Slice([3], 4, [
 def test_keys_values_and_outputs_have_torchs_bits(
     num_queries: int, num_keys: int, head_size: int, device: str, dtype: torch.dtype
 ) -> None:
-    """Into pages that are no neighbors, and nowhere else."""
+    """They write into pages that are not neighbors, and nowhere else."""
     layer = AttentionLayer(1, num_queries, num_keys, head_size, scaling=0.3)
     rows = draw(12, layer.num_heads * head_size, device=device, dtype=dtype)
     cos, sin = rotary_factors(12, head_size, device, dtype)
@@ -146,13 +145,13 @@ def test_keys_values_and_outputs_have_torchs_bits(
         assert not cache.layers[0].keys_SHD.any()
     assert torch.equal(*stored)
     assert int(stored[1].any(-1).sum()) == 12 * 2 * num_keys
-    # Where products compute attention, they may be chosen by how the queries lie in memory.
+    # If products compute attention, the memory layout of the queries may select them.
     bound = ROUNDING[dtype] * float(attended[1].abs().max())
     assert float((attended[0] - attended[1]).abs().max()) <= (0.0 if device == "cpu" else bound)
 
 
 def test_bits_tell_where_it_is_rounded(device: str) -> None:
-    """Negative control of the test above: rounded once, other bits."""
+    """Negative control of the test above: a single rounding gives other bits."""
     layer = AttentionLayer(1, 2, 1, 64, scaling=0.3)
     rows = draw(12, 4 * 64, device=device, dtype=torch.bfloat16)
     cos, sin = rotary_factors(12, 64, device, torch.bfloat16)
@@ -168,7 +167,7 @@ def test_bits_tell_where_it_is_rounded(device: str) -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_norms_of_heads(native: bool, device: str, dtype: torch.dtype) -> None:
-    """In the kernel, and by modules of another kind before it."""
+    """Norms in the kernel, and norms by other modules before it."""
     kinds = [NativeNorm(1 + draw(64, device=device, dtype=dtype, seed=s), EPSILON) for s in (5, 6)]
     norms = tuple(kinds) if native else tuple(torch.nn.Sequential(norm) for norm in kinds)
     layer = AttentionLayer(1, 6, 2, 64, scaling=0.3, head_norms=norms)
@@ -182,7 +181,7 @@ def test_norms_of_heads(native: bool, device: str, dtype: torch.dtype) -> None:
         stored.append((pages.keys_SHD[step.slots_T], pages.values_SHD[step.slots_T]))
     (mine, values), (theirs, expected) = stored
     assert torch.equal(values, expected)
-    # A unit of the norm's rounding, then turned: of the largest, as a sum can be near zero.
+    # One unit of the norm's rounding, rotated; relative to the largest, as a sum can be near zero.
     bound = 2 * ROUNDING[dtype] * float(theirs.abs().max())
     assert float((mine - theirs).abs().max()) <= (bound if native else 0.0)
     assert dtype == torch.float32 or float((mine != theirs).double().mean()) < 0.01
@@ -225,7 +224,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(device: str, dtype: torch.d
 
 
 def test_padding_may_share_a_slot(device: str) -> None:
-    """It holds some token's keys and values, and no other slot is touched."""
+    """The slot holds one of the tokens' keys and values, and no other slot changes."""
     rows = draw(12, 4, 16, device=device, dtype=torch.float32)
     still, keys, values = rows.new_zeros(12, 16), rows.new_zeros(8, 1, 16), rows.new_zeros(8, 1, 16)
     slots = torch.tensor([1] + [5] * 11, device=device)
@@ -245,13 +244,13 @@ def test_a_model_with_kernels_gives_the_logits_of_one_without(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompt, window and tree; and the probe takes them."""
+    """Prompt, window and tree; and the probe accepts them."""
     folder = make_tiny_checkpoint(tmp_path, architecture=architecture)
     tree = random_tree(1, prefix_length=7, num_nodes=6, vocab_size=384)
     rows: list[Tensor] = []
     for can in (True, False):
-        monkeypatch.setattr(layer_operations, "can_run_kernels", lambda _, can=can: can)
-        # On a CPU the self-test would take long here, and says nothing of a GPU.
+        monkeypatch.setattr(engine_module, "can_run_kernels", lambda _, can=can: can)
+        # On a CPU, the self-test would take long and say nothing about a GPU.
         engine = make_engine(
             folder,
             device,
@@ -272,7 +271,7 @@ def test_a_model_with_kernels_gives_the_logits_of_one_without(
 
 
 def test_all_compile_for_an_h100(tmp_path: Path) -> None:
-    """Those of an 8 B Llama with loads of 16 bytes."""
+    """Kernels of an 8 B Llama load 16 bytes at once."""
     found = compile_launches(launch_layers, tmp_path)
     numbers = {name: len(variants) for name, variants in found.items()}
     assert numbers == {"_add_and_norm": 2, "_rotate_and_store": 2, "_gate": 1}
@@ -281,6 +280,6 @@ def test_all_compile_for_an_h100(tmp_path: Path) -> None:
 
 
 def test_those_of_other_models_compile(tmp_path: Path) -> None:
-    """Five of each model."""
+    """Five kernels of each model."""
     found = compile_launches(launch_layers_of_other_models, tmp_path)
     assert sum(map(len, found.values())) == 15

@@ -1,6 +1,6 @@
-"""Steps on the meta device: the kernel is called as it must be, with nothing from the host.
+"""Steps on the meta device: correct kernel calls, and no data from the host.
 
-What this shows without a GPU: shapes, types and strides of every operation, that no step asks the
+It shows without a GPU the shapes, types and strides of every operation, that no step asks the
 device for a value, and that a captured step copies nothing from the host.
 """
 
@@ -23,17 +23,20 @@ from transformers import PreTrainedConfig as Config
 
 from tests.workers.engine.cuda.kernel_contract import DeviceAlone, check_call
 from tests.workers.engine.trees import random_tree
-from workers.engine import attention as attention_interface
-from workers.engine.attention import Step
 from workers.engine.cuda import attention, layer_kernels
 from workers.engine.cuda.graphs import SMALLEST_TREE, bucket_of, chain_buckets
-from workers.engine.cuda.kernel_operations import KernelOperations
 from workers.engine.cuda.kv_cache import PagedKV
-from workers.engine.cuda.layout import Layout, exact_shape, lay_out, read_inputs
+from workers.engine.cuda.layer_kernels import KernelOperations
 from workers.engine.cuda.linears import FIXED_ROWS, adapt_model
-from workers.engine.cuda.step import DeviceStep, Heads
-from workers.engine.forward import LeanForward, hugging_face_forward
-from workers.engine.fusing import NativeNorm
+from workers.engine.cuda.step import DeviceStep, Heads, Layout, exact_shape, lay_out, read_inputs
+from workers.engine.forward import (
+    ATTENTION,
+    LeanForward,
+    Step,
+    hugging_face_forward,
+    register_attention,
+)
+from workers.engine.modules import NativeNorm
 from workers.engine.slices import Slice
 
 META = torch.device("meta")
@@ -55,12 +58,12 @@ BETWEEN_PRODUCTS = ("_add_and_norm", "_rotate_and_store", "_gate")
 
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's meta implementation is torch's own."""
+    """Use torch's own meta implementation of the kernel."""
     monkeypatch.setattr(attention, "can_use_kernel", lambda *_: True)
 
 
 class Kernel:
-    """In the place of one of ours, which have no meta implementation: its launches are noted."""
+    """Replaces one of our kernels, which have no meta implementation, and notes its launches."""
 
     def __init__(self, name: str, launched: list[str]) -> None:
         self._name = name
@@ -72,7 +75,7 @@ class Kernel:
 
 @pytest.fixture(autouse=True)
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of our kernels between products, as they are launched."""
+    """The names of our launched kernels between products."""
     names: list[str] = []
     for name in BETWEEN_PRODUCTS:
         monkeypatch.setattr(layer_kernels, name, Kernel(name, names))
@@ -80,10 +83,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def make_forwards(config: Config, *, batch_invariant: bool) -> Forwards:
-    """All ways to run a model whose tensors are nowhere: its own, torch's, and with kernels."""
-    attention_interface.register()
+    """All ways to run a model without memory: its own code, torch's operations, our kernels."""
+    register_attention()
     model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention_interface.NAME, dtype=torch.bfloat16
+        config, attn_implementation=ATTENTION, dtype=torch.bfloat16
     )
     assert isinstance(model, PreTrainedModel)
     model.requires_grad_(False)
@@ -132,7 +135,7 @@ def steps() -> dict[str, Sequence[Slice]]:
     "config", [LlamaConfig(**SIZES), Qwen2Config(**SIZES), Qwen3Config(**SIZES)]
 )
 def test_steps_need_nothing_from_the_host(config: Config, batch_invariant: bool) -> None:
-    """As they are, and as a graph captures them."""
+    """Both directly and as a graph captures them."""
     forwards = make_forwards(config, batch_invariant=batch_invariant)
     for name, slices in steps().items():
         exact = exact_shape(slices)
@@ -151,7 +154,7 @@ def test_steps_need_nothing_from_the_host(config: Config, batch_invariant: bool)
 
 @pytest.mark.parametrize("config", [LlamaConfig(**SIZES), Qwen3Config(**SIZES)])
 def test_four_kernels_a_layer_between_products(config: Config, launched: list[str]) -> None:
-    """And no operation of torch beside them that computes or copies."""
+    """Beside them, no operation of torch computes or copies."""
     forward = make_forwards(config, batch_invariant=True)[2]
     slices = steps()["chains"]
     shape = bucket_of(exact_shape(slices), fixed_rows=FIXED_ROWS)
@@ -177,7 +180,7 @@ def test_every_captured_shape_keeps_to_the_kernel() -> None:
         with torch.inference_mode(), DeviceAlone() as watched:
             forward(make_step(layout))
         if shape.num_chains:
-            # Of the products the LM head alone is padded, since it has fewer rows.
+            # Of the products, only the LM head is padded, because it has fewer rows.
             assert watched.names.count("pad") == (1 if shape.filler else 0)
         (call,) = watched.calls
         assert call["window_size"] == ([-1, 0] if shape.num_chains else [-1, -1])
@@ -186,7 +189,7 @@ def test_every_captured_shape_keeps_to_the_kernel() -> None:
 
 
 def test_data_of_the_host_is_noticed() -> None:
-    """Negative controls: of the watch, and of the contract."""
+    """Negative controls of the watch and of the contract."""
     with pytest.raises(AssertionError, match="takes data from the host"), DeviceAlone():
         torch.zeros(3).to(META)
     forwards = make_forwards(LlamaConfig(**SIZES), batch_invariant=False)

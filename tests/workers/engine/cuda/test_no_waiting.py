@@ -1,4 +1,4 @@
-"""Nothing inside a step makes the host wait; one small copy at its end does."""
+"""No part of a step makes the host wait, except one small copy at its end."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ SAMPLED = SamplingParams(
     temperature=0.8, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.2, min_tokens=400
 )
 _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero")
-"""Operations whose result, or its shape, the host must know: a device would be waited for."""
+"""Operations whose result or shape the host must know, so it would wait for the device."""
 _BY_INDICES = ("index", "index_put", "index_put_")
-"""Masks among their indices are counted first, which is the same."""
+"""Masks among their indices are counted first, so the host would wait too."""
 
 
 class RefuseWaiting(TorchDispatchMode):
@@ -52,9 +52,9 @@ class RefuseWaiting(TorchDispatchMode):
 
 @contextmanager
 def no_waiting(device: str) -> Iterator[None]:
-    """On a GPU torch itself refuses; on a CPU the operations show it."""
+    """Refuse waiting: on a GPU torch does, on a CPU RefuseWaiting."""
     if device == "cuda":
-        with warnings.catch_warnings():  # It says that it is a prototype.
+        with warnings.catch_warnings():  # torch warns that this is a prototype.
             warnings.simplefilter("ignore", UserWarning)
             torch.cuda.set_sync_debug_mode("error")
         try:
@@ -79,11 +79,11 @@ def engine(device: str, tmp_path_factory: pytest.TempPathFactory) -> CudaEngine:
 
 
 def test_no_step_waits_for_the_device(engine: CudaEngine, device: str) -> None:
-    """Prefill, chains, trees, moved KV, and tokens drawn with every filter there is."""
+    """Prefill, chains, trees, moved KV, and tokens drawn with every filter."""
     tree = random_tree(1, prefix_length=250, num_nodes=8, vocab_size=VOCAB)
     spec = SequenceSpec(SAMPLED, seed=3, prompt_length=100, end_token_ids=(0, 2))
     prompt = list(range(3, 103))
-    # Once before: graphs are captured, kernels are loaded, and pinned memory is had the first time.
+    # The first time captures graphs, loads kernels and allocates pinned memory.
     for guard in (nullcontext(), no_waiting(device)):
         with guard:
             engine.step([Slice([1], 0, prompt, 0), Slice([3, 4], 0, tree.prefix, 0)])
@@ -95,7 +95,7 @@ def test_no_step_waits_for_the_device(engine: CudaEngine, device: str) -> None:
 
 
 def test_what_waits_is_noticed() -> None:
-    """Negative control of the CPU's way to see it."""
+    """Negative control of RefuseWaiting."""
     values = torch.arange(4)
     for waits in (
         lambda: values.sum().item(),

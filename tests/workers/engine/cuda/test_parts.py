@@ -12,37 +12,37 @@ from paceline.errors import ConfigError
 from tests.workers.engine.cuda.engines import DEVICES
 from workers.engine.cuda.graphs import MAX_TOKENS, bucket_of, chain_buckets
 from workers.engine.cuda.kv_cache import PAGE_SIZE, slot_of
-from workers.engine.cuda.layout import Shape, exact_shape, lay_out, split
 from workers.engine.cuda.linears import (
     FIXED_ROWS,
     FixedRowsLinear,
     adapt_model,
     trusted_sizes,
 )
-from workers.engine.cuda.memory import MemoryProfile, choose_num_blocks
-from workers.engine.fusing import NativeNorm, ProjectionPart
+from workers.engine.cuda.step import Shape, exact_shape, lay_out, split
+from workers.engine.memory import MemoryProfile, num_blocks_on_gpu
+from workers.engine.modules import NativeNorm, ProjectionPart
 from workers.engine.slices import Slice
 
 GIB = 1 << 30
 PROFILE = MemoryProfile(total=80 * GIB, free=60 * GIB, activations=GIB)
-"""20 GiB of weights, of which a tenth of the device may not be used: 50 GiB are left."""
+"""20 GiB of weights, and a tenth of the device is reserved: 50 GiB are left."""
 
 
 def test_automatic_kv_takes_what_a_step_leaves() -> None:
     assert PROFILE.kv == 50 * GIB
     per_block = 32 << 20
-    assert choose_num_blocks(None, PROFILE, per_block=per_block, max_model_len=8192) == 1600
+    assert num_blocks_on_gpu(None, PROFILE, per_block=per_block, max_model_len=8192) == 1600
 
 
 def test_too_little_memory_is_refused_with_the_numbers() -> None:
     tight = MemoryProfile(total=80 * GIB, free=9 * GIB, activations=GIB)
     with pytest.raises(ConfigError, match=rf"{71 * GIB} are taken.*leaves 0 for KV.*{GIB}: lower"):
-        choose_num_blocks(None, tight, per_block=32 << 20, max_model_len=8192)
+        num_blocks_on_gpu(None, tight, per_block=32 << 20, max_model_len=8192)
     with pytest.raises(ConfigError, match=f"at least {GIB} bytes"):
-        choose_num_blocks(GIB - 1, PROFILE, per_block=32 << 20, max_model_len=8192)
+        num_blocks_on_gpu(GIB - 1, PROFILE, per_block=32 << 20, max_model_len=8192)
     with pytest.raises(ConfigError, match=f"does not fit.*{60 * GIB} are free"):
-        choose_num_blocks(59 * GIB, PROFILE, per_block=32 << 20, max_model_len=8192)
-    assert choose_num_blocks(58 * GIB, PROFILE, per_block=GIB, max_model_len=256) == 58
+        num_blocks_on_gpu(59 * GIB, PROFILE, per_block=32 << 20, max_model_len=8192)
+    assert num_blocks_on_gpu(58 * GIB, PROFILE, per_block=GIB, max_model_len=256) == 58
 
 
 def piece(width: int, parents: tuple[int, ...] = ()) -> Slice:
@@ -64,7 +64,7 @@ def test_other_steps_run_as_they_are() -> None:
 
 @pytest.mark.parametrize("fixed_rows", [1, FIXED_ROWS])
 def test_products_of_a_captured_step_need_no_padding(fixed_rows: int) -> None:
-    """The filler is a chain of its own, at the end, which alone reads the scratch page."""
+    """The filler is a separate chain at the end. Only the filler reads the scratch page."""
     slices = [Slice([3, 4], 250, [7] * 9, 9), Slice([5], 0, [8], 1), Slice([6], 0, [9], 1)]
     shape = bucket_of(exact_shape(slices), fixed_rows=fixed_rows)
     assert shape is not None
@@ -82,7 +82,7 @@ def test_products_of_a_captured_step_need_no_padding(fixed_rows: int) -> None:
 
 @pytest.mark.parametrize("end", [260, 250 + 64, 250 + 65, 2 * PAGE_SIZE, 2 * PAGE_SIZE + 1])
 def test_tokens_lie_in_the_pages_of_their_sequence(end: int) -> None:
-    """Of few and of many, across pages that do not follow one another."""
+    """Few and many tokens, across pages that are not neighbors."""
     piece = Slice([7, 3, 5], 250, range(end - 250), 0)
     layout = lay_out([piece], exact_shape([piece]), table_pages=4, scratch_block=9, even=False)
     found = split(layout.array, layout.shape, 4)["slots"].tolist()
@@ -91,7 +91,7 @@ def test_tokens_lie_in_the_pages_of_their_sequence(end: int) -> None:
 
 @pytest.mark.parametrize("start", [100, 101, 103])
 def test_a_node_sees_its_path_and_what_is_before_the_tree(start: int) -> None:
-    """Slots from 101 on hold the tree, of which a slice feeds all or a part."""
+    """Slots from 101 on hold the tree. A slice feeds all of it or a part."""
     parents = (0, 0, 1, 2, 3, 3, 0, 4, 8, 9)
     end = 101 + len(parents)
     piece = Slice([4], start, [1] * (end - start), 1, 101, parents)
@@ -132,8 +132,8 @@ def test_rows_of_a_product_do_not_depend_on_the_others(dtype: torch.dtype) -> No
         whole = fixed(rows)
         assert torch.allclose(whole, source(rows), atol=0.02)
         for first, count in ((0, 1), (3, 9), (60, 70), (FIXED_ROWS, FIXED_ROWS)):
-            # A row keeps its place in its tile: that another place gives the same bits too is for
-            # the device's kernels to say, and the self-test asks them.
+            # A row keeps its place in its tile. Whether another place gives the same bits is for
+            # the device's kernels to say; the self-test checks it.
             place = first % FIXED_ROWS
             padded = torch.cat([rows.new_zeros(place, 96), rows[first : first + count]])
             assert torch.equal(fixed(padded)[place:], whole[first : first + count])
@@ -142,7 +142,7 @@ def test_rows_of_a_product_do_not_depend_on_the_others(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_larger_products_give_the_same_bits(device: str) -> None:
-    """Whatever numbers of rows the trial of this device's library lets through, on other rows."""
+    """For all numbers of rows that this device's trial accepts, on other rows."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(2)
     source = nn.Linear(512, 768, bias=False, device=device, dtype=dtype)
@@ -158,7 +158,7 @@ def test_larger_products_give_the_same_bits(device: str) -> None:
 
 @pytest.mark.gpu
 def test_products_are_not_cut_where_sums_are_not_split() -> None:
-    """The shapes of an 8 B model's layer, which split-K would sum otherwise with 64 rows."""
+    """The shapes of an 8 B model's layer, which split-K would sum differently with 64 rows."""
     block = nn.ModuleDict(
         {"down": nn.Linear(14336, 4096, bias=False), "out": nn.Linear(4096, 4096)}
     )

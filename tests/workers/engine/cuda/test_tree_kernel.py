@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 def test_stem_and_own_keys_together(
     device: torch.device, dtype: torch.dtype, width: int, num_keys: int, group: int
 ) -> None:
-    """Random masks beside stems of 40 and 7 keys, and of none; slots in no order."""
+    """Random masks beside stems of 40 and 7 keys, and of none; slots in any order."""
     stems, heads, head_size = [40, 0, 7], 2, 16
     layer = random_layer(device, dtype, pages=2, heads=heads, head_size=head_size)
     queries = random_queries(3 * width, heads * group, layer)
@@ -45,7 +45,7 @@ def test_stem_and_own_keys_together(
         weights_AK = scores_AK.softmax(-1)
         return torch.einsum("ak,kad->ad", weights_AK, values_SAD[slots]), scores_AK.logsumexp(-1)
 
-    # What is not to be read is no number.
+    # What must not be read is NaN.
     stem_TAD = torch.full(queries.shape, torch.nan, dtype=torch.float64)
     stem_lse_AT = torch.full((heads * group, 3 * width), torch.nan)
     for token in range(3 * width):
@@ -71,7 +71,7 @@ def test_stem_and_own_keys_together(
 
 @pytest.mark.parametrize(("device", "dtype"), KINDS)
 def test_a_key_more_is_noticed(device: torch.device, dtype: torch.dtype) -> None:
-    """Negative control: another mask is another output, of that token alone."""
+    """Negative control: another mask changes the output, only of that token."""
     layer = random_layer(device, dtype, pages=1, heads=1, head_size=16)
     queries = random_queries(3, 2, layer)
     seen_BWK = torch.ones(1, 3, 4, dtype=torch.bool, device=device)

@@ -9,7 +9,7 @@ from workers.drafting.protocols import DRAFTERS, DrafterKind, DrafterOptions, Pr
 async def load_model_proposer(options: DrafterOptions) -> Proposer:
     """Load the checkpoint in a thread. Raises ConfigError and CheckpointError."""
     from workers.drafting.kinds.model.proposer import ModelProposer
-    from workers.engine.loading import load_engine
+    from workers.engine.open import load_engine
 
     if options.folder is None:
         raise ConfigError('a drafter of kind "model" needs a checkpoint folder, got none')
@@ -25,7 +25,7 @@ async def load_model_proposer(options: DrafterOptions) -> Proposer:
 
 
 def _check(options: DrafterOptions) -> None:
-    from workers.engine.ahead import check_ahead
+    from workers.engine.open import check_ahead
 
     assert options.folder is not None
     check_ahead(

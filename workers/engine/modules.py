@@ -1,22 +1,37 @@
-"""Fewer and larger operations where Hugging Face's modules allow it, with the same bits.
+"""Modules that replace Hugging Face's in a loaded model, on any device.
 
-Projections that read the same input (query, key and value; gate and up) become one matrix product.
-A norm is replaced by torch's own rms_norm if that gives the same bits.
+- Projections that read the same input (query, key and value; gate and up) become one matrix
+  product, with the same bits.
+- A norm becomes torch's own rms_norm, which is one operation.
+- An activation becomes independent of what else is in the batch. torch's vectorized kernels compute
+  the last elements of an array, and of each thread's share, with scalar code that rounds
+  differently (silu, gelu). Which elements these are depends on the batch and on the number of
+  threads. So activations run over slabs that one thread computes and whose size is a multiple of
+  the vector width.
+
+Linears depend on the device: cpu/linears.py, cuda/linears.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
 _PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of linears of one module that are called with the same input, in this order."""
+_SLAB = 32768
+"""Up to this number of elements torch uses one thread (at::internal::GRAIN_SIZE)."""
+_ALIGNMENT = 64
+"""A multiple of what any vector loop takes at a time (2 x 16 float32 elements for AVX-512)."""
 
 
 class SharedProjection(nn.Module):
     """One product in place of several linears that are called with the same input.
 
-    The first part computes it for all. The others, called later with the same tensor, take theirs.
+    The first part computes the product for all. The other parts, called later, take their columns.
     """
 
     def __init__(self, joined: nn.Module, widths: list[int]) -> None:
@@ -108,8 +123,14 @@ class NativeNorm(nn.Module):
         return torch.rms_norm(rows, self._shape, self._weight, self._epsilon)
 
 
-def replace_norms(model: nn.Module) -> None:
-    """Replace the RMS norms of `model` for which a NativeNorm gives the same bits."""
+def replace_norms(
+    model: nn.Module, tolerances: Mapping[torch.dtype, float] = MappingProxyType({})
+) -> None:
+    """Replace the RMS norms of `model` for which a NativeNorm gives nearly the same results.
+
+    `tolerances`: by dtype, the largest difference on random rows, as a share of the largest value.
+    A dtype without a tolerance must have the same bits.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             weight = getattr(child, "weight", None)
@@ -118,6 +139,43 @@ def replace_norms(model: nn.Module) -> None:
                 continue
             native = NativeNorm(weight, epsilon)
             generator = torch.Generator().manual_seed(0)
-            rows = torch.randn(64, *weight.shape, generator=generator).to(weight.dtype)
-            if torch.equal(native(rows), child(rows)):
+            rows = torch.randn(64, *weight.shape, generator=generator).to(weight)
+            expected = child(rows)
+            bound = tolerances.get(weight.dtype, 0.0) * float(expected.abs().max())
+            if float((native(rows) - expected).abs().max()) <= bound:
                 setattr(parent, name, native)
+
+
+class SlabActivation(nn.Module):
+    """An elementwise activation whose result for an element depends on that element only."""
+
+    def __init__(self, activation: nn.Module) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, values: Tensor) -> Tensor:
+        """The activation of each element, in the shape of `values`."""
+        count = values.numel()
+        # If rows are not contiguous, torch goes row by row.
+        piece = count if values.is_contiguous() else values.shape[-1]
+        if count <= _SLAB and piece % _ALIGNMENT == 0:
+            result: Tensor = self.activation(values)
+            return result
+        flat = nn.functional.pad(values.reshape(-1), (0, -count % _ALIGNMENT))
+        slabs = [self.activation(slab) for slab in torch.split(flat, _SLAB)]
+        return torch.cat(slabs)[:count].view(values.shape)
+
+
+def replace_activations(model: nn.Module) -> None:
+    """Wrap every activation module of `model` in a SlabActivation."""
+    for parent in list(model.modules()):
+        if isinstance(parent, SlabActivation):
+            continue
+        for name, child in list(parent.named_children()):
+            if _is_activation(child):
+                setattr(parent, name, SlabActivation(child))
+
+
+def _is_activation(module: nn.Module) -> bool:
+    home = type(module).__module__
+    return home in ("transformers.activations", "torch.nn.modules.activation")

@@ -1,6 +1,7 @@
-"""Every architecture at degrees 1 to 4: the logits and tokens of transformers' own model.
+"""Every architecture at degrees 1 to 4 gives the logits and tokens of transformers' own model.
 
-Degree 3 divides neither the heads nor the widths of these models, degree 4 not the KV heads.
+Degree 3 divides neither the heads nor the widths of these models; degree 4 does not divide the KV
+heads.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import Architecture, make_tiny_checkpoint
-from tests.workers.engine.tensor_parallel.ranks import Ranks
+from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cpu.engine import Engine, Slice
 from workers.engine.parallel.group import Group
 
 DEGREES = (1, 2, 3, 4)
 LENGTH = 150
-"""Two blocks of KV."""
+"""Tokens in two blocks of KV."""
 KV_BYTES = 1 << 21
 
 

@@ -12,7 +12,7 @@ SCRIPT = """
 import importlib, os, sys
 importlib.import_module(sys.argv[1])
 order = list(sys.modules)
-is_early = order.index("workers.process.grpc_settings") < order.index("grpc")
+is_early = order.index("workers.process.settings") < order.index("grpc")
 print(is_early, os.environ["GRPC_EXPERIMENTS"])
 print(os.environ["GRPC_VERBOSITY"])
 """

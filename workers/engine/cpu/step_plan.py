@@ -1,24 +1,30 @@
-"""What a step needs besides weights and KV, computed once and used by every layer.
+"""What a step on a CPU needs besides weights and KV, computed once and used by every layer.
 
 The slices of a step are packed into one row of T tokens. For attention they are sorted into groups
 of equal width, so that a group's queries are one tensor [B, H, R, D]: B slices, H key/value heads,
 R query rows (tokens x query heads that share a key head, padded to a multiple of 4), D head size. A
 token's A heads come one after another: its queries, its keys, its values.
+
+A chunk is the content of one KV block: 128 positions of a slice. A group's blocks are read in runs
+of C neighbors, so that few calls read them all.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from workers.engine.block_pool import blocks_for
-from workers.engine.cpu.block_runs import HIDDEN, Run, make_run, runs_of_blocks, spread_chunks
 from workers.engine.cpu.kv_cache import BLOCK_SIZE
+from workers.engine.kv_blocks import blocks_for
 from workers.engine.slices import Slice, is_tree, node_positions, positions_of, unrelated_slots
 
+HIDDEN = -1e30
+"""Added to the scores of positions that a row may not see. Not -inf, since a row may see none."""
 _ROW_MULTIPLE = 4
 """The attention kernel rounds differently in tiles of fewer than 4 query rows."""
 _WIDE = 16
@@ -28,7 +34,7 @@ that prefill. A wider slice is a group of its own.
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SliceGroup:
     """Slices whose attention is computed together."""
 
     num_slices: int
@@ -38,12 +44,12 @@ class Group:
     """[B x H x R] rows of the group's queries among all heads, viewed as [T x A, D]."""
     runs: tuple[Run, ...]
     spread: Tensor | None
-    """For each of B x max_chunks its computed chunk; any chunk where a slice has no such chunk.
+    """For each slice and chunk, B x max_chunks in all, where it is among the computed chunks.
 
-    None if chunks are computed in this order already.
+    Any number where a slice has no such chunk. None if chunks are computed in this order already.
     """
     absent_BC: Tensor | None
-    """HIDDEN for chunks that a slice does not have, else 0. None: all slices have equally many."""
+    """HIDDEN for chunks that a slice does not have, else 0. None if all have the same number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +62,16 @@ class StepPlan:
     """Number of tokens fed; the tensors may hold padding after them."""
     first_slot: int
     slots_T: Tensor | None
-    """The slot of each token, or None if they follow the first one by one."""
-    groups: tuple[Group, ...]
+    """The slot of each token. None: `first_slot` and those after it."""
+    groups: tuple[SliceGroup, ...]
     scatter: Tensor
-    """For each row of the result, viewed as [T x query heads, D], its row among the groups'."""
+    """For each row of the result [T x query heads, D], its row among those of all groups."""
     logit_rows: Tensor
     window: int | None
-    windowed_groups: tuple[Group, ...]
+    windowed_groups: tuple[SliceGroup, ...]
     """As `groups`, for layers with a sliding window; empty if there are none."""
 
-    def groups_of(self, window: int | None) -> tuple[Group, ...]:
+    def groups_of(self, window: int | None) -> tuple[SliceGroup, ...]:
         """The groups for a layer with this window. A window that was not planned has no effect."""
         return self.groups if window is None or self.window != window else self.windowed_groups
 
@@ -80,7 +86,8 @@ def make_plan(
 ) -> StepPlan:
     """Plan a step over `slices`, none of them empty, padded to `min_tokens` tokens.
 
-    `window`: that of the model's sliding-window layers, if sequences may outgrow it.
+    `window`: the number of positions that a token of the model's sliding-window layers sees; None
+    if no sequence can outgrow it.
     """
     packed = _pack(slices)
     num_tokens, slots = len(packed.token_ids), packed.slots
@@ -89,8 +96,8 @@ def make_plan(
         range(slots[0], slots[0] + num_tokens)
     )
     batches = _batches(slices, packed.offsets, num_query_heads, num_kv_heads)
-    groups = tuple(_make_group(pieces, rows) for pieces, rows, _ in batches)
-    windowed = [] if window is None else [_make_group(p, r, window) for p, r, _ in batches]
+    groups = tuple(_slice_group(pieces, rows) for pieces, rows, _ in batches)
+    windowed = [] if window is None else [_slice_group(p, r, window) for p, r, _ in batches]
     return StepPlan(
         token_ids_T=torch.tensor(packed.token_ids + packed.token_ids[-1:] * padding),
         position_ids_T=torch.tensor(packed.positions + packed.positions[-1:] * padding),
@@ -133,7 +140,7 @@ def _pack(slices: Sequence[Slice]) -> _Packed:
     return packed
 
 
-_Batch = tuple[list[Slice], "_Rows", list[int]]
+_Batch = tuple[list[Slice], "_QueryRows", list[int]]
 """The slices of a group, their query rows, and each slice's first token in the step."""
 
 
@@ -148,7 +155,7 @@ def _batches(
     batches: list[_Batch] = []
     for members in [one for one in (decoding, prefilling, *wide) if one]:
         pieces, firsts = [slices[i] for i in members], [offsets[i] for i in members]
-        batches.append((pieces, _Rows(pieces, firsts, num_query_heads, num_kv_heads), firsts))
+        batches.append((pieces, _QueryRows(pieces, firsts, num_query_heads, num_kv_heads), firsts))
     return batches
 
 
@@ -162,7 +169,7 @@ def _scatter(batches: Sequence[_Batch], num_fed: int, num_query_heads: int) -> T
     return scatter_TH.view(-1)
 
 
-class _Rows:
+class _QueryRows:
     """The query rows of a group.
 
     With S query heads per key head, row r of key head h is token r // S of its slice and query head
@@ -197,9 +204,11 @@ class _Rows:
         target_TH.copy_(base + tokens_T1 * self.share + heads % self.share)
 
 
-def _make_group(pieces: Sequence[Slice], rows: _Rows, window: int | None = None) -> Group:
-    chunks = [blocks_for(piece.start + len(piece.token_ids), BLOCK_SIZE) for piece in pieces]
-    max_chunks = max(chunks)
+def _slice_group(
+    pieces: Sequence[Slice], rows: _QueryRows, window: int | None = None
+) -> SliceGroup:
+    counts = [blocks_for(piece.start + len(piece.token_ids), BLOCK_SIZE) for piece in pieces]
+    max_chunks = max(counts)
     row_slot_BR = rows.token_BR + torch.tensor([[piece.start] for piece in pieces])
     slot_CK = torch.arange(max_chunks * BLOCK_SIZE).view(max_chunks, 1, 1, BLOCK_SIZE)
     hidden = slot_CK > row_slot_BR[:, None, None, :, None]
@@ -212,16 +221,14 @@ def _make_group(pieces: Sequence[Slice], rows: _Rows, window: int | None = None)
         for index, piece in enumerate(pieces):
             hidden[index] |= _before_window(piece, rows.token_BR[index], max_chunks, window)
     mask_BC = torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
-    orders = runs_of_blocks(
-        [piece.block_table[:n] for piece, n in zip(pieces, chunks, strict=True)]
-    )
-    spread, absent_BC = spread_chunks([use for order in orders for use in order], chunks)
-    return Group(
+    runs = _runs_of_blocks([piece.block_table[:n] for piece, n in zip(pieces, counts, strict=True)])
+    spread, absent_BC = _spread_chunks([chunk for run in runs for chunk in run], counts)
+    return SliceGroup(
         num_slices=len(pieces),
         num_rows=rows.count,
         max_chunks=max_chunks,
         gather=rows.gather,
-        runs=tuple(make_run(order, mask_BC) for order in orders),
+        runs=tuple(_make_run(run, mask_BC) for run in runs),
         spread=spread,
         absent_BC=absent_BC,
     )
@@ -236,3 +243,76 @@ def _before_window(piece: Slice, token_R: Tensor, num_chunks: int, window: int) 
         position_S[piece.tree_start :][: len(nodes)] = nodes
     before_RS = position_S <= fed_T[token_R][:, None] - window
     return before_RS.view(-1, num_chunks, 1, BLOCK_SIZE).permute(1, 2, 0, 3)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Consecutive blocks, of one slice or several: `count` blocks from `first_block` on."""
+
+    first_block: int
+    count: int
+    slice_index: int | None
+    """The slice of all blocks, if there is only one."""
+    slices_C: Tensor | None
+    """The slice of each block, if there are several."""
+    mask_CR: Tensor
+    """[count, 1, R, 128]; HIDDEN where a row may not see a position, else 0."""
+
+
+class _Chunk(NamedTuple):
+    """A chunk of a slice, and the block that holds it. A tuple, because a step sorts many."""
+
+    block: int
+    slice_index: int
+    number: int
+
+
+def _runs_of_blocks(tables: Sequence[Sequence[int]]) -> list[list[_Chunk]]:
+    """The chunks of all tables in runs of neighboring blocks.
+
+    A block that several slices share is in one run per slice.
+    """
+    runs: list[list[_Chunk]] = []
+    by_last: defaultdict[int, list[list[_Chunk]]] = defaultdict(list)
+    for chunk in sorted(
+        _Chunk(block, index, number)
+        for index, table in enumerate(tables)
+        for number, block in enumerate(table)
+    ):
+        if by_last[chunk.block - 1]:
+            run = by_last[chunk.block - 1].pop(0)
+        else:
+            run = []
+            runs.append(run)
+        run.append(chunk)
+        by_last[chunk.block].append(run)
+    return runs
+
+
+def _make_run(chunks: Sequence[_Chunk], mask_BC: Tensor) -> Run:
+    """The run of these chunks. `mask_BC`: the mask of each slice and chunk."""
+    first = chunks[0]
+    owners = [chunk.slice_index for chunk in chunks]
+    numbers = [chunk.number for chunk in chunks]
+    one = owners[0] if len(set(owners)) == 1 else None
+    if one is not None and numbers == list(range(first.number, first.number + len(chunks))):
+        mask_CR = mask_BC[one, first.number : first.number + len(chunks)]
+    else:
+        mask_CR = mask_BC[owners, numbers]
+    slices_C = torch.tensor(owners) if one is None else None
+    return Run(first.block, len(chunks), one, slices_C, mask_CR)
+
+
+def _spread_chunks(
+    computed: Sequence[_Chunk], counts: Sequence[int]
+) -> tuple[Tensor | None, Tensor | None]:
+    """`spread` and `absent_BC` of a group. `counts`: the number of chunks of each slice."""
+    max_chunks = max(counts)
+    spread = [0] * (len(counts) * max_chunks)
+    for place, chunk in enumerate(computed):
+        spread[chunk.slice_index * max_chunks + chunk.number] = place
+    in_order = spread == list(range(len(computed)))
+    if min(counts) == max_chunks:
+        return None if in_order else torch.tensor(spread), None
+    absent = [[0.0] * count + [HIDDEN] * (max_chunks - count) for count in counts]
+    return torch.tensor(spread), torch.tensor(absent)[:, :, None, None]

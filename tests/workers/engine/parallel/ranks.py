@@ -1,4 +1,4 @@
-"""Several ranks in one process: a thread and a group of its own each."""
+"""Several ranks in one process, each with a thread and a group of its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from workers.engine.parallel.cuts import Place
 from workers.engine.parallel.group import Deadlines, Group
-from workers.engine.parallel.sharding import Place
 
 Result = TypeVar("Result")
 PATIENT = Deadlines(meeting=120.0, collective=120.0)
-"""Nobody stays away: only a busy host makes them wait for each other."""
+"""No rank stays away. Only a busy host makes them wait for each other."""
 
 
 class Ranks:
@@ -27,7 +27,7 @@ class Ranks:
         device_of: Callable[[int], str] = lambda rank: "cpu",
         device_names: Sequence[str] | None = None,
     ) -> None:
-        """`device_of` a rank, as torch names it; `device_names` tell the ranks' devices apart."""
+        """`device_of`: a rank's device in torch. `device_names`: distinguish the devices."""
         self.groups = [
             Group(
                 Place(rank, degree),
@@ -49,21 +49,21 @@ class Ranks:
         self._threads.shutdown()
 
     def meet(self, name: str = "once") -> None:
-        """All meet."""
+        """All ranks meet."""
         self.together(lambda group: self.join(group, name))
 
     def join(self, group: Group, name: str = "once") -> None:
-        """One of them goes to the meeting."""
+        """One rank goes to the meeting."""
         rendezvous = self.groups[0].rendezvous
         assert rendezvous is not None
         group.meet(name, rendezvous)
 
     def together(self, work: Callable[[Group], Result]) -> list[Result]:
-        """`work` of every rank at once; the results by rank. Raises the first rank's error."""
+        """Run `work` on every rank at once. Returns results by rank; raises the first error."""
         futures = [self._threads.submit(work, group) for group in self.groups]
         return [future.result(timeout=240) for future in futures]
 
     def errors(self, work: Callable[[Group], Any]) -> list[BaseException | None]:
-        """What each rank's `work` raises."""
+        """The error of each rank's `work`."""
         futures = [self._threads.submit(work, group) for group in self.groups]
         return [future.exception(timeout=240) for future in futures]

@@ -1,10 +1,12 @@
-"""A pool of KV blocks that knows the content of some: equal prefixes are computed once.
+"""KV blocks: who holds which block, and which blocks are known by their content.
 
-A block's key is a hash of all tokens up to its end, of its tenant and of the kind of KV. So equal
-prefixes are found, but not those of other tenants or kinds. A known block that no sequence holds
-stays until its room is needed. Then the tenant that keeps most such blocks loses the one that was
-unused for the longest time, so no tenant can push out what all others keep. Whoever offers a block
-promises that nobody will write to it again.
+Only ids are handled here; the tensors are the engines' (cpu/kv_cache.py, cuda/kv_cache.py).
+
+Equal prefixes are computed once. A block's key is a hash of all tokens up to its end, of its tenant
+and of the kind of KV. So equal prefixes are found, but not those of other tenants or kinds. A known
+block that no sequence holds stays until its room is needed. Then the tenant that keeps the most
+such blocks loses the one that was unused for the longest time, so no tenant can push out what all
+others keep. Whoever offers a block promises that nobody will write to it again.
 """
 
 from __future__ import annotations
@@ -14,9 +16,115 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from paceline.errors import OverloadedError
-from workers.engine.block_pool import BlockPool
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """The number of blocks that hold `num_tokens` positions."""
+    return -(-num_tokens // block_size)
+
+
+class BlockPool:
+    """Hands out block ids 0 to num_blocks - 1, and counts the holders of each.
+
+    Several holders of a block may only read it. Not thread-safe; one owner.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        # In descending order where possible: pop() then hands out ascending runs, and a sequence's
+        # blocks tend to be neighbors.
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._holders = [0] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """The number of blocks that nobody holds."""
+        return len(self._free)
+
+    def holders(self, block: int) -> int:
+        """The number of holders of a block."""
+        return self._holders[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks. Raises OverloadedError, and takes none, if fewer are free."""
+        if count > len(self._free):
+            raise OverloadedError(f"{count} KV blocks wanted, {len(self._free)} free")
+        taken = [self._free.pop() for _ in range(count)]
+        for block in taken:
+            self._holders[block] = 1
+        return taken
+
+    def share(self, block: int) -> None:
+        """Add one holder to a block that is held."""
+        assert self._holders[block] > 0, f"block {block} is free and cannot be shared"
+        self._holders[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Remove one holder from each of `blocks`. The caller must be one of them."""
+        for block in reversed(blocks):
+            self._holders[block] -= 1
+            assert self._holders[block] >= 0, f"block {block} was freed twice"
+            if self._holders[block] == 0:
+                self._free.append(block)
+
+    def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
+        """Assert that each block is free, or held as often as it occurs in the tables of `held`."""
+        counted = [0] * self.num_blocks
+        for block in chain.from_iterable(held):
+            counted[block] += 1
+        if counted != self._holders:
+            pairs = enumerate(zip(counted, self._holders, strict=True))
+            wrong = [block for block, (tables, holders) in pairs if tables != holders]
+            raise AssertionError(
+                f"KV blocks leaked or shared by mistake: {wrong} of {self.num_blocks}"
+            )
+        free = set(self._free)
+        assert len(free) == len(self._free) == counted.count(0), "a block is not free just once"
+        assert not any(map(counted.__getitem__, free)), "a block is free and held"
+
+
+@dataclass(frozen=True, slots=True)
+class KvKind:
+    """What determines a KV block's content besides the tokens. Blocks of two kinds never match.
+
+    `block_size`: positions of a block. `dtype`: the dtype of the computation. `checkpoint_digest`:
+    the digest of the files (target.proto).
+    """
+
+    block_size: int
+    dtype: str = ""
+    checkpoint_digest: bytes = b""
+
+
+class BlockKeys:
+    """SHA-256 keys of the full blocks of one text, for one kind of KV. Computed on demand."""
+
+    __slots__ = ("_keys", "_parent", "kind", "tenant")
+
+    def __init__(self, kind: KvKind, *, tenant: str) -> None:
+        self.kind = kind
+        self.tenant = tenant
+        self._keys: list[bytes] = []
+        made_of = (kind.block_size, kind.dtype, kind.checkpoint_digest, tenant)
+        self._parent = hashlib.sha256(repr(made_of).encode()).digest()
+
+    def first(self, count: int, token_ids: Sequence[int]) -> Sequence[bytes]:
+        """The keys of the first `count` blocks of `token_ids`, and of any computed before."""
+        keys, size, parent = self._keys, self.kind.block_size, self._parent
+        for index in range(len(keys), count):
+            tokens = array("Q", token_ids[index * size : (index + 1) * size])
+            parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+            keys.append(parent)
+        self._parent = parent
+        return keys
+
+    @property
+    def known(self) -> Sequence[bytes]:
+        """The keys that have been computed."""
+        return self._keys
 
 
 class SharedBlocks:
@@ -126,44 +234,3 @@ class SharedBlocks:
             assert all(self._pool.holders(block) == 1 for block in table[num_full:]), "shared"
             for block, key in zip(table, keys, strict=False):
                 assert self._key_of.get(block, key) == key, "a block is known by another's key"
-
-
-@dataclass(frozen=True, slots=True)
-class KvKind:
-    """What determines a KV block's content besides the tokens. Blocks of two kinds never match.
-
-    `block_size`: positions of a block. `dtype`: the dtype of the computation. `checkpoint_digest`:
-    the digest of the files (target.proto).
-    """
-
-    block_size: int
-    dtype: str = ""
-    checkpoint_digest: bytes = b""
-
-
-class BlockKeys:
-    """SHA-256 keys of the full blocks of one text, for one kind of KV. Computed on demand."""
-
-    __slots__ = ("_keys", "_parent", "kind", "tenant")
-
-    def __init__(self, kind: KvKind, *, tenant: str) -> None:
-        self.kind = kind
-        self.tenant = tenant
-        self._keys: list[bytes] = []
-        made_of = (kind.block_size, kind.dtype, kind.checkpoint_digest, tenant)
-        self._parent = hashlib.sha256(repr(made_of).encode()).digest()
-
-    def first(self, count: int, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """The keys of the first `count` blocks of `token_ids`, and of any computed before."""
-        keys, size, parent = self._keys, self.kind.block_size, self._parent
-        for index in range(len(keys), count):
-            tokens = array("Q", token_ids[index * size : (index + 1) * size])
-            parent = hashlib.sha256(parent + tokens.tobytes()).digest()
-            keys.append(parent)
-        self._parent = parent
-        return keys
-
-    @property
-    def known(self) -> Sequence[bytes]:
-        """The keys that have been computed."""
-        return self._keys

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from tests.tiny import make_tiny_checkpoint
-from workers.engine import model as model_module
 from workers.engine.cpu.engine import Engine, Slice
-from workers.engine.fusing import NativeNorm, ProjectionPart, join_projections, replace_norms
+from workers.engine.load import model as model_module
+from workers.engine.modules import NativeNorm, ProjectionPart, join_projections, replace_norms
 
 
 class Attention(nn.Module):
@@ -23,7 +23,7 @@ class Attention(nn.Module):
 
 
 class ShiftedNorm(nn.Module):
-    """A norm with a root-mean-square's attributes that computes something else, as Gemma's does."""
+    """A norm with the attributes of RMSNorm that computes something else, as Gemma's does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_the_engine_uses_both_and_its_bits_are_those_without(
         return Engine(folder, threads=1, kv_memory_bytes=1 << 20)
 
     fused = make_engine()
-    kinds = {type(module) for module in model_module.load_model(folder, "float32").modules()}
+    kinds = {type(module) for module in model_module.load_on_cpu(folder, "float32").modules()}
     assert {ProjectionPart, NativeNorm} <= kinds
     monkeypatch.setattr(model_module, "join_projections", lambda model: None)
     monkeypatch.setattr(model_module, "replace_norms", lambda model: None)

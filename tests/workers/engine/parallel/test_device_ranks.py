@@ -1,4 +1,4 @@
-"""Ranks of the engine for GPUs: on CPUs over gloo, and on GPUs over NCCL where there are enough."""
+"""Ranks of the GPU engine: on CPUs over gloo, and over NCCL where there are enough GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.v1 import target_pb2
 from paceline.wire import spec_to_wire
 from tests.tiny import Architecture, make_tiny_checkpoint
 from tests.workers.engine.cuda.engines import make_engine, make_rank
-from tests.workers.engine.tensor_parallel.ranks import Ranks
+from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.cuda.engine import CudaEngine
 from workers.engine.parallel.group import Deadlines, Group
 from workers.engine.slices import Slice
@@ -54,7 +54,7 @@ def expected_TV(folder: Path) -> torch.Tensor:
 def test_logits_are_those_of_transformers(
     folder: Path, expected_TV: torch.Tensor, degree: int
 ) -> None:
-    """At once, and the end in windows. On a CPU the reference attention is not invariant."""
+    """At once, and the end in windows. On a CPU, the reference attention is not invariant."""
 
     def work(group: Group) -> tuple[torch.Tensor, torch.Tensor, bool | None]:
         engine = make_rank(folder, group)
@@ -92,7 +92,7 @@ def decode(engine: CudaEngine, sampling: SamplingParams) -> list[int]:
     found: list[int] = []
     for step in range(2, 30):
         found += [verdict.token_id for verdict in stepper.step(request).verdicts]
-        fed = [TOKEN_IDS[step]]  # Whatever was found: ranks other than 0 do not know it.
+        fed = [TOKEN_IDS[step]]  # Ranks other than 0 do not know the result.
         start = len(PROMPT) + step - 2
         piece = target_pb2.Slice(sequence_id=1, start=start, token_ids=fed, verdict=True)
         request = target_pb2.StepRequest(step=step, slices=[piece])
@@ -101,7 +101,7 @@ def decode(engine: CudaEngine, sampling: SamplingParams) -> list[int]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, FILTERED])
 def test_verdicts_are_those_of_one_rank(folder: Path, sampling: SamplingParams) -> None:
-    """By ranks' best tokens, and by whole rows gathered at rank 0."""
+    """Both by the ranks' best tokens, and by whole rows gathered at rank 0."""
 
     def work(group: Group) -> list[int]:
         engine = make_rank(folder, group)
@@ -171,7 +171,7 @@ def cuda_of(rank: int) -> str:
 def test_ranks_on_gpus(
     folder: Path, expected_TV: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Never run so far: no machine with two GPUs was at hand."""
+    """Never run yet, because no machine with two GPUs was available."""
 
     def work(group: Group) -> tuple[torch.Tensor, torch.Tensor, bool | None]:
         torch.cuda.set_device(group.device)
@@ -193,7 +193,7 @@ def test_ranks_on_gpus(
 @pytest.mark.gpu
 @needs_two_gpus
 def test_a_gpu_whose_partner_is_gone_does_not_wait_for_ever() -> None:
-    """Never run so far, as the one above."""
+    """Never run yet, as the test above."""
     with Ranks(2, device_of=cuda_of, deadlines=Deadlines(collective=5.0)) as ranks:
         ranks.meet()
         errors = ranks.errors(lambda group: group.place.rank and group.exchange([1]))

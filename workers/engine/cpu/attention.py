@@ -1,4 +1,4 @@
-"""Attention over paged KV, as a Hugging Face attention function named "paceline".
+"""Attention over paged KV on a CPU, and the step that computes it.
 
 A query row attends to chunks of 128 positions, one by one, whose bounds are fixed, absolute
 positions. The chunks' results are merged in order of position, weighted by log-sum-exp. A chunk
@@ -11,50 +11,15 @@ kinds: a token's queries, keys and values (step_plan.py).
 
 from __future__ import annotations
 
-from typing import Any, Protocol
-
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface
+from torch import Tensor
 
 from workers.engine.cpu.kv_cache import LayerCache
-from workers.engine.step_plan import Group, StepPlan
-
-NAME = "paceline"
+from workers.engine.cpu.step_plan import SliceGroup, StepPlan
 
 
-class Step(Protocol):
-    """A planned step as model code sees it: what to feed, and the attention over its KV."""
-
-    @property
-    def token_ids_T(self) -> Tensor: ...
-
-    @property
-    def position_ids_T(self) -> Tensor: ...
-
-    @property
-    def logit_rows(self) -> Tensor: ...
-
-    def attend(
-        self,
-        rows_TAD: Tensor,
-        layer: int,
-        scaling: float,
-        *,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Store a layer's keys and values, attend, and return [T x query heads, D].
-
-        `rows_TAD`: a token's queries, keys and values, one head after another. `window`: the number
-        of positions that a row sees, its own included. `softcap`: the bound within which tanh keeps
-        a score.
-        """
-
-
-class StepContext:
-    """A step on the CPU: its plan and the KV buffers."""
+class CpuStep:
+    """A step on a CPU (forward.Step): its plan and the KV buffers."""
 
     __slots__ = ("layers", "plan")
 
@@ -83,7 +48,7 @@ class StepContext:
         window: int | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        store(rows_TAD, self.plan, self.layers[layer])
+        _store(rows_TAD, self.plan, self.layers[layer])
         groups = self.plan.groups_of(window)
         rows = rows_TAD.view(-1, rows_TAD.shape[2])
         outputs = [_attend(group, rows, self.layers[layer], scaling, softcap) for group in groups]
@@ -91,28 +56,7 @@ class StepContext:
         return joined.index_select(0, self.plan.scatter)
 
 
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float,
-    paceline_step: Step,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Hugging Face's interface: query, key and value [1, heads, T, D] in, [1, T, heads, D] out."""
-    rows_TAD = torch.cat([query[0], key[0], value[0]]).transpose(0, 1).contiguous()
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    rows = paceline_step.attend(rows_TAD, layer, scaling, window=sliding_window, softcap=softcap)
-    return rows.view(1, query.shape[2], query.shape[1], query.shape[3]), None
-
-
-def store(rows_TAD: Tensor, plan: StepPlan, layer: LayerCache) -> None:
+def _store(rows_TAD: Tensor, plan: StepPlan, layer: LayerCache) -> None:
     """Store the step's keys and values."""
     num_written = layer.slots_2HSD.shape[0]
     written = rows_TAD[: plan.num_tokens, -num_written:].transpose(0, 1)
@@ -123,7 +67,7 @@ def store(rows_TAD: Tensor, plan: StepPlan, layer: LayerCache) -> None:
 
 
 def _attend(
-    group: Group, rows: Tensor, layer: LayerCache, scaling: float, softcap: float | None
+    group: SliceGroup, rows: Tensor, layer: LayerCache, scaling: float, softcap: float | None
 ) -> Tensor:
     """Attention of a group's query rows: [B x H x R, D]."""
     num_heads, head_size = layer.keys_NHBD.shape[1], rows.shape[1]
@@ -178,7 +122,7 @@ def _capped(
     return torch.matmul(weights_CHRB, values_CHBD), lse_CHR
 
 
-def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:
+def _merge(group: SliceGroup, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:
     """Merge the chunks of each slice, B x max_chunks, in order of position: [B, H, R, D]."""
     shape = (group.num_slices, group.max_chunks, *lse_CHR.shape[1:])
     lse_BCHR = lse_CHR.view(shape)
@@ -192,13 +136,3 @@ def _merge(group: Group, parts_CHRD: Tensor, lse_CHR: Tensor) -> Tensor:
     for chunk in range(1, group.max_chunks):
         merged_BHRD += weighted_BCHRD[:, chunk]
     return merged_BHRD
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask: the plan carries our own."""
-
-
-def register() -> None:
-    """Make the name "paceline" known to transformers. It may be called again."""
-    AttentionInterface.register(NAME, paged_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)

@@ -1,4 +1,4 @@
-"""What a host has not got is refused before it is taken, with the numbers."""
+"""Memory that the host does not have is refused before it is allocated, with the numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from paceline.errors import ConfigError
 from tests.tiny import make_tiny_checkpoint
 from workers.engine.cpu.engine import Engine
-from workers.engine.load.host_memory import available_bytes
 from workers.engine.load.stored_tensors import WEIGHTS
+from workers.engine.memory import available_bytes
 
 
 def test_what_is_left_is_less_than_there_is() -> None:
@@ -21,7 +21,7 @@ def test_what_is_left_is_less_than_there_is() -> None:
 
 
 def test_kv_that_no_host_holds_is_refused(tmp_path: Path) -> None:
-    """Before the weights are read, which may take minutes."""
+    """It is refused before the weights are read, which may take minutes."""
     folder = make_tiny_checkpoint(tmp_path)
     read: list[int] = []
     refused = r"float32 \(\d+ bytes\) and its KV together take \d{15,} bytes, but this host has"
@@ -36,9 +36,9 @@ def test_kv_that_no_host_holds_is_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_no_host_holds_are_refused(tmp_path: Path) -> None:
-    """A sparse file: 0.75 of the host's memory by its header, next to nothing on the disk.
+    """A sparse file: 0.75 of the host's memory by its header, almost nothing on the disk.
 
-    It is in bfloat16, so that in float32 it takes 1.5 times the memory.
+    It is in bfloat16, so in float32 it takes 1.5 times the memory.
     """
     folder = make_tiny_checkpoint(tmp_path)
     config = json.loads((folder / "config.json").read_text())

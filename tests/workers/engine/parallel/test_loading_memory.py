@@ -1,4 +1,4 @@
-"""A rank that loads takes little more memory than what it holds in the end."""
+"""A rank that loads takes little more memory than it holds in the end."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 MOST = 1.3
-"""Of what the rank holds, at the peak (issue C)."""
+"""Upper bound on the peak, as a multiple of what the rank holds in the end."""
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import torch
 import transformers.models.llama.modeling_llama
-from workers.engine.model import load_model
+from workers.engine.load.model import load_on_cpu
 from workers.engine.parallel.group import Group
-from workers.engine.parallel.sharding import Place
+from workers.engine.parallel.cuts import Place
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()
@@ -29,7 +29,7 @@ rank, degree = int(sys.argv[2]), int(sys.argv[3])
 group = Group(Place(rank, degree), host="127.0.0.1") if degree > 1 else None
 told = []
 before = peak()
-model = load_model(Path(sys.argv[1]), "float32", group, lambda *now: told.append(now))
+model = load_on_cpu(Path(sys.argv[1]), "float32", group, lambda *now: told.append(now))
 taken = peak() - before
 tensors = {}
 for module in model.modules():
@@ -43,8 +43,10 @@ print(taken, sum(tensors.values()), *told[-1])
 @pytest.mark.long
 @pytest.mark.parametrize(("rank", "degree"), [(0, 1), (1, 2)])
 def test_the_peak_is_near_what_is_held(demo_folder: Path, rank: int, degree: int) -> None:
-    """Beside Python and its libraries. The demo's embedding is tied: it is held as a packed LM head
-    too. Loading a whole model first would take twice the share at degree 2.
+    """The peak excludes Python and its libraries.
+
+    The demo's embedding is tied, so it is also held as a packed LM head. Loading a whole model
+    first would take twice the share at degree 2.
     """
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(demo_folder), str(rank), str(degree)],

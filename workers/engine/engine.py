@@ -1,18 +1,22 @@
-"""What engines for CPUs and GPUs have in common: each may be one rank of several.
+"""What the engines for CPUs (cpu/engine.py) and GPUs (cuda/engine.py) have in common.
+
+An engine knows token ids, positions and KV blocks. Which sequence owns a block, and which token is
+chosen, is decided elsewhere. An engine may be one rank of several; then it holds a part of a model.
 
 Shapes: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from paceline.errors import CheckpointError
 from workers.engine.load.checkpoint import CheckpointInfo
-from workers.engine.parallel.agreement import agree
 from workers.engine.parallel.cuts import vocabulary_part
 from workers.engine.parallel.group import Group
 from workers.engine.self_test import rows_are_invariant
@@ -22,15 +26,18 @@ from workers.engine.slices import Slice
 class RankedEngine(ABC):
     """An engine that holds a whole model, or with a `group` a rank's part of one.
 
-    `batch_invariant`: whether a row's bits do not depend on other rows; None until it is known. For
-    a rank it is known once the group has met.
+    Ranks load, meet, `agree`, and then step with the same slices.
     """
 
     info: CheckpointInfo
     max_model_len: int
+    num_blocks: int
+    """The number of KV blocks; their ids are 0 to num_blocks - 1."""
     group: Group | None
+    wants_invariance: bool
+    """Whether a row's bits were asked not to depend on other rows."""
     batch_invariant: bool | None
-    _num_blocks: int
+    """Whether a row's bits do not depend on other rows. A rank has None until it has agreed."""
 
     @abstractmethod
     def step_part(self, slices: Sequence[Slice]) -> Tensor:
@@ -44,27 +51,30 @@ class RankedEngine(ABC):
     @property
     @abstractmethod
     def dtype(self) -> str:
-        """The name of the dtype or form in which the model computes."""
+        """The name of the dtype, or of the form of weights, in which the model computes."""
 
     @property
     @abstractmethod
-    def _form(self) -> str:
-        """What ranks must have in common: how they compute."""
-
-    @property
-    @abstractmethod
-    def _may_be_invariant(self) -> bool:
-        """Whether batch invariance was requested."""
-
-    @property
-    @abstractmethod
-    def _multi_threaded(self) -> bool:
+    def is_multi_threaded(self) -> bool:
         """Whether several CPU threads compute a product: a single thread adds in another order."""
 
     @property
-    def num_blocks(self) -> int:
-        """The number of KV blocks; their ids are 0 to num_blocks - 1."""
-        return self._num_blocks
+    @abstractmethod
+    def forward_seconds(self) -> float:
+        """Seconds that the device took for the last step. Waits for its end."""
+
+    @property
+    @abstractmethod
+    def forward_end(self) -> float:
+        """When the last step ended, by time.perf_counter. Waits for its end."""
+
+    @abstractmethod
+    def move_kv(self, block_table: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """Copy KV of slot `from` to slot `to` of a sequence, pair by pair in order, in all layers.
+
+        A key keeps the rotary position for which it was computed, so a tree's node must be moved to
+        the slot that is its position.
+        """
 
     @torch.inference_mode()
     def step(self, slices: Sequence[Slice]) -> Tensor:
@@ -80,7 +90,7 @@ class RankedEngine(ABC):
 
     @torch.inference_mode()
     def whole_rows(self, part_TV: Tensor) -> Tensor:
-        """At rank 0, all ranks' columns of rows that step_part gave; no columns at the others."""
+        """The whole rows of which step_part gave the parts. Ranks other than 0 get no columns."""
         assert self.group is not None
         parts = self.group.gather(part_TV) if part_TV.shape[0] else [part_TV]
         if parts is None or self.group.place.rank:
@@ -106,23 +116,33 @@ class RankedEngine(ABC):
         return vocabulary_part(self.info.vocab_size, degree=place.degree, rank=place.rank)
 
     def agree(self) -> None:
-        """Compare with the other ranks after a meeting. Test the group if a rank is new in it.
+        """Compare with the other ranks after a meeting. Run the self-test if a rank is new.
 
-        Raises CheckpointError, on all ranks, if they did not load the same.
+        All ranks take the smallest number of blocks and the smallest max_model_len. Raises
+        CheckpointError, on all ranks, if they did not load the same checkpoint in the same way.
         """
         assert self.group is not None
-        agreed = agree(
-            self.group,
-            self.info,
-            self._form,
-            self.num_blocks,
-            self.max_model_len,
-            multi_threaded=self._multi_threaded,
-        )
-        self._num_blocks, self.max_model_len = agreed.num_blocks, agreed.max_model_len
+        form = self.dtype if self.wants_invariance else f"{self.dtype}, not batch-invariant"
+        compared = {
+            "checkpoint": int.from_bytes(self.info.digest[:7], "big"),
+            "form of weights": int.from_bytes(hashlib.sha256(form.encode()).digest()[:7], "big"),
+            "choice of one thread": int(self.is_multi_threaded),
+        }
+        rows = self.group.exchange([*compared.values(), self.num_blocks, self.max_model_len])
+        for column, what in enumerate(compared):
+            others = [rank for rank, row in enumerate(rows) if row[column] != rows[0][column]]
+            if others:
+                raise CheckpointError(
+                    f"the shards differ in their {what}: rank {self.group.place.rank} has "
+                    f"{self.info.name!r} as {form}; these differ from rank 0: rank "
+                    f"{', '.join(map(str, others))}; give all hosts the same files and options "
+                    "(config.json, tensors, file sizes and samples of the files are compared)"
+                )
+        self.num_blocks = min(row[-2] for row in rows)
+        self.max_model_len = min(row[-1] for row in rows)
         known = -1 if self.batch_invariant is None else int(self.batch_invariant)
         if any(row != [known] for row in self.group.exchange([known])) or known < 0:
-            verdict = int(self._may_be_invariant and rows_are_invariant(self))
+            verdict = int(self.wants_invariance and rows_are_invariant(self))
             self.batch_invariant = bool(self.group.exchange([verdict])[0][0])
 
 

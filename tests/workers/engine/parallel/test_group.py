@@ -1,4 +1,4 @@
-"""Ranks meet, add up in one order, notice who is out of step, and fail in time."""
+"""Ranks meet, add up in one order, notice a rank that is out of step, and fail in time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.errors import WorkerLostError
-from tests.workers.engine.tensor_parallel.ranks import Ranks
+from tests.workers.engine.parallel.ranks import Ranks
 from workers.engine.parallel.group import Deadlines, Group
 
 
@@ -32,7 +32,7 @@ def test_ranks_that_differ_are_told_on_all_of_them() -> None:
         for error in errors:
             assert isinstance(error, WorkerLostError)
             assert "step is [7, 0] at rank 0, but [7, 1] at rank 2" in str(error)
-        # They are aligned still.
+        # They are still aligned.
         ranks.together(lambda group: group.compare("step", [8, 0]))
 
 
@@ -45,7 +45,7 @@ def test_a_rank_that_stays_away_from_a_meeting_is_noticed() -> None:
 
 
 def test_a_rank_that_stays_away_from_a_sum_is_noticed() -> None:
-    """Both meet with patience, of which the meeting's own collective needs some too."""
+    """Both meet with enough time, because the meeting has a collective too."""
     with Ranks(2, deadlines=Deadlines(meeting=120.0, collective=5.0)) as ranks:
         ranks.meet("both")
         with pytest.raises(WorkerLostError, match="waited for it longer than 5 s"):

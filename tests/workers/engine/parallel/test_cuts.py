@@ -1,4 +1,4 @@
-"""Sharing out heads, widths and the vocabulary: every part is somewhere, and the sums come out."""
+"""Division of heads, widths and the vocabulary: every part is somewhere, and sums are right."""
 
 from __future__ import annotations
 

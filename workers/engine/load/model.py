@@ -1,0 +1,275 @@
+"""Loads a checkpoint's model, or a rank's part of it, into Hugging Face's own model code.
+
+On a CPU, and for a rank, the model is built without memory (on torch's meta device). Then its
+modules are read one by one. On a CPU each linear is converted to the engine's form before the next
+one is read, so that no copy of the whole model exists.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from paceline.errors import CheckpointError, ConfigError
+from paceline.text import one_line
+from workers.engine.cpu.linears import activation_dtype, replace_linears_of
+from workers.engine.cpu.mixtures import holds_experts, replace_experts_of
+from workers.engine.forward import ATTENTION, register_attention
+from workers.engine.load.checkpoint import (
+    CheckpointInfo,
+    read_config,
+    sliding_window_of,
+    whole_shapes,
+)
+from workers.engine.load.quantization import (
+    dequantized_tensors,
+    is_quantized,
+    plain_config,
+    without_quantization,
+)
+from workers.engine.load.stored_tensors import StoredTensors
+from workers.engine.memory import check_room
+from workers.engine.modules import (
+    ProjectionPart,
+    join_projections,
+    replace_activations,
+    replace_norms,
+)
+from workers.engine.options import BITS_OF_A_WEIGHT, Dtype, WeightForm
+from workers.engine.parallel.cuts import Place
+from workers.engine.parallel.group import Group
+from workers.engine.parallel.sharding import Progress, RankParts, Sharding, join_ranks
+
+_DTYPES_ON_GPU = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load_on_cpu(
+    folder: Path,
+    weights: WeightForm,
+    group: Group | None = None,
+    progress: Progress | None = None,
+    *,
+    kv_bytes: int = 0,
+) -> PreTrainedModel:
+    """The model, or with a `group` the rank's part, with paged attention and our own modules.
+
+    `kv_bytes`: the size of its KV, for which there must be room too. Raises CheckpointError; raises
+    ConfigError if there are more ranks than heads, or too little memory.
+    """
+    # Quantized forms are made from the most precise weights.
+    read_as = torch.bfloat16 if weights == "bfloat16" else torch.float32
+    model, parts, sharding = empty_part(folder, group, read_as)
+    parts.report_to(progress, activation_dtype(weights))
+    _check_room(parts.num_weights, weights, kv_bytes)
+    _fill_and_convert(model, parts, weights, read_as)
+    parts.close()
+    if group is not None and group.place.degree > 1:
+        join_ranks(model, sharding, group)
+    replace_activations(model)
+    replace_norms(model)
+    return model
+
+
+def _check_room(num_weights: int, weights: WeightForm, kv_bytes: int) -> None:
+    """Raise ConfigError if the host has too little memory for weights and KV."""
+    weight_bytes = num_weights * BITS_OF_A_WEIGHT[weights] // 8
+    check_room(
+        weight_bytes,
+        f"this shard's weights as {weights} take",
+        "take a target.dtype of fewer bytes, a larger host, or more hosts and a shard on each "
+        "(target.tensor_parallel)",
+    )
+    check_room(
+        weight_bytes + kv_bytes,
+        f"this shard's weights as {weights} ({weight_bytes} bytes) and its KV together take",
+        "lower target.kv_memory",
+    )
+
+
+def _fill_and_convert(
+    model: PreTrainedModel, parts: RankParts, weights: WeightForm, read_as: torch.dtype
+) -> None:
+    """Fill an empty model, and convert its linears and experts, one by one.
+
+    `read_as`: the dtype of the weights that are converted. Raises CheckpointError.
+    """
+    # Linears and experts are filled with their parents, and must be freed once replaced.
+    for module in [one for one in model.modules() if not _is_converted(one)]:
+        parts.fill(module, activation_dtype(weights))
+        for experts in filter(holds_experts, list(module.children())):
+            parts.fill(experts, read_as)
+            replace_experts_of(module, weights)
+        linears = [child for child in module.children() if isinstance(child, nn.Linear)]
+        for linear in linears:
+            parts.fill(linear, read_as)
+        if linears:
+            join_projections(module)
+            joined = {c.shared for c in module.children() if isinstance(c, ProjectionPart)}
+            for holder in (module, *joined):
+                replace_linears_of(holder, weights, is_head=module is model)
+
+
+def _is_converted(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or holds_experts(module)
+
+
+def dtype_on_gpu(asked: Dtype, info: CheckpointInfo) -> torch.dtype:
+    """The dtype in which a GPU holds a model; "auto" means the checkpoint's.
+
+    Raises CheckpointError if a GPU does not support the checkpoint's, ConfigError if it does not
+    support `asked`.
+    """
+    if asked == "auto":
+        if info.dtype not in _DTYPES_ON_GPU:
+            raise CheckpointError(
+                f"{info.name} is stored as {info.dtype}; on a GPU expected one of "
+                f"{', '.join(_DTYPES_ON_GPU)}: set one in target.dtype"
+            )
+        return _DTYPES_ON_GPU[info.dtype]
+    if asked not in _DTYPES_ON_GPU:
+        raise ConfigError(
+            f"target.dtype {asked} is for CPUs; on a GPU use {', '.join(_DTYPES_ON_GPU)}, or auto"
+        )
+    return _DTYPES_ON_GPU[asked]
+
+
+def load_on_gpu(folder: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model on one device, with paged attention. Tests pass a CPU as `device`.
+
+    Raises CheckpointError, also for layers that a GPU's attention does not support. Raises
+    ConfigError, with the numbers, if the device has too little memory.
+    """
+    _check_attention(folder)
+    register_attention()
+    arguments: dict[str, Any] = {} if device.type == "cpu" else {"device_map": {"": device}}
+    transformers_logging.disable_progress_bar()  # workers have no terminal
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=plain_config(folder),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            **arguments,
+        )
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(folder, device, dtype) from error
+    except Exception as error:  # transformers raises many kinds
+        raise CheckpointError(f"{folder} could not be loaded: {error}") from error
+    assert isinstance(model, PreTrainedModel)
+    model.train(False)
+    model.requires_grad_(False)
+    return model
+
+
+def load_part_on_gpu(
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: Group,
+    progress: Progress | None = None,
+) -> PreTrainedModel:
+    """This rank's part of the model, from which only the rank's parts of the files are read.
+
+    Raises as `load_on_gpu` does, and ConfigError if there are more ranks than heads.
+    """
+    _check_attention(folder)
+    model, parts, sharding = empty_part(folder, group, dtype, device=device)
+    parts.report_to(progress, dtype)
+    try:
+        for module in list(model.modules()):
+            parts.fill(module, dtype)
+        nn.Module.to(model, device)  # buffers that the model computed for itself
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(folder, device, dtype) from error
+    parts.close()
+    join_ranks(model, sharding, group)
+    return model
+
+
+def _check_attention(folder: Path) -> None:
+    """Refuse layers that a GPU's attention does not support."""
+    config = read_config(folder)
+    window, softcap = sliding_window_of(config), getattr(config, "attn_logit_softcapping", None)
+    if window is not None or softcap is not None:
+        raise CheckpointError(
+            f"{folder / 'config.json'}: sliding_window {window} and attn_logit_softcapping "
+            f"{softcap} are not supported on a GPU: run it on CPUs"
+        )
+
+
+def _out_of_memory(folder: Path, device: torch.device, dtype: torch.dtype) -> ConfigError:
+    free, total = torch.cuda.mem_get_info(device)
+    return ConfigError(
+        f"out of GPU memory while {folder.name} was loaded as {dtype}: {free} of {total} bytes "
+        "are free; raise tensor_parallel, or take a larger GPU"
+    )
+
+
+def empty_part(
+    folder: Path,
+    group: Group | None,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+) -> tuple[PreTrainedModel, RankParts, Sharding]:
+    """A rank's model without weights, and what fills it on `device` (None: the CPU).
+
+    `dtype`: the dtype to which quantized weights are converted. Raises CheckpointError; raises
+    ConfigError if there are more ranks than heads, or too little memory.
+    """
+    config = read_config(folder)
+    stored = StoredTensors(folder)
+    if is_quantized(config):
+        config, stored = without_quantization(config), dequantized_tensors(folder, dtype)
+    shapes = whole_shapes(folder, config, stored)
+    place = Place() if group is None else group.place
+    sharding = Sharding(config, _base_prefix(config), place)
+    model = _empty_model(sharding.local_config())
+    parts = RankParts(model, stored, shapes, sharding, device or torch.device("cpu"))
+    return model, parts, sharding
+
+
+def part_config(folder: Path, place: Place) -> PreTrainedConfig:
+    """The configuration of a rank's part. Loads no weights.
+
+    Raises CheckpointError if the architecture cannot be cut, ConfigError if there are more ranks
+    than heads.
+    """
+    config = read_config(folder)
+    return Sharding(config, _base_prefix(config), place).local_config()
+
+
+def _base_prefix(config: PreTrainedConfig) -> str:
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    return str(kind.base_model_prefix)
+
+
+def _empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model without weights, but with the buffers that it computes for itself."""
+    register_attention()
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=torch.float32
+            )
+    except Exception as error:  # transformers raises many kinds
+        raise CheckpointError(f"the model cannot be built: {one_line(error)}") from error
+    assert isinstance(model, PreTrainedModel)
+    model.train(False)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        for module in model.modules():
+            empty = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
+            for name, buffer in empty.items():
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+            if empty:
+                model._init_weights(module)
+    return model
