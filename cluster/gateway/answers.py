@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -129,10 +130,10 @@ class Answer:
     async def _feed(
         self, index: int, choice: Choice, queue: asyncio.Queue[Event | Exception]
     ) -> None:
+        # By this name the driver's log has it.
+        options = replace(choice.options, request_id=f"{self._id}-{index}")
         try:
-            async with aclosing(
-                self._pool.stream(self._model, choice.input, choice.options)
-            ) as events:
+            async with aclosing(self._pool.stream(self._model, choice.input, options)) as events:
                 async for event in events:
                     await queue.put((index, event))
         except Exception as error:

@@ -13,6 +13,7 @@ from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from cluster.gateway.answers import Answer
@@ -94,7 +95,7 @@ class Gateway:
             "/v1/chat/completions": chat_request,
             "/v1/completions": completion_request,
         }.items():
-            app.add_route(path, _Answering(self, read), methods=["POST"])
+            app.router.routes.append(Route(path, _Answering(self, read), methods=["POST"]))
         for kind in (PacelineError, Exception):
             app.add_exception_handler(kind, _on_error)
         app.add_exception_handler(HTTPException, _on_http_exception)

@@ -18,6 +18,7 @@ from paceline.errors import (
     DeadlineError,
     InternalError,
     InvalidRequestError,
+    ModelFetchError,
     OverloadedError,
     PacelineError,
     PromptTooLongError,
@@ -78,10 +79,11 @@ _TABLE: dict[type[PacelineError], _Row] = {
     RequestFaultError: _Row(_INVALID, "request_fault"),
     OverloadedError: _Row("overloaded_error", "overloaded"),
     UnavailableError: _Row("unavailable_error", "unavailable"),
+    ModelFetchError: _Row("unavailable_error", "unavailable"),
     DeadlineError: _Row("timeout_error", "deadline_exceeded"),
     # From a driver this is no fault of the caller: 500, although the class is 400 elsewhere.
     ProtocolError: _Row("server_error", "internal_error", 500),
-    PacelineError: _Row("server_error", "internal_error", 500),
+    PacelineError: _Row("server_error", "internal_error"),
 }
 
 

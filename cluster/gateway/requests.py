@@ -154,7 +154,7 @@ class _Field:
     read: _Read
 
 
-_FIELDS: Mapping[str, _Field] = {
+FIELDS: Mapping[str, _Field] = {
     "temperature": _Field("temperature", _number),
     "top_p": _Field("top_p", _number),
     "top_k": _Field("top_k", _top_k),
@@ -171,7 +171,7 @@ _FIELDS: Mapping[str, _Field] = {
     "stop_token_ids": _Field("stop_token_ids", _token_ids),
     "ignore_eos": _Field("ignore_eos", _boolean),
 }
-_SPECULATION: Mapping[str, _Field] = {
+SPECULATION: Mapping[str, _Field] = {
     "policy": _Field("policy", _text),
     "verification": _Field("rule", _text),
     "window": _Field("window", _integer),
@@ -181,11 +181,11 @@ _SPECULATION: Mapping[str, _Field] = {
     "merge": _Field("merge", _boolean),
 }
 _HTTP_NAMES = {"prompt_token_ids": "prompt"} | {
-    field.option: f"speculation.{name}" for name, field in _SPECULATION.items()
+    field.option: f"speculation.{name}" for name, field in SPECULATION.items()
 }
 
 _PLAIN_TEXT = {"type": "text"}
-_REFUSED: Mapping[str, tuple[object, ...]] = {
+REFUSED: Mapping[str, tuple[object, ...]] = {
     "logprobs": (None, False),
     "top_logprobs": (None, 0),
     "prompt_logprobs": (None,),
@@ -234,7 +234,7 @@ def completion_request(body: Body) -> CompletionRequest:
 
 
 def _request(kind: Kind, body: Body, inputs: list[GenerateInput]) -> CompletionRequest:
-    for name, harmless in _REFUSED.items():
+    for name, harmless in REFUSED.items():
         value = body.get(name)
         if not any(type(value) is type(one) and value == one for one in harmless):
             raise InvalidRequestError(name, "is not supported yet; leave it out")
@@ -272,7 +272,7 @@ def _options(kind: Kind, body: Body) -> GenerateOptions:
     options: dict[str, Any] = {}
     if kind == "completion":
         options["max_tokens"] = DEFAULT_COMPLETION_TOKENS
-    for name, field in _FIELDS.items():
+    for name, field in FIELDS.items():
         if (value := _given(body, name, field.read, None)) is not None:
             options[field.option] = value
     speculation = body.get("speculation")
@@ -281,10 +281,10 @@ def _options(kind: Kind, body: Body) -> GenerateOptions:
     elif speculation == "off":
         speculation = {"policy": "off"}
     for name, value in _table("speculation", speculation).items():
-        if name not in _SPECULATION:
-            hint = did_you_mean(name, _SPECULATION)
+        if name not in SPECULATION:
+            hint = did_you_mean(name, SPECULATION)
             raise InvalidRequestError("speculation", f"has no field {name!r:.100}{hint}")
-        field = _SPECULATION[name]
+        field = SPECULATION[name]
         if value is not None:
             options[field.option] = field.read(f"speculation.{name}", value)
     return GenerateOptions(**options)

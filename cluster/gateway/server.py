@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.gateway.app import Gateway
-from paceline.errors import UnavailableError
+from paceline.errors import InternalError, UnavailableError
 
 MAX_CONNECTIONS = 2048
 """Most open connections; the next is closed."""
@@ -30,14 +30,34 @@ _CUT_SECONDS = 1
 """Time for requests that are cut off to end."""
 
 
+class _Alarm:
+    """Calls `ring` some seconds after `start`, unless `stop` comes first."""
+
+    def __init__(self, seconds: float, ring: Callable[[], None]) -> None:
+        self._seconds = seconds
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """An alarm that was started goes on."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._ring)
+
+    def stop(self) -> None:
+        """No error if it was not started."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
 class Connection(H11Protocol):
     """A connection of uvicorn's, with bounds on what a caller may leave undone."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.idle: asyncio.TimerHandle | None = None
-        self.unread: asyncio.TimerHandle | None = None
-        self.watch_idle()
+        self.idle = _Alarm(IDLE_SECONDS, transport.abort)
+        self.unread = _Alarm(UNREAD_SECONDS, transport.abort)
+        self.idle.start()
         if len(self.connections) > MAX_CONNECTIONS:
             transport.abort()
 
@@ -49,17 +69,25 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self.watch_idle()
 
+    def watch_idle(self) -> None:
+        """Bytes of headers do not restart the alarm; a whole request stops it."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.idle.start()
+        else:
+            self.idle.stop()
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self.unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+        self.unread.start()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self.unread = _stopped(self.unread)
+        self.unread.stop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self.idle, self.unread = _stopped(self.idle), _stopped(self.unread)
+        self.idle.stop()
+        self.unread.stop()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP. In the middle of an answer there is no place for another."""
@@ -67,18 +95,6 @@ class Connection(H11Protocol):
             super().send_400_response(msg)
         else:
             self.transport.abort()
-
-    def watch_idle(self) -> None:
-        """Time how long there is no request. Bytes of its headers do not restart the time."""
-        if self.cycle is not None and not self.cycle.response_complete:
-            self.idle = _stopped(self.idle)
-        elif self.idle is None:
-            self.idle = self.loop.call_later(IDLE_SECONDS, self.transport.abort)
-
-
-def _stopped(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
 
 
 class _Server(uvicorn.Server):
@@ -95,12 +111,13 @@ def listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
     except OSError as error:
-        raise UnavailableError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+        why = (error.strerror or str(error)).partition(" (while ")[0]  # The address comes first.
+        raise UnavailableError(f"cannot listen at {host}:{port}: {why}") from error
 
 
 @asynccontextmanager
-async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve while the block runs. What is open at its end is cut off."""
+async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[asyncio.Task[None]]:
+    """Serve while the block runs; yields the task that does. What is open at the end is cut off."""
     config = uvicorn.Config(
         gateway.app,
         http=Connection,
@@ -120,7 +137,7 @@ async def serving(gateway: Gateway, listener: socket.socket) -> AsyncIterator[No
             await asyncio.sleep(0.01)
         if running.done():
             running.result()
-        yield
+        yield running
     finally:
         await gateway.cut_off()
         server.should_exit = True
@@ -138,12 +155,15 @@ async def serve_until_signal(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    async with serving(gateway, listener):
+    async with serving(gateway, listener) as server:
         on_ready()
-        first = await signals.get()
+        first = asyncio.create_task(signals.get())
+        await asyncio.wait({first, server}, return_when=asyncio.FIRST_COMPLETED)
+        if server.done():
+            raise InternalError("the HTTP server ended") from server.exception()
         draining = asyncio.create_task(gateway.drain(drain_seconds))
         second = asyncio.create_task(signals.get())
         await asyncio.wait({draining, second}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
         second.cancel()
-        return first, gateway.num_open
+        return first.result(), gateway.num_open
